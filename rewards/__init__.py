@@ -1,0 +1,150 @@
+"""Reward functions: pure functions over strings, the one module the trainers share.
+
+Functions of one response (`final_answer`, `answers_equal`, `em_score`, `f1_score`, `rouge_l_score`) return one value.
+Functions that REWARD_FUNCTIONS can name take three equally long lists and return one float a row:
+
+    f(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]
+
+Yours may be any such function; `answers` comes from the data set's output column and holds None without one.
+"""
+import re
+import string
+from collections import Counter
+from fractions import Fraction
+
+# The number after `####`, as GSM8K writes it: sign, currency, thousands commas, decimals or a fraction, on the same line.
+_MARKED = re.compile(r"####[ \t]*([^\n]*)")
+_NUMBER = re.compile(r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])")
+_MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
+
+
+# ---------------------------------------------------------------- final answers
+
+def _boxed(text):
+    """(position, content) of the last `\\boxed{...}` with balanced braces, or None."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for i in range(start + 6, min(len(text), start + 6 + _MAX_ANSWER_CHARS)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return start, text[start + 7:i].strip()
+    return None
+
+
+def _number(text):
+    """The leading number of `text` as a Fraction, or None. "-$1,234.50" is -1234.5; "12 apples" is 12; "1,2" is None."""
+    text = text.strip()[:_MAX_ANSWER_CHARS]
+    match = _NUMBER.match(text)
+    digits = re.sub(r"[ \t$,+]", "", match.group()).replace("\u2212", "-") if match else ""
+    if not re.search(r"[0-9]", digits) or re.match(r",[0-9]", text[match.end():]):
+        return None
+    return Fraction(digits)
+
+
+def final_answer(text: str) -> str | None:
+    """The final answer that `text` states: what follows its last `####` on that line, or its last `\\boxed{}`,
+    whichever stands later; None where there is neither or it is empty. Source: openai/grade-school-math, MATH."""
+    marked, boxed = None, _boxed(text)
+    for marked in _MARKED.finditer(text):
+        pass
+    if marked and (boxed is None or marked.start() > boxed[0]):
+        return marked.group(1).strip() or None
+    return (boxed[1] or None) if boxed else None
+
+
+def answers_equal(answer: str | None, gold: str | None) -> bool:
+    """Whether two final answers are the same: as numbers, else as text, else as mathematics (library math-verify).
+    A missing or empty answer or gold equals nothing, not even another missing one."""
+    if answer is None or gold is None or not answer.strip() or not gold.strip():
+        return False
+    a, b = _whole_number(answer), _whole_number(gold)
+    if a is not None and b is not None:
+        return a == b
+    if re.sub(r"\s", "", answer) == re.sub(r"\s", "", gold):
+        return True
+    if max(len(answer), len(gold)) > _MAX_ANSWER_CHARS or not re.search(r"[\\^{}=()]", answer + gold):
+        return False  # plain words or unlike plain numbers: no mathematics to compare
+    from math_verify import parse, verify
+    return bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
+
+
+def _whole_number(text):
+    """`text` as a Fraction when it is nothing but a number (a unit or a full stop may follow), or None."""
+    number = _number(text)
+    rest = _NUMBER.sub("", text.strip(), count=1) if number is not None else "?"
+    return number if not re.search(r"[0-9\\^{}=()+*/-]", rest) else None
+
+
+def exact_answer(prompts, responses, answers):
+    """1.0 where the response's final answer equals the gold one, else 0.0. The gold may be a whole solution
+    ending in `#### n` or `\\boxed{}`, or the bare answer. Range {0, 1}."""
+    golds = [final_answer(a) or ("" if "####" in a or "\\boxed" in a else a) for a in _need_answers("exact_answer", answers)]
+    return [float(answers_equal(final_answer(r), g)) for r, g in zip(responses, golds)]
+
+
+def _need_answers(name, answers):
+    if any(a is None for a in answers):
+        raise ValueError(f'{name} compares with the true answer, and a data set has none: give it an "output" column')
+    return answers
+
+
+# ---------------------------------------------------------------- question answering (HotpotQA's official script)
+
+def normalise_answer(text: str) -> str:
+    """Lower case, without punctuation, articles and extra blanks. Source: hotpot_evaluate_v1.py, normalize_answer."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def em_score(response: str, answer: str) -> float:
+    """1.0 if both normalise to the same text. Range {0, 1}. Source: hotpot_evaluate_v1.py, exact_match_score."""
+    return float(normalise_answer(response) == normalise_answer(answer))
+
+
+def f1_score(response: str, answer: str) -> float:
+    """F1 over the bags of normalised words; yes, no and noanswer count only when equal. Range [0, 1].
+    Source: hotpot_evaluate_v1.py, f1_score."""
+    got, gold = normalise_answer(response), normalise_answer(answer)
+    if got != gold and {got, gold} & {"yes", "no", "noanswer"}:
+        return 0.0
+    common = sum((Counter(got.split()) & Counter(gold.split())).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(got.split()), common / len(gold.split())
+    return 2 * precision * recall / (precision + recall)
+
+
+def em(prompts, responses, answers):
+    """Exact match of each response with its answer. Range {0, 1}. See em_score."""
+    return [em_score(r, a) for r, a in zip(responses, _need_answers("em", answers))]
+
+
+def f1(prompts, responses, answers):
+    """Word F1 of each response with its answer. Range [0, 1]. See f1_score."""
+    return [f1_score(r, a) for r, a in zip(responses, _need_answers("f1", answers))]
+
+
+# ---------------------------------------------------------------- overlap, form, length
+
+def rouge_l_score(response: str, answer: str) -> float:
+    """F-measure of the longest common subsequence of words (Lin 2004), by the library rouge-score. Range [0, 1]."""
+    from rouge_score.rouge_scorer import RougeScorer
+    return float(RougeScorer(["rougeL"]).score(answer, response)["rougeL"].fmeasure)
+
+
+def rouge_l(prompts, responses, answers):
+    """ROUGE-L of each response with its answer. Range [0, 1]. See rouge_l_score."""
+    return [rouge_l_score(r, a) for r, a in zip(responses, _need_answers("rouge_l", answers))]
+
+
+def answer_format(prompts, responses, answers):
+    """1.0 where the response states one final answer and ends with it (`#### n` or `\\boxed{}`), else 0.0. Range {0, 1}."""
+    form = r"(####[ \t]*\S[^\n]*|\\boxed\{[^\n]+\}[.$ \t]*)"
+    return [float(len(re.findall(r"####|\\boxed", r)) == 1 and bool(re.search(form + r"\Z", r.rstrip()))) for r in responses]
+
+
+def length_penalty(prompts, responses, answers):
+    """Minus the number of characters; its weight is the price of one. Range (-inf, 0]."""
+    return [-float(len(r)) for r in responses]
