@@ -20,20 +20,7 @@ Means run over every response token of the optimizer step, whatever the micro-ba
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints,
 best/policy/, training_metrics_detailed.png and ppo_metrics_with_entropy.png. The README defines every metric.
 """
-import ast
-import difflib
-import errno
-import hashlib
-import json
-import math
-import os
-import platform
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
+import ast, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,8 +30,7 @@ import numpy as np
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification,
-                          AutoTokenizer)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
@@ -129,17 +115,15 @@ SEED = 1
 USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
-_RANGES = {  # least and greatest value of each number
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS GROUP_EPOCHS MINI_BATCHES "
-    "NUM_EPOCHS PLATEAU_PATIENCE KL_HORIZON KEEP_LAST_N_CHECKPOINTS MAX_STEPS MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS": (1, 1e12),
+_RANGES = {  # least and greatest value of each number, or the words that a constant takes
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS "
+    "PLATEAU_PATIENCE KL_HORIZON KEEP_LAST_N_CHECKPOINTS MAX_STEPS MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS": (1, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "LEARNING_RATE CRITIC_LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF KL_COEF MISSING_EOS_PENALTY "
-    "EARLY_STOPPING_THRESHOLD VALUE_CLIP_RANGE": (0, 1e6),
-    "REWARD_MODEL_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
-    "GAMMA LAM": (0, 1), "CLIP_RANGE": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM KL_TARGET": (1e-12, 1e12),
+    "LEARNING_RATE CRITIC_LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE KL_COEF MISSING_EOS_PENALTY "
+    "EARLY_STOPPING_THRESHOLD": (0, 1e6), "REWARD_MODEL_WEIGHT ENTROPY_COEF": (-1e6, 1e6), "GAMMA LAM": (0, 1),
+    "CLIP_RANGE": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM KL_TARGET": (1e-12, 1e12),
+    "DTYPE": ["float32", "bfloat16"], "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
 }
-_CHOICES = {"DTYPE": ("float32", "bfloat16"), "LR_SCHEDULER_TYPE": ("linear", "cosine", "plateau")}
-
 
 # ================================================================ small functions that every trainer has
 
@@ -147,12 +131,10 @@ _CHOICES = {"DTYPE": ("float32", "bfloat16"), "LR_SCHEDULER_TYPE": ("linear", "c
 class UserError(Exception):
     """Something the user can mend, said in one sentence; the program ends with exit code 2."""
 
-
 # same in: ppo/ppo.py
 def constants():
     """Every constant of this file, as it is now."""
     return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
-
 
 # same in: ppo/ppo.py
 def apply_overrides(words):
@@ -162,62 +144,56 @@ def apply_overrides(words):
         if not equals or key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
             raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file" + (f"; did you mean {near[0]}?" if near else ""))
-        default = globals()[key]
-        kind = str(globals().get("__annotations__", {}).get(key, type(default).__name__))  # such as "int | None"
+        kind = str(globals()["__annotations__"].get(key, type(globals()[key]).__name__))  # such as "int | None"
         try:
-            value = text if kind == "str" or "str" in kind and text != "None" else ast.literal_eval(text)
+            value = text if "str" in kind and not ("None" in kind and text == "None") else ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             value = {"true": True, "false": False}.get(text.lower(), text)
-        if "float" in kind and type(value) is int:
-            value = float(value)
-        if type(value).__name__.replace("NoneType", "None") not in kind.replace(" ", "").split("|"):
-            raise UserError(f"{key}={text} does not fit: {key} takes {kind.replace('|', 'or')}, as in {key}={default}")
+        value = float(value) if "float" in kind and type(value) is int else value
+        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text} does not fit: {key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}")
         globals()[key] = value
-
 
 # same in: ppo/ppo.py
 def check_constants():
-    """Refuse numbers out of range and unknown choices before anything is loaded or written."""
-    for keys, (low, high) in _RANGES.items():
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _RANGES.items():
         for key in keys.split():
             value = globals()[key]
-            if value is not None and not low <= value <= high:
-                raise UserError(f"{key} = {value} is out of range: it takes {low:g} to {high:g}")
-    for key, choices in _CHOICES.items():
-        if globals()[key] not in choices:
-            raise UserError(f"{key} = {globals()[key]!r} is unknown: it takes {' or '.join(choices)}")
-
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
 
 # same in: ppo/ppo.py
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
     rows = []
     for spec in datasets:
-        where = f"{constant}: {spec.get('path')}"
-        if unknown := set(spec) - {"path", "type", "input", "output", "name", "split"} or {"path", "type", "input"} - set(spec):
-            raise UserError(f"{where}: a data set takes path, type, input and, if you like, output, name and split; mend {sorted(unknown)}")
-        if spec["type"] not in ("jsonl", "parquet", "hub"):
-            raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
-        if spec["type"] != "hub" and not Path(spec["path"]).is_file():
-            raise UserError(f"{where}: there is no such file")
-        before = len(rows)
-        for number, record in read_records(spec, where):
-            for column in filter(None, (spec["input"], spec.get("output"))):
+        where, before, columns = f"{constant}: {spec.get('path')}", len(rows), [c for c in (spec.get("input"), spec.get("output")) if c]
+        if odd := set(spec) - {"path", "type", "input", "output", "name", "split"} or {"path", "type", "input"} - set(spec):
+            raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
+        for number, record in read_records(spec, columns, where):
+            for column in columns:
                 if not isinstance(record, dict) or record.get(column) is None:
                     has = sorted(record) if isinstance(record, dict) else type(record).__name__
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
-            if not isinstance(record[spec["input"]], str) or not record[spec["input"]].strip():
+            prompt = record[spec["input"]]
+            if not isinstance(prompt, str) or not prompt.strip():
                 raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
-            rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": record[spec["input"]],
-                         "answer": str(record[spec["output"]]) if spec.get("output") else None})
+            answer = str(record[spec["output"]]) if spec.get("output") else None
+            rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": prompt, "answer": answer})
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
 
-
 # same in: ppo/ppo.py
-def read_records(spec, where):
+def read_records(spec, columns, where):
     """(line number from 1, record) of one data set."""
+    if spec["type"] not in ("jsonl", "parquet", "hub"):
+        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
+    if spec["type"] != "hub" and not Path(spec["path"]).is_file():
+        raise UserError(f"{where}: there is no such file")
     if spec["type"] == "jsonl":
         with open(spec["path"], "rb") as file:
             for number, line in enumerate(file, 1):
@@ -230,8 +206,7 @@ def read_records(spec, where):
     try:
         if spec["type"] == "parquet":
             import pyarrow.parquet
-            table = pyarrow.parquet.read_table(spec["path"], columns=[c for c in (spec["input"], spec.get("output")) if c])
-            records = table.to_pylist()
+            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
         else:
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
@@ -239,46 +214,61 @@ def read_records(spec, where):
         raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
     yield from enumerate(records, 1)
 
+# same in: ppo/ppo.py
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        there = Path(path).exists()
+        why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 # same in: ppo/ppo.py
 def load_model(auto_class, path, constant, new_head=False):
-    """The model in float32, every weight accounted for; with new_head, weights outside the base model may be absent
-    (they start at zero) or left over."""
-    try:
-        model, info = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, KeyError) as error:
-        if not Path(path).exists():
-            raise UserError(f"{constant} = {path!r}: there is no such folder, and no such model could be fetched from the hub") from None
-        raise UserError(f"{constant} = {path!r} cannot be loaded ({str(error).splitlines()[0]})") from None
-    base = model.base_model_prefix + "."
+    """The model in float32, every weight accounted for. With new_head, weights outside the base model may be left over
+    or absent; the absent ones start at zero."""
+    options = {"num_labels": 1} if new_head else {}
+    model, info = load_pretrained(auto_class, path, constant, dtype=torch.float32, output_loading_info=True, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    wrong = [k for k in missing | set(info["unexpected_keys"]) if not new_head or k.startswith(base) and k in missing]
+    wrong = missing | set(info["unexpected_keys"])
+    if new_head:
+        wrong = {key for key in wrong if key in missing and key.startswith(model.base_model_prefix + ".")}
     if wrong:
-        raise UserError(f"{constant} = {path!r} does not fit {type(model).__name__}: missing or unexpected weights {', '.join(sorted(wrong))}")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in missing:
-                parameter.zero_()
+        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: missing or unexpected weights {', '.join(sorted(wrong))}")
+    for name, parameter in model.named_parameters():
+        if name in missing:
+            torch.nn.init.zeros_(parameter)
     return model.eval()  # and it stays so: dropout is off in rollout and update alike
-
 
 # same in: ppo/ppo.py
 def load_tokenizer(path, constant):
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"{constant} = {path!r}: no tokenizer could be loaded from there") from None
+    tokenizer = load_pretrained(AutoTokenizer, path, constant)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{constant} = {path!r}: its tokenizer has no EOS token, so no response could ever end; set eos_token in it")
+        raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token, so no response could ever end; set eos_token in it")
     return tokenizer
 
+# same in: ppo/ppo.py
+def resolve_rewards(functions):
+    """[(name, function, weight)] of names in rewards/ or functions."""
+    for function, _ in functions:
+        if not callable(function) and not callable(getattr(rewards, function, None)):
+            raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
+    return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
+
+# same in: ppo/ppo.py
+def check_scores(name, values, count):
+    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    values = torch.as_tensor(values, dtype=torch.float32)
+    if values.shape != (count,) or not values.isfinite().all():
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
+    return values
 
 # same in: ppo/ppo.py
 def pad_left(rows, value):
     """Lists of ids as one tensor, (rows, longest)."""
     width = max(map(len, rows))
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
-
 
 # same in: ppo/ppo.py
 def sample_tokens(logprobs, uniform):
@@ -287,14 +277,13 @@ def sample_tokens(logprobs, uniform):
     target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
 
-
 # same in: ppo/ppo.py
 @torch.no_grad()
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Each prompt is prefilled once.
-    Returns ids, lengths and log-probabilities under the sampling distribution: (rows, longest), (rows,), (rows, longest).
+    Returns ids, lengths and log-probabilities under the sampling distribution: (rows, max_new_tokens), (rows,), as the ids.
     A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS.
     """
     device, rows = model.device, len(prompts) * group_size
@@ -309,7 +298,6 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
     ids = torch.full((rows, max_new_tokens), pad_id, device=device)
     logprobs, lengths = torch.zeros(rows, max_new_tokens, device=device), torch.zeros(rows, dtype=torch.long, device=device)
-    eos_ids, uniform = torch.tensor(sorted(eos_ids), device=device), None if uniform is None else uniform.to(device)
     rows = torch.arange(rows, device=device)  # which row of the result each row of the cache is
     going = torch.ones_like(rows, dtype=torch.bool)
     for t in range(max_new_tokens):
@@ -330,9 +318,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         logits = model(input_ids=tokens.unsqueeze(-1), attention_mask=mask[:, :prompt_ids.shape[1] + t + 1],
                        position_ids=positions.unsqueeze(-1), past_key_values=cache, use_cache=True).logits[:, -1]
         positions = positions + 1
-    longest = int(lengths.max())
-    return ids[:, :longest], lengths, logprobs[:, :longest]
-
+    return ids, lengths, logprobs
 
 # same in: ppo/ppo.py
 def response_window(batch, rows):
@@ -345,7 +331,6 @@ def response_window(batch, rows):
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}, prompt, response
 
-
 # same in: ppo/ppo.py
 def response_logprobs(model, batch, rows, temperature):
     """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32."""
@@ -355,13 +340,11 @@ def response_logprobs(model, batch, rows, temperature):
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, batch.response_ids[rows, :width].unsqueeze(-1)).squeeze(-1), entropy
 
-
 # same in: ppo/ppo.py
 def micro_batches(batch, rows, size):
     """Cut rows into micro-batches of like length, at most `size` rows each."""
     lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
     return rows[lengths.argsort(descending=True, stable=True)].split(size)
-
 
 # same in: ppo/ppo.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
@@ -371,59 +354,47 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
     progress = (step - warmup) / max(1, total - warmup)
     return {None: 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": 0.5 ** halvings}[kind]
 
-
 # same in: ppo/ppo.py
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and tensors."""
-    numpy_state = np.random.get_state()
-    return {"python": random.getstate(), "numpy": (numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]), "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-
+    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    name, words, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": (name, words.tolist(), *rest), "torch": torch.get_rng_state()}
 
 # same in: ppo/ppo.py
 def set_rng_state(state):
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
 
 # same in: ppo/ppo.py
 def fsync(path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
+    handle = os.open(path, os.O_RDONLY)  # works for folders too
+    os.fsync(handle)
+    os.close(handle)
 
 # same in: ppo/ppo.py
 def file_digest(path):
     with open(path, "rb") as file:
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-
 # same in: ppo/ppo.py
 def write_checkpoint(folder, fill):
     """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
     tmp = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
     try:
+        tmp.mkdir(parents=True)
         fill(tmp)
-        files = sorted(p for p in tmp.rglob("*") if p.is_file())
-        manifest = {str(p.relative_to(tmp)): file_digest(p) for p in files}
+        manifest = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
         (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for path in [*files, tmp / "manifest.json", *(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
+        for path in [*tmp.rglob("*"), tmp]:
             fsync(path)
-    except OSError:
+        os.rename(tmp, folder)
+        fsync(folder.parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError is how torch.save reports a failed write
         shutil.rmtree(tmp, ignore_errors=True)
-        raise
-    os.rename(tmp, folder)
-    fsync(folder.parent)
-
+        why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
+        raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
 
 # same in: ppo/ppo.py
 def checkpoint_fault(folder):
@@ -431,22 +402,16 @@ def checkpoint_fault(folder):
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"}
-        for name in sorted({*manifest, *files}):
-            if name not in files or name not in manifest:
-                return f"{name} is {'missing' if name in manifest else 'not in the manifest'}"
-            if file_digest(files[name]) != manifest[name]:
-                return f"{name} is not what was saved"
-        return None if "training_state.pt" in manifest else "training_state.pt is missing"
-    except (OSError, ValueError) as error:
+        for name in sorted({"training_state.pt", *manifest, *files}):
+            if name not in files or file_digest(files[name]) != manifest.get(name):
+                return f"{name} is {'not what was saved' if name in files else 'missing'}"
+    except (OSError, ValueError, AttributeError) as error:
         return f"manifest.json: {error}"
 
-
 # same in: ppo/ppo.py
-def step_of(folder):
-    """The number N of a folder step_N, else -1."""
-    name = Path(folder).name
-    return int(name[5:]) if name.startswith("step_") and name[5:].isdecimal() else -1
-
+def list_checkpoints(output_dir):
+    """[(N, step_N/)] of a run, oldest first."""
+    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
 
 # same in: ppo/ppo.py
 def choose_checkpoint(resume, output_dir, say):
@@ -455,11 +420,7 @@ def choose_checkpoint(resume, output_dir, say):
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
         return Path(resume)
-    if resume == "no":
-        return None
-    for folder in sorted(Path(output_dir).glob("step_*"), key=step_of, reverse=True):
-        if step_of(folder) < 0:
-            continue
+    for _, folder in reversed(list_checkpoints(output_dir) if resume != "no" else []):
         if fault := checkpoint_fault(folder):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
@@ -470,8 +431,6 @@ def choose_checkpoint(resume, output_dir, say):
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
             pass
         return folder if reply == "y" else None
-    return None
-
 
 # same in: ppo/ppo.py
 def move_aside(paths, output_dir, say):
@@ -483,7 +442,6 @@ def move_aside(paths, output_dir, say):
             os.rename(path, old / path.name)
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
-
 # same in: ppo/ppo.py
 def run_facts(device):
     """Versions, git commit and device, for training_config.json."""
@@ -492,154 +450,110 @@ def run_facts(device):
             "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
 
-
 # same in: ppo/ppo.py
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points,
-    the first evaluation dashed."""
+    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points from a dashed start."""
     from matplotlib.figure import Figure
-    columns = min(3, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(16, 0.8 + 3.4 * lines), layout="constrained")
+    height = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(16, 0.8 + 3.4 * height), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(lines, columns, squeeze=False).flat
-    for axis, (label, keys) in zip(axes, panels):
-        for color, (phase, key) in enumerate((phase, key) for key in keys for phase in ("train", "eval")):
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and isinstance(r.get(key), (int, float))]
-            if not points:
-                continue
-            x, y = np.array(points, dtype=float).T
-            if phase == "train":
+    for number, (label, keys) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
+        axis.grid(alpha=0.3)
+        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
+            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+            if points and phase == "train":
+                x, y = np.array(points, dtype=float).T
                 window = max(1, min(10, len(y) // 5))
                 axis.plot(x, y, color=f"C{color}", alpha=0.25)
-                mean = [y[max(0, i - window + 1):i + 1].mean() for i in range(len(y))]
-                axis.plot(x, mean, color=f"C{color}", label=f"{key}, mean of {window}")
-            else:
-                axis.plot(x, y, "o-", color=f"C{color}", markersize=5, linewidth=0.8, label=f"{key}, held out")
-                axis.axhline(y[0], color=f"C{color}", linestyle="--", linewidth=0.8)
-        axis.set(xlabel="training step", ylabel=label)
-        axis.grid(alpha=0.3)
+                axis.plot(x, [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)], color=f"C{color}", label=f"{key}, mean of {window}")
+            elif points:
+                axis.plot(*zip(*points), "o-", color=f"C{color}", markersize=5, linewidth=0.8, label=f"{key}, held out")
+                axis.axhline(points[0][1], color=f"C{color}", linestyle="--", linewidth=0.8)
         if axis.lines:
             axis.legend(fontsize=8)
-    for axis in list(axes):
-        axis.remove()
-    tmp = Path(path).with_suffix(".tmp.png")
-    figure.savefig(tmp, dpi=100)
-    os.replace(tmp, path)
+    figure.savefig(f"{path}.tmp", format="png", dpi=100)
+    os.replace(f"{path}.tmp", path)
 
+# same in: ppo/ppo.py
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum()
 
 # ================================================================ the maths of PPO
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """Reward of each token, (rows, R): the KL penalty everywhere, the score (rows,) once, at the last response token."""
-    rewards_ = -kl_coef * (logprobs - ref_logprobs) * mask
-    last = mask.sum(1).long() - 1
-    rewards_[torch.arange(len(scores), device=scores.device), last] += scores
-    return rewards_
-
+    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
+    rewards[torch.arange(len(scores)), mask.sum(1).long() - 1] += scores
+    return rewards
 
 def gae(token_rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv 1506.02438); all (rows, R). V after the last response token is 0."""
-    advantages, running, next_value = torch.zeros_like(values), 0.0, 0.0
-    values = values * mask
+    advantages, running, next_value, values = torch.zeros_like(values), 0.0, 0.0, values * mask
     for t in reversed(range(values.shape[1])):
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        running = (delta + gamma * lam * running) * mask[:, t]
-        advantages[:, t], next_value = running, values[:, t]
+        advantages[:, t] = running = (delta + gamma * lam * running) * mask[:, t]
+        next_value = values[:, t]
     return advantages
 
-
-def masked_mean(x, mask):
-    return (x * mask).sum() / mask.sum()
-
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
 
 def whiten(x, mask):
     """Mean 0 and variance 1 over the mask; 0 outside it."""
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean) ** 2, mask)
-    return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
-
+    return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_range):
     """Clipped surrogate of each token, (rows, R). Source: arXiv 1707.06347, equation 7."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
 
-
 def value_loss(values, old_values, returns, clip_range):
     """Half the squared error of each token, (rows, R), clipped around the rollout's value; clip_range 0: not clipped."""
-    error = (values - returns) ** 2
-    if clip_range > 0:
-        clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
-        error = torch.max(error, (clipped - returns) ** 2)
-    return 0.5 * error
-
+    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range) if clip_range > 0 else values
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 def adapt_kl_coef(kl_coef, kl, target, responses, horizon):
     """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2."""
     return kl_coef * (1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon)
 
-
 # ================================================================ the trainer
 
 class PPOTrainer:
     """Holds actor, critic, reference, reward model, data and the run's files; train() is the algorithm.
-
-    resume_from_checkpoint overrides the constant RESUME: a path, "ask", "yes" or "no".
-    """
+    resume_from_checkpoint overrides the constant RESUME: a path, "ask", "yes" or "no"."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        self.log, self.unlogged, self.bar, self.wandb, self.stop_signal = None, [], None, None, None
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        device = DEVICE if DEVICE != "auto" else "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        self.log, self.unlogged, self.wandb, self.stop_signal = None, [], None, None
+        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         try:
-            self.device = torch.zeros(1, device=device).device
+            self.device = torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
         except (RuntimeError, AssertionError):
-            raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes what there is") from None
+            raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
         self.checkpoint = choose_checkpoint(resume_from_checkpoint or RESUME, OUTPUT_DIR, self.say)
         random.seed(SEED), np.random.seed(SEED % 2**32), torch.manual_seed(SEED)
-        self.load_data()
         self.load_models()
-        self.step, self.order, self.cursor, self.skipped = 0, None, 0, 0  # order: this epoch's permutation of the prompts
-        self.kl_coef, self.best_reward, self.evals_since_best, self.halvings = KL_COEF, -math.inf, 0, 0
-        self.log_bytes, self.wandb_id = {}, None
-        per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
-        self.steps_per_epoch = math.ceil(len(self.train_rows) / per_step)
+        self.load_data()
+        # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
+        self.state = SimpleNamespace(
+            step=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, kl_coef=KL_COEF, best_reward=-math.inf,
+            evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
+        self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.total_steps = min(NUM_EPOCHS * self.steps_per_epoch, MAX_STEPS or math.inf)
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
-    def load_data(self):
-        self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.train_rows = self.encode(load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS), "TRAIN_DATASETS")
-        self.eval_rows = self.encode(load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS), "EVAL_DATASETS")
-        if not self.train_rows:
-            raise UserError("TRAIN_DATASETS leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
-
-    def encode(self, rows, constant):
-        """Add the prompt's ids to each row; rows longer than MAX_PROMPT_TOKENS are left out, and said so."""
-        texts, chat = [PROMPT_TEMPLATE.replace("{input}", row["prompt"]) for row in rows], self.tokenizer.chat_template
-        if chat:
-            texts = [self.tokenizer.apply_chat_template([{"role": "user", "content": t}], tokenize=False, add_generation_prompt=True) for t in texts]
-        for row, ids in zip(rows, self.tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []):
-            row["ids"] = ids
-        kept = [row for row in rows if 0 < len(row["ids"]) <= MAX_PROMPT_TOKENS]
-        if len(kept) < len(rows):
-            longest = max(len(row["ids"]) for row in rows)
-            self.say(f"{constant}: left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} (longest {longest})")
-        return kept
-
     def load_models(self):
         """Actor and critic come from the checkpoint when there is one; reference and reward model never change."""
-        at = self.checkpoint
+        at, critic = self.checkpoint, CRITIC_MODEL or ACTOR_MODEL
+        self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_model(AutoModelForCausalLM, at / "policy" if at else ACTOR_MODEL, "ACTOR_MODEL").to(self.device)
-        self.critic = load_model(AutoModelForTokenClassification, at / "critic", "the checkpoint's critic") if at else \
-            load_critic(CRITIC_MODEL or ACTOR_MODEL, "CRITIC_MODEL" if CRITIC_MODEL else "ACTOR_MODEL")
-        self.critic.to(self.device)
-        if self.critic.config.vocab_size < len(self.tokenizer):
-            raise UserError(f"CRITIC_MODEL has a vocabulary of {self.critic.config.vocab_size}, the actor's tokenizer {len(self.tokenizer)}: take a critic of the actor's family")
+        self.critic = load_model(AutoModelForTokenClassification, at / "critic" if at else critic, "CRITIC_MODEL", new_head=not at).to(self.device)
+        if self.critic.config.get_text_config().vocab_size < len(self.tokenizer):
+            raise UserError(f"CRITIC_MODEL = {critic!r} knows fewer tokens than the actor's tokenizer: take a critic of the actor's family")
         self.reference = self.reward_model = None
         if KL_COEF > 0:
             self.reference = load_model(AutoModelForCausalLM, REFERENCE_MODEL or ACTOR_MODEL, "REFERENCE_MODEL").to(self.device).requires_grad_(False)
@@ -647,40 +561,58 @@ class PPOTrainer:
             self.reward_model = load_model(AutoModelForSequenceClassification, REWARD_MODEL, "REWARD_MODEL").to(self.device).requires_grad_(False)
             self.reward_tokenizer = load_tokenizer(REWARD_MODEL, "REWARD_MODEL")
             if self.reward_model.config.num_labels != 1 or not hasattr(self.reward_model, "score"):
-                raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must be a decoder with a sequence classification head of one label, not {self.reward_model.config.num_labels}")
-        elif not REWARD_FUNCTIONS:
+                raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must be a decoder with a classification head of one label, not {self.reward_model.config.num_labels}")
+        if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
-        self.reward_functions = resolve_rewards(REWARD_FUNCTIONS)
-        self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
-        if GRADIENT_CHECKPOINTING:
-            for model in (self.actor, self.critic):
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-        ends = self.actor.generation_config.eos_token_id
-        self.eos_ids = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
-        self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        fused = self.device.type in ("cpu", "cuda")
-        self.actor_optimizer = torch.optim.AdamW(self.actor.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused)
-        self.critic_optimizer = torch.optim.AdamW(self.critic.parameters(), lr=CRITIC_LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused)
+        self.reward_functions, self.accuracy_function = resolve_rewards(REWARD_FUNCTIONS), resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
+        for model in (self.actor, self.critic) if GRADIENT_CHECKPOINTING else ():
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        ends = self.actor.generation_config.eos_token_id  # chat models may have several
+        self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
+        self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        optimizer = lambda model, rate: torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=self.device.type != "mps")
+        self.actor_optimizer, self.critic_optimizer = optimizer(self.actor, LEARNING_RATE), optimizer(self.critic, CRITIC_LEARNING_RATE)
+
+    def load_data(self):
+        self.train_rows = self.encode(load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS), "TRAIN_DATASETS")
+        self.eval_rows = self.encode(load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS), "EVAL_DATASETS")
+        if not self.train_rows:
+            raise UserError("TRAIN_DATASETS leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
+
+    def encode(self, rows, constant):
+        """Add the prompt's ids to each row; rows longer than MAX_PROMPT_TOKENS are left out, and said so."""
+        tokenizer, longest = self.tokenizer, 0
+        for row in rows:
+            text = PROMPT_TEMPLATE.replace("{input}", row["prompt"])
+            if tokenizer.chat_template:
+                text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+            row["ids"] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            longest = max(longest, len(row["ids"]))
+        kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
+        if len(kept) < len(rows):
+            self.say(f"{constant}: left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} (longest {longest})")
+        return kept
 
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
         """Roll out, score, estimate advantages, update; log, evaluate, save. Returns the last evaluation."""
+        state, metrics = self.state, {}
         self.open_run()
         handlers = self.catch_signals()
         try:
-            metrics = {} if self.step else self.evaluate_and_log()
-            while self.step < self.total_steps and not self.stop_signal and not self.out_of_patience():
+            if state.step == 0 and not self.checkpoint:
+                metrics = self.evaluate_and_log()
+            while state.step < self.total_steps and not self.stop_signal and not 0 < EARLY_STOPPING_PATIENCE <= state.evals_since_best:
                 batch = self.rollout(self.next_rows())
                 self.score(batch)
                 self.compute_advantages(batch)
                 train_metrics = self.update(batch)
-                self.step += 1
+                state.step += 1
                 self.log_step(batch, train_metrics)
-                last = self.step == self.total_steps
-                if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
+                if state.step == self.total_steps or EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0:
                     metrics = self.evaluate_and_log()
-                if not last and SAVE_EVERY_N_STEPS and self.step % SAVE_EVERY_N_STEPS == 0:
+                if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
                     self.save_checkpoint()
             self.save_checkpoint()
             self.finish()
@@ -692,58 +624,52 @@ class PPOTrainer:
 
     def next_rows(self):
         """The next BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS prompts; each epoch has its own permutation."""
-        if self.cursor == 0:
-            epoch = self.step // self.steps_per_epoch
-            self.order = torch.randperm(len(self.train_rows), generator=torch.Generator().manual_seed(SEED + epoch))
-        rows = self.order[self.cursor:self.cursor + BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS]
-        self.cursor = (self.cursor + len(rows)) % len(self.train_rows)
-        return [self.train_rows[i] for i in rows.tolist()]
+        state = self.state
+        if state.cursor == 0:
+            state.order = torch.randperm(state.prompts, generator=torch.Generator().manual_seed(SEED + state.step // self.steps_per_epoch))
+        chosen = state.order[state.cursor:state.cursor + BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS].tolist()
+        state.cursor = (state.cursor + len(chosen)) % state.prompts
+        return [self.train_rows[i] for i in chosen]
 
-    def rollout(self, rows):
-        """GROUP_SIZE sampled responses to each row, BATCH_SIZE prompts at a time: a batch of (rows * GROUP_SIZE, ...)."""
+    def rollout(self, prompts):
+        """GROUP_SIZE sampled responses to each prompt: a batch whose tensors are (prompts * GROUP_SIZE, ...)."""
         started = time.perf_counter()
-        uniform = torch.rand(len(rows) * GROUP_SIZE, MAX_NEW_TOKENS)  # drawn at once: BATCH_SIZE does not matter to it
-        ids, lengths, logprobs = self.respond([row["ids"] for row in rows], uniform, GROUP_SIZE)
-        rows = [row for row in rows for _ in range(GROUP_SIZE)]
-        prompt_lengths = torch.tensor([len(row["ids"]) for row in rows], device=self.device)
-        mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
-        ended = torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), torch.tensor(sorted(self.eos_ids), device=self.device))
-        return SimpleNamespace(
-            rows=rows, prompt_ids=pad_left([row["ids"] for row in rows], self.pad_id).to(self.device), prompt_lengths=prompt_lengths,
-            response_ids=ids, response_lengths=lengths, response_mask=mask.float(), logprobs=logprobs, truncated=~ended,
-            responses=self.decode(ids, lengths), seconds={"rollout": time.perf_counter() - started})
+        uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)  # drawn at once: BATCH_SIZE does not matter to it
+        batch = self.respond([row["ids"] for row in prompts], uniform, GROUP_SIZE)
+        batch.rows = [row for row in prompts for _ in range(GROUP_SIZE)]
+        batch.prompt_ids = pad_left([row["ids"] for row in batch.rows], self.pad_id).to(self.device)
+        batch.prompt_lengths = torch.tensor([len(row["ids"]) for row in batch.rows], device=self.device)
+        batch.seconds = {"rollout": time.perf_counter() - started}
+        return batch
 
     def respond(self, prompts, uniform, group_size=1):
-        """generate() over lists of ids, BATCH_SIZE at a time; see there for what comes back."""
-        parts, longest = [], 0
+        """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy."""
+        parts, size = [], BATCH_SIZE * group_size
         with self.autocast():
-            for start in range(0, len(prompts), BATCH_SIZE):
-                chunk = None if uniform is None else uniform[start * group_size:(start + BATCH_SIZE) * group_size]
-                parts.append(generate(self.actor, prompts[start:start + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, TEMPERATURE, self.eos_ids, self.pad_id))
-                longest = max(longest, parts[-1][0].shape[1])
-        pad = lambda x, value: torch.nn.functional.pad(x, (0, longest - x.shape[1]), value=value)
-        ids, lengths, logprobs = zip(*parts)
-        return torch.cat([pad(x, self.pad_id) for x in ids]), torch.cat(lengths), torch.cat([pad(x, 0.0) for x in logprobs])
-
-    def decode(self, ids, lengths):
-        return self.tokenizer.batch_decode([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())], skip_special_tokens=True)
+            for i in range(0, len(prompts), BATCH_SIZE):
+                chunk = None if uniform is None else uniform[i * group_size:i * group_size + size].to(self.device)
+                parts.append(generate(self.actor, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, TEMPERATURE, self.eos_ids, self.pad_id))
+        ids, lengths, logprobs = (torch.cat(x) for x in zip(*parts))
+        ids, logprobs = ids[:, :lengths.max()], logprobs[:, :lengths.max()]
+        responses = self.tokenizer.batch_decode([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())], skip_special_tokens=True)
+        return SimpleNamespace(
+            response_ids=ids, response_lengths=lengths, logprobs=logprobs, responses=responses,
+            response_mask=(torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).float(),
+            truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), self.eos_ids))
 
     @torch.no_grad()
     def score(self, batch):
-        """Scores of the responses, reference log-probabilities and values of their tokens."""
-        started = time.perf_counter()
-        batch.scores = self.checked_rewards([r["prompt"] for r in batch.rows], batch.responses, [r["answer"] for r in batch.rows])
-        batch.parts = self.reward_parts
-        batch.scores = batch.scores - MISSING_EOS_PENALTY * batch.truncated
-        batch.values = torch.zeros_like(batch.logprobs)
-        batch.ref_logprobs = batch.logprobs.clone() if self.reference is None else torch.zeros_like(batch.logprobs)
+        """Scores of the responses; reference log-probabilities and values of their tokens."""
+        started, mask = time.perf_counter(), batch.response_mask
+        scores, batch.parts = self.rewards_of([r["prompt"] for r in batch.rows], batch.responses, [r["answer"] for r in batch.rows])
+        batch.scores = scores - MISSING_EOS_PENALTY * batch.truncated
+        batch.values, batch.ref_logprobs = torch.zeros_like(mask), torch.zeros_like(mask) if self.reference else batch.logprobs
         with self.autocast():
-            for rows in micro_batches(batch, torch.arange(len(batch.rows), device=self.device), BATCH_SIZE * GROUP_SIZE):
-                values = self.response_values(batch, rows)
-                batch.values[rows, :values.shape[1]] = values * batch.response_mask[rows, :values.shape[1]]
-                if self.reference is not None:
-                    ref = response_logprobs(self.reference, batch, rows, TEMPERATURE)[0]
-                    batch.ref_logprobs[rows, :ref.shape[1]] = ref * batch.response_mask[rows, :ref.shape[1]]
+            for rows in micro_batches(batch, torch.arange(len(mask), device=self.device), BATCH_SIZE * GROUP_SIZE):
+                width = int(batch.response_lengths[rows].max())
+                batch.values[rows, :width] = self.response_values(batch, rows) * mask[rows, :width]
+                if self.reference:
+                    batch.ref_logprobs[rows, :width] = response_logprobs(self.reference, batch, rows, TEMPERATURE)[0] * mask[rows, :width]
         batch.seconds["score"] = time.perf_counter() - started
 
     def response_values(self, batch, rows):
@@ -751,28 +677,22 @@ class PPOTrainer:
         inputs, prompt, _ = response_window(batch, rows)
         return self.critic(**inputs).logits[:, prompt - 1:-1, 0].float()
 
-    def checked_rewards(self, prompts, responses, answers):
+    def rewards_of(self, prompts, responses, answers):
+        """compute_rewards(), checked, and the parts it left behind."""
         self.reward_parts = {}
-        scores = self.compute_rewards(prompts, responses, answers)
-        scores = torch.as_tensor(scores, dtype=torch.float32, device=self.device)
-        if scores.shape != (len(responses),) or not scores.isfinite().all():
-            raise UserError(f"compute_rewards must return {len(responses)} finite numbers, one a response; it returned shape {tuple(scores.shape)}, {int((~scores.isfinite()).sum())} of them not finite")
-        return scores
+        return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
 
     def compute_rewards(self, prompts, responses, answers):
-        """Score of each response, (rows,); edit or override freely. Fill self.reward_parts to see parts in the logs."""
+        """Score of each response, (rows,); edit or override freely. What is put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
-        if self.reward_model is not None:
+        if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
             total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
         for name, function, weight in self.reward_functions:
             try:
-                values = [float(v) for v in function(prompts, responses, answers)]
-            except ValueError as error:
-                raise UserError(f"REWARD_FUNCTIONS: {name}: {error}") from None
-            if len(values) != len(responses) or not all(map(math.isfinite, values)):
-                raise UserError(f"REWARD_FUNCTIONS: {name} must return {len(responses)} finite numbers, one a response; it returned {len(values)}, {sum(not math.isfinite(v) for v in values)} of them not finite")
-            self.reward_parts[name] = torch.tensor(values)
+                self.reward_parts[name] = check_scores(f"REWARD_FUNCTIONS: {name}", function(prompts, responses, answers), len(responses))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"REWARD_FUNCTIONS: {name}: {error}") from error
             total += weight * self.reward_parts[name]
         return total
 
@@ -781,101 +701,94 @@ class PPOTrainer:
         """The reward model's score of each response (rows,), read at its last real token; two strings give one number."""
         if isinstance(prompts, str):
             return self.reward_model_score([prompts], [responses])[0]
-        tokenizer, texts = self.reward_tokenizer, []
+        tokenizer, rows, scores = self.reward_tokenizer, [], torch.zeros(len(responses), device=self.device)
         for prompt, response in zip(prompts, responses):
-            prompt = PROMPT_TEMPLATE.replace("{input}", prompt)
-            chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            texts.append(tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else prompt + response + tokenizer.eos_token)
-        rows = tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-        scores = torch.zeros(len(rows), device=self.device)
+            text = PROMPT_TEMPLATE.replace("{input}", prompt)
+            chat = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else text + response + tokenizer.eos_token
+            rows.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
         with self.autocast():
-            for chunk in torch.tensor([len(r) for r in rows]).argsort(stable=True).split(BATCH_SIZE * GROUP_SIZE):
-                ids = pad_left([rows[i] for i in chunk], 0).to(self.device)  # padded left: the last column is always real
-                lengths = torch.tensor([len(rows[i]) for i in chunk], device=self.device)
-                mask = (torch.arange(ids.shape[1], device=self.device) >= ids.shape[1] - lengths[:, None]).long()
-                hidden = self.reward_model.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).last_hidden_state
-                scores[chunk.to(self.device)] = self.reward_model.score(hidden[:, -1]).squeeze(-1).float()
+            for chunk in torch.tensor([len(row) for row in rows]).argsort(stable=True).split(BATCH_SIZE * GROUP_SIZE):
+                ids = pad_left([rows[i] for i in chunk], 0).to(self.device)  # padded left: the last column is always a real token
+                mask = pad_left([[1] * len(rows[i]) for i in chunk], 0).to(self.device)
+                out = self.reward_model.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+                scores[chunk.to(self.device)] = self.reward_model.score(out.last_hidden_state[:, -1]).squeeze(-1).float()
         return scores
 
     def compute_advantages(self, batch):
         """GAE on the token rewards; returns come from the advantages as they are, the policy sees them whitened."""
         mask = batch.response_mask
-        rewards_ = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.kl_coef)
-        advantages = gae(rewards_, batch.values, mask, GAMMA, LAM)
-        batch.returns, batch.raw_advantages = advantages + batch.values, advantages
-        batch.advantages = whiten(advantages, mask) if WHITEN_ADVANTAGES else advantages
+        rewards = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef)
+        batch.raw_advantages = gae(rewards, batch.values, mask, GAMMA, LAM)
+        batch.returns = batch.raw_advantages + batch.values
+        batch.advantages = whiten(batch.raw_advantages, mask) if WHITEN_ADVANTAGES else batch.raw_advantages
 
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
-        started = time.perf_counter()
-        scale = learning_rate_scale(self.step, self.total_steps, WARMUP_STEPS, LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None, self.halvings)
-        for optimizer, rate in ((self.actor_optimizer, LEARNING_RATE), (self.critic_optimizer, CRITIC_LEARNING_RATE)):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * scale
-        self.set_checkpointing(True)
-        metrics = defaultdict(list)
+        started, state, steps = time.perf_counter(), self.state, []
+        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(state.step, self.total_steps, WARMUP_STEPS, kind, state.halvings)
+        self.actor_optimizer.param_groups[0]["lr"], self.critic_optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale, CRITIC_LEARNING_RATE * scale
+        self.recompute(True)
         for _ in range(GROUP_EPOCHS):
             rows = torch.randperm(len(batch.rows)) if MINI_BATCHES > 1 else torch.arange(len(batch.rows))
-            for mini_batch in rows.to(self.device).chunk(MINI_BATCHES):
-                for key, value in self.optimizer_step(batch, mini_batch).items():
-                    metrics[key].append(value)
-        self.set_checkpointing(False)
-        first = metrics["ratio_max"][0]  # before any step of the optimizer: rollout and update must agree
-        if self.step == 0 and DTYPE == "float32" and first > 1e-3:
-            raise UserError(f"the first update sees ratios up to {first:.2g} away from 1: the model scores a response otherwise than it sampled it (is ACTOR_MODEL a causal model without dropout or hidden state of its own?)")
-        mean = {key: sum(values) / len(values) for key, values in metrics.items() if key != "ratio_max"}
-        if self.reference is not None and KL_TARGET:
-            kl = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
-            self.kl_coef = adapt_kl_coef(self.kl_coef, kl, KL_TARGET, len(batch.rows), KL_HORIZON)
+            steps += [self.optimizer_step(batch, chunk) for chunk in rows.to(self.device).chunk(MINI_BATCHES)]
+        self.recompute(False)
+        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics.update(ratio_max_first=steps[0]["ratio_max"], learning_rate=LEARNING_RATE * scale, kl_coef=state.kl_coef)
+        if state.step == 0 and DTYPE == "float32" and metrics["ratio_max_first"] > 1e-3:
+            raise UserError(f"the first update sees a ratio {metrics['ratio_max_first']:.2g} away from 1: ACTOR_MODEL scores a response otherwise than it sampled it")
+        metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
+        if self.reference and KL_TARGET:
+            state.kl_coef = adapt_kl_coef(state.kl_coef, metrics["kl"], KL_TARGET, len(batch.rows), KL_HORIZON)
         batch.seconds["update"] = time.perf_counter() - started
-        return {**mean, "ratio_max_first": first, "learning_rate": LEARNING_RATE * scale}
+        return metrics
 
     def optimizer_step(self, batch, rows):
         """One step of both optimizers on `rows`, in micro-batches whose gradients add up to that of the whole."""
-        tokens, sums = batch.response_mask[rows].sum(), defaultdict(float)
+        tokens, metrics = batch.response_mask[rows].sum(), defaultdict(float)
         for micro in micro_batches(batch, rows, BATCH_SIZE * GROUP_SIZE):
             width = int(batch.response_lengths[micro].max())
-            mask, old, advantages = (x[micro, :width] for x in (batch.response_mask, batch.logprobs, batch.advantages))
+            mask, old, advantages, old_values, returns = (x[micro, :width] for x in (
+                batch.response_mask, batch.logprobs, batch.advantages, batch.values, batch.returns))
+            mean = lambda x: (x * mask).sum() / tokens  # over the whole optimizer step, of which this is a part
             with self.autocast():
                 logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
-            losses = policy_loss(logprobs, old, advantages, CLIP_RANGE)
-            ((losses - ENTROPY_COEF * entropy) * mask).sum().div(tokens).backward()
+            policy_losses = policy_loss(logprobs, old, advantages, CLIP_RANGE)
+            mean(policy_losses - ENTROPY_COEF * entropy).backward()
             with self.autocast():
                 values = self.response_values(batch, micro)
-            value_losses = value_loss(values, batch.values[micro, :width], batch.returns[micro, :width], VALUE_CLIP_RANGE)
-            (VALUE_LOSS_COEF * value_losses * mask).sum().div(tokens).backward()
-            with torch.no_grad():
-                log_ratio = (logprobs - old) * mask
-                ratio = log_ratio.exp()
-                for key, x in (("policy_loss", losses), ("value_loss", value_losses), ("entropy", entropy), ("approx_kl", ratio - 1 - log_ratio),
-                               ("clip_fraction", (((ratio - 1) * advantages.sign()) > CLIP_RANGE).float())):
-                    sums[key] += (x * mask).sum().div(tokens).item()
-                sums["ratio_max"] = max(sums["ratio_max"], (ratio - 1).abs().max().item())
-        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item() for model in (self.actor, self.critic)]
-        sums["grad_norm"], sums["critic_grad_norm"] = norms
-        if all(map(math.isfinite, (*norms, sums["policy_loss"], sums["value_loss"]))):
-            self.actor_optimizer.step()
-            self.critic_optimizer.step()
-            self.skipped = 0
-        else:
-            self.skip_step(batch, rows)
-        self.actor_optimizer.zero_grad()
-        self.critic_optimizer.zero_grad()
-        return sums
+            value_losses = value_loss(values, old_values, returns, VALUE_CLIP_RANGE)
+            mean(VALUE_LOSS_COEF * value_losses).backward()
+            log_ratio = (logprobs.detach() - old) * mask
+            ratio = log_ratio.exp()
+            for key, x in {"policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy, "approx_kl": ratio - 1 - log_ratio,
+                           "clip_fraction": ((ratio - 1) * advantages.sign() > CLIP_RANGE).float()}.items():
+                metrics[key] += mean(x.detach()).item()
+            metrics["ratio_max"] = max(metrics["ratio_max"], (ratio - 1).abs().max().item())
+        for key, model in (("grad_norm", self.actor), ("critic_grad_norm", self.critic)):
+            metrics[key] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item()
+        finite = all(math.isfinite(metrics[key]) for key in ("policy_loss", "value_loss", "grad_norm", "critic_grad_norm"))
+        for optimizer in (self.actor_optimizer, self.critic_optimizer):
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        self.state.skipped = 0 if finite else self.state.skipped + 1
+        if not finite:
+            self.report_skip(sorted({batch.rows[i]["id"] for i in rows.tolist()}))
+        return metrics
 
-    def skip_step(self, batch, rows):
-        """A loss or gradient is not finite: the weights stay as they are; five in a row end the run."""
-        self.skipped += 1
-        names = sorted({batch.rows[i]["id"] for i in rows.tolist()})
-        self.say(f"WARNING: step {self.step + 1}: loss or gradient is not finite; this optimizer step is skipped. Prompts: {', '.join(names[:20])}{' ...' if len(names) > 20 else ''}")
-        if self.skipped == 5:
+    def report_skip(self, ids):
+        """A loss or gradient was not finite and the weights stayed as they were; five in a row end the run."""
+        self.say(f"WARNING: step {self.state.step + 1}: loss or gradient not finite, optimizer step skipped; prompts {' '.join(ids)}")
+        if self.state.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE, or look at the prompts named in the log")
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if DTYPE == "bfloat16" else nullcontext()
 
-    def set_checkpointing(self, on):
-        """Recomputation is for layers in training mode: only they are put into it, so dropout stays off."""
+    def recompute(self, on):
+        """Gradient checkpointing is for layers in training mode: only they are put into it, so dropout stays off."""
         for module in (*self.actor.modules(), *self.critic.modules()) if GRADIENT_CHECKPOINTING else ():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = on
@@ -885,148 +798,128 @@ class PPOTrainer:
     def evaluate(self, prompts=None, answers=None):
         """Metrics of greedy and sampled responses to prompts (texts; default: the held-out set). Override to add yours.
         The sampled responses have their own random stream, so evaluating never changes training."""
-        rows = self.eval_rows if prompts is None else self.encode(
-            [{"prompt": p, "answer": a} for p, a in zip(prompts, answers or [None] * len(prompts))], "evaluate")
-        prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
+        rows = self.eval_rows
+        if prompts is not None:
+            rows = self.encode([{"prompt": p, "answer": a} for p, a in zip(prompts, answers or [None] * len(prompts))], "evaluate")
         if not rows:
             return {}
+        prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
         metrics, uniform = {}, torch.rand(len(rows), MAX_NEW_TOKENS, generator=torch.Generator().manual_seed(SEED + 1))
         for name, noise in (("greedy", None), ("sampled", uniform)):
-            response_ids, lengths, _ = self.respond(ids, noise)
-            responses = self.decode(response_ids, lengths)
+            batch = self.respond(ids, noise)
             if None not in answers:
-                metrics[f"accuracy_{name}"] = float(np.mean(self.accuracy_function(prompts, responses, answers)))
-        scores = self.checked_rewards(prompts, responses, answers)
-        ended = torch.isin(response_ids.gather(1, lengths[:, None] - 1), torch.tensor(sorted(self.eos_ids), device=self.device))
-        return {**metrics, "reward": scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in self.reward_parts.items()},
-                "response_length": lengths.float().mean().item(), "truncated_fraction": 1 - ended.float().mean().item()}
+                metrics[f"accuracy_{name}"] = float(np.mean(self.accuracy_function(prompts, batch.responses, answers)))
+        scores, parts = self.rewards_of(prompts, batch.responses, answers)
+        return {**metrics, "reward": scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in parts.items()},
+                "response_length": batch.response_lengths.float().mean().item(), "truncated_fraction": batch.truncated.float().mean().item()}
 
     def generate_response(self, prompt, greedy=True):
         """One response to one prompt text; greedy=False samples from the global random stream."""
-        row, = self.encode([{"prompt": prompt}], "generate_response") or [None]
-        if row is None:
-            raise UserError(f"the prompt is empty or longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
-        ids, lengths, _ = self.respond([row["ids"]], None if greedy else torch.rand(1, MAX_NEW_TOKENS))
-        return self.decode(ids, lengths)[0]
+        rows = self.encode([{"prompt": prompt}], "generate_response")
+        if not rows:
+            raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
+        return self.respond([rows[0]["ids"]], None if greedy else torch.rand(1, MAX_NEW_TOKENS)).responses[0]
 
     def evaluate_and_log(self):
         """Evaluate, log, keep the best policy, count patience."""
-        started = time.perf_counter()
-        metrics = self.evaluate()
-        if not metrics:
-            return metrics
-        self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
-        self.say(f"step {self.step}: held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-        if metrics["reward"] > self.best_reward + (EARLY_STOPPING_THRESHOLD if self.evals_since_best or self.step else 0):
-            self.best_reward, self.evals_since_best = metrics["reward"], 0
-            self.save_best(metrics)
-        else:
-            self.evals_since_best += 1
-            self.halvings += self.evals_since_best % PLATEAU_PATIENCE == 0
+        started, state, metrics = time.perf_counter(), self.state, self.evaluate()
+        if metrics:
+            self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
+            self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+            if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:
+                state.best_reward, state.evals_since_best = metrics["reward"], 0
+                self.save_best(metrics)
+            else:
+                state.evals_since_best += 1
+                state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
         return metrics
-
-    def out_of_patience(self):
-        return 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
 
     # ------------------------------------------------------------ the run's files
 
-    def say(self, text):
+    def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
-        tqdm.write(text)
-        sys.stdout.flush()
-        self.write_log(text)
-
-    def write_log(self, text):
-        if self.log is None:
-            self.unlogged.append(text)
-        else:
+        if terminal:
+            tqdm.write(text)
+            sys.stdout.flush()
+        if self.log:
             self.log.write(text + "\n")
             self.log.flush()
+        else:
+            self.unlogged.append(text)  # until there is a log file
 
     def open_run(self):
         """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the files."""
-        out = Path(OUTPUT_DIR)
-        (out / "logs").mkdir(parents=True, exist_ok=True)
-        same_run = self.checkpoint is not None and self.checkpoint.resolve().parent == out.resolve()
+        out, state = Path(OUTPUT_DIR), self.state
+        logs = out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
         for stale in out.glob("*.tmp"):
-            shutil.rmtree(stale)
-        if same_run:  # checkpoints beyond this one, broken or of a future given up, would be found by the next resume
-            move_aside([p for p in out.glob("step_*") if step_of(p) > self.step], out, self.say)
-            for name, size in self.log_bytes.items():
-                if (out / "logs" / name).exists() and (out / "logs" / name).stat().st_size > size:
-                    os.truncate(out / "logs" / name, size)
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        if self.checkpoint and self.checkpoint.resolve().parent == out.resolve():
+            # a broken checkpoint beyond this one, or one of a future given up, would be found by the next resume
+            move_aside([path for step, path in list_checkpoints(out) if step > state.step], out, self.say)
+            for name, size in state.log_bytes.items():
+                if (logs / name).exists() and (logs / name).stat().st_size > size:
+                    os.truncate(logs / name, size)
         else:
             earlier = [p for p in (*out.glob("step_*"), *out.glob("*.png"), out / "best", out / "training_config.json") if p.exists()]
-            move_aside(earlier + ([out / "logs"] if any((out / "logs").iterdir()) else []), out, self.say)
-            (out / "logs").mkdir(exist_ok=True)
-            self.log_bytes = {}
-        log_name = next((n for n in self.log_bytes if n.startswith("training_")), time.strftime("training_%Y%m%d_%H%M%S.log"))
-        self.log = open(out / "logs" / log_name, "a")
-        self.metrics_file, self.samples_file = open(out / "logs/metrics.jsonl", "a"), open(out / "logs/samples.jsonl", "a")
+            move_aside(earlier + [logs] * any(logs.iterdir()), out, self.say)
+            logs.mkdir(exist_ok=True)
+            state.log_bytes = {}
+        log_name = next((n for n in state.log_bytes if n.startswith("training_")), time.strftime("training_%Y%m%d_%H%M%S.log"))
+        self.log, self.metrics_file, self.samples_file = (open(logs / name, "a") for name in (log_name, "metrics.jsonl", "samples.jsonl"))
+        self.log.writelines(text + "\n" for text in self.unlogged)
         (out / "training_config.json").write_text(json.dumps({"constants": constants(), **run_facts(self.device)}, indent=1, default=repr))
-        self.bar = tqdm(total=self.total_steps, initial=self.step, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False,
-                        bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started, self.first_step = time.perf_counter(), self.step
         if USE_WANDB:
             import wandb
-            self.wandb = wandb.init(project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
-        waiting, self.unlogged = self.unlogged, []
-        for text in waiting:
-            self.write_log(text)
-        self.say(f"{Path(ACTOR_MODEL).name}: {sum(p.numel() for p in self.actor.parameters()):,} parameters on {self.device}, {DTYPE}; "
-                 f"{len(self.train_rows)} prompts to train on, {len(self.eval_rows)} held out; steps {self.step} to {self.total_steps}, "
-                 f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} prompts x {GROUP_SIZE} responses each")
-        self.say(f"Writing to {out}")
+            self.wandb = wandb.init(project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=state.wandb_id, resume="allow")
+            state.wandb_id = self.wandb.id
+        self.say(f"{Path(ACTOR_MODEL).name}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.train_rows)} prompts to train on, "
+                 f"{len(self.eval_rows)} held out; steps {state.step} to {self.total_steps}, {BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each; writing to {out}")
+        self.bar = tqdm(total=self.total_steps, initial=state.step, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False,
+                        bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started, self.first_step = time.perf_counter(), state.step
 
     def write_metrics(self, phase, metrics):
-        record = {"phase": phase, "step": self.step, **metrics}
-        self.metrics_file.write(json.dumps(record) + "\n")
+        metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is not JSON
+        self.metrics_file.write(json.dumps({"phase": phase, "step": self.state.step, **metrics}) + "\n")
         self.metrics_file.flush()
         if self.wandb:
-            self.wandb.log({f"{phase}/{k}": v for k, v in metrics.items()}, step=self.step)
+            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.state.step)
 
-    def log_step(self, batch, update_metrics):
+    def log_step(self, batch, metrics):
         """The step's line on the terminal, its object in metrics.jsonl and a few of its responses in samples.jsonl."""
-        mask, lengths, epoch = batch.response_mask, batch.response_lengths.float(), (self.step - 1) // self.steps_per_epoch + 1
-        groups = batch.scores.view(-1, GROUP_SIZE)
-        spread, error = whitening_moments(batch.returns, mask), whitening_moments(batch.returns - batch.values, mask)
+        step, mask, lengths, groups = self.state.step, batch.response_mask, batch.response_lengths.float(), batch.scores.view(-1, GROUP_SIZE)
+        variance = masked_variance(batch.returns, mask)
         metrics = {
-            "epoch": epoch, **update_metrics, "reward": batch.scores.mean().item(), **{f"reward/{k}": v.float().mean().item() for k, v in batch.parts.items()},
-            "advantage": masked_mean(batch.raw_advantages, mask).item(), "kl": masked_mean(batch.logprobs - batch.ref_logprobs, mask).item(),
-            "kl_coef": self.kl_coef, "response_length": lengths.mean().item(), "truncated_fraction": batch.truncated.float().mean().item(),
+            "epoch": (step - 1) // self.steps_per_epoch + 1, **metrics, "reward": batch.scores.mean().item(),
+            **{f"reward/{k}": v.mean().item() for k, v in batch.parts.items()}, "advantage": masked_mean(batch.raw_advantages, mask).item(),
+            "explained_variance": (1 - masked_variance(batch.returns - batch.values, mask) / (variance + 1e-8)).item(),
+            "response_length": lengths.mean().item(), "truncated_fraction": batch.truncated.float().mean().item(),
             "zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item() if GROUP_SIZE > 1 else 0.0,
-            "explained_variance": 1 - error / spread if spread > 0 else 0.0,
             "tokens_per_second": lengths.sum().item() / sum(batch.seconds.values()), **{f"seconds/{k}": v for k, v in batch.seconds.items()}}
         self.write_metrics("train", metrics)
-        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+        for i in torch.linspace(0, len(groups.view(-1)) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
             self.samples_file.write(json.dumps({
-                "step": self.step, "id": batch.rows[i]["id"], "prompt": batch.rows[i]["prompt"], "response": batch.responses[i], "answer": batch.rows[i]["answer"],
-                "reward": batch.scores[i].item(), **{f"reward/{k}": float(v[i]) for k, v in batch.parts.items()},
-                "advantage": masked_mean(batch.advantages[i], mask[i]).item(), "truncated": bool(batch.truncated[i])}) + "\n")
+                "step": step, "id": batch.rows[i]["id"], "prompt": batch.rows[i]["prompt"], "response": batch.responses[i],
+                "answer": batch.rows[i]["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
+                **{f"reward/{k}": float(v[i]) for k, v in batch.parts.items()}, "advantage": masked_mean(batch.advantages[i], mask[i]).item()}) + "\n")
         self.samples_file.flush()
-        line = "Epoch {}/{}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} A:{advantage:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}".format(epoch, NUM_EPOCHS, **metrics)
+        line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} A:{advantage:.2f} E:{entropy:.3f} "
+                "LR:{learning_rate:.2e}").format(epochs=NUM_EPOCHS, **metrics)
         self.bar.set_description_str(line, refresh=False)
         self.bar.update(1)
-        left = (time.perf_counter() - self.started) / (self.step - self.first_step) * (self.total_steps - self.step)
-        full = f"{line}  step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left"
-        self.write_log(full)
-        if self.bar.disable:
-            print(full, flush=True)
+        left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.total_steps - step)
+        self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
 
     def save_checkpoint(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
-        folder = Path(OUTPUT_DIR) / f"step_{self.step}"
+        folder = Path(OUTPUT_DIR) / f"step_{self.state.step}"
         if not folder.exists():
             self.say(f"Saving {folder}")
-            try:
-                write_checkpoint(folder, self.fill_checkpoint)
-            except OSError as error:
-                why = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-                raise UserError(f"{folder} could not be saved: {why}; make room and start again: training goes on from the last good checkpoint") from None
-            for old in sorted((p for p in folder.parent.glob("step_*") if step_of(p) >= 0), key=step_of)[:-KEEP_LAST_N_CHECKPOINTS]:
+            write_checkpoint(folder, self.fill_checkpoint)
+            for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
                 shutil.rmtree(old)
-        self.draw_plots()
+            self.draw_plots()
 
     def fill_checkpoint(self, folder):
         for model, name in ((self.actor, "policy"), (self.critic, "critic")):
@@ -1035,55 +928,44 @@ class PPOTrainer:
         logs = [Path(file.name) for file in (self.log, self.metrics_file, self.samples_file)]
         for path in logs:
             fsync(path)
-        torch.save({
-            "step": self.step, "order": self.order, "cursor": self.cursor, "prompts": len(self.train_rows), "skipped": self.skipped,
-            "kl_coef": self.kl_coef, "best_reward": self.best_reward, "evals_since_best": self.evals_since_best, "halvings": self.halvings,
-            "actor_optimizer": self.actor_optimizer.state_dict(), "critic_optimizer": self.critic_optimizer.state_dict(),
-            "rng": [get_rng_state()], "log_bytes": {path.name: path.stat().st_size for path in logs}, "wandb_id": self.wandb_id,
-        }, folder / "training_state.pt")
+        self.state.log_bytes = {path.name: path.stat().st_size for path in logs}
+        torch.save({**vars(self.state), "actor_optimizer": self.actor_optimizer.state_dict(), "critic_optimizer": self.critic_optimizer.state_dict(),
+                    "rng": [get_rng_state()]}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=repr))
 
     def load_checkpoint(self, folder):
-        state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-        if state["prompts"] != len(self.train_rows):
-            raise UserError(f"{folder} was made with {state['prompts']} training prompts, TRAIN_DATASETS now gives {len(self.train_rows)}: a resumed run needs the same data (RESUME=no starts afresh)")
-        for key in ("step", "order", "cursor", "skipped", "kl_coef", "best_reward", "evals_since_best", "halvings", "log_bytes", "wandb_id"):
-            setattr(self, key, state[key])
-        self.actor_optimizer.load_state_dict(state["actor_optimizer"])
-        self.critic_optimizer.load_state_dict(state["critic_optimizer"])
-        set_rng_state(state["rng"][0])
-        saved, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
-        for key in sorted({*saved, *now} - {"RESUME", "OUTPUT_DIR"}):
-            if saved.get(key) != now.get(key):
-                self.say(f"Changed since the checkpoint: {key} was {saved.get(key)!r}, is {now.get(key)!r}")
-        self.say(f"Resumed at step {self.step}")
+        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        if saved["prompts"] != self.state.prompts:
+            raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
+        self.actor_optimizer.load_state_dict(saved["actor_optimizer"])
+        self.critic_optimizer.load_state_dict(saved["critic_optimizer"])
+        set_rng_state(saved["rng"][0])
+        self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
+        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
+        for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR"}):
+            if then.get(key) != now.get(key):
+                self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
 
     def save_best(self, metrics):
         """best/policy/, each file replaced in one move, so that it loads at any moment."""
         best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
-        shutil.rmtree(tmp, ignore_errors=True)
         self.actor.save_pretrained(tmp / "policy")
         self.tokenizer.save_pretrained(tmp / "policy")
-        (tmp / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
+        (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
         (best / "policy").mkdir(parents=True, exist_ok=True)
-        for path in sorted(p for p in tmp.rglob("*") if p.is_file()):
+        for path in [p for p in tmp.rglob("*") if p.is_file()]:
             fsync(path)
             os.replace(path, best / path.relative_to(tmp))
         shutil.rmtree(tmp)
 
     def draw_plots(self):
-        records = [json.loads(line) for line in Path(self.metrics_file.name).read_text().splitlines()]
-        units = {"entropy": "nats a token", "kl": "nats a token", "approx_kl": "nats a token", "response_length": "tokens", "tokens_per_second": "tokens/s"}
-        label = lambda key: f"{key} ({units.get(key, 's')})" if key in units or key.startswith("seconds/") else key
-        keys = dict.fromkeys(k for r in records for k in r if k not in ("phase", "step"))
-        name = f"PPO, {Path(ACTOR_MODEL).name}, seed {SEED}"
-        draw_plot(records, f"{OUTPUT_DIR}/training_metrics_detailed.png", f"{name}: every metric", [(label(k), [k]) for k in keys])
-        draw_plot(records, f"{OUTPUT_DIR}/ppo_metrics_with_entropy.png", name, [
-            ("reward", ["reward"]), ("accuracy", ["accuracy_sampled", "accuracy_greedy"]), (label("entropy"), ["entropy"]),
-            ("policy loss", ["policy_loss"]), ("value loss", ["value_loss"]), (label("kl"), ["kl"]),
-            ("explained variance of returns", ["explained_variance"]), ("clip fraction", ["clip_fraction"]), (label("response_length"), ["response_length"])])
-
-    # ------------------------------------------------------------ ending
+        records = [json.loads(line) for line in open(self.metrics_file.name)]
+        units = {"entropy": " (nats a token)", "kl": " (nats a token)", "approx_kl": " (nats a token)", "response_length": " (tokens)"}
+        label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
+        title, keys = f"PPO, {Path(ACTOR_MODEL).name}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
+        draw_plot(records, f"{OUTPUT_DIR}/training_metrics_detailed.png", f"{title}: every metric", [(label(key), [key]) for key in keys])
+        draw_plot(records, f"{OUTPUT_DIR}/ppo_metrics_with_entropy.png", title, [("accuracy", ["accuracy_sampled", "accuracy_greedy"])] + [
+            (label(key), [key]) for key in "reward entropy policy_loss value_loss kl explained_variance clip_fraction response_length".split()])
 
     def catch_signals(self):
         """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
@@ -1091,61 +973,34 @@ class PPOTrainer:
             if self.stop_signal and number == signal.SIGINT:
                 os._exit(130)
             self.stop_signal = number
-            tqdm.write("\nStopping after this step, then saving; Ctrl-C again leaves at once")
-        try:
-            return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not in the main thread: signals are somebody else's
-            return {}
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+        main = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
+        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM) if main}
 
     def finish(self):
-        why = "Stopped" if self.stop_signal else "Stopped early: no better evaluation for a while" if self.step < self.total_steps else "Done"
-        self.say(f"{why} at step {self.step} of {self.total_steps}, {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/ppo_metrics_with_entropy.png"
-                 + ("; run again to go on" if self.stop_signal else f"; best policy: {OUTPUT_DIR}/best/policy"))
+        why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
+        self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/ppo_metrics_with_entropy.png; "
+                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
         if self.wandb:
             self.wandb.finish()
 
-
-def load_critic(path, constant):
-    """A token-level value model on the weights at path; a value head that is not among them starts at zero."""
-    from transformers import AutoConfig
-    try:
-        config = AutoConfig.from_pretrained(path, num_labels=1)
-        auto = AutoModelForTokenClassification.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{constant} = {path!r} gives no token-level value model ({str(error).splitlines()[0]})") from None
-    return load_model(type(auto), path, constant, new_head=True)
-
-
-def whitening_moments(x, mask):
-    """Variance over the mask, a number."""
-    return masked_mean((x - masked_mean(x, mask)) ** 2, mask).item()
-
-
 # same in: ppo/ppo.py
-def resolve_rewards(functions):
-    """[(name, function, weight)] from names in rewards/ or functions."""
-    resolved = []
-    for function, weight in functions:
-        name = function if isinstance(function, str) else function.__name__
-        function = getattr(rewards, function, None) if isinstance(function, str) else function
-        if not callable(function):
-            raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {name!r}")
-        resolved.append((name, function, weight))
-    return resolved
-
-
-def train_main():
+def run_main(trainer_class):
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or SIGTERM."""
     try:
         apply_overrides(sys.argv[1:])
-        trainer = PPOTrainer()
+        trainer = trainer_class()
         trainer.train()
-    except UserError as error:
-        sys.exit((print(f"\nppo.py: {error}", file=sys.stderr), 2)[1])
+        sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as error:
-        sys.exit((print(f"\nppo.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr), 2)[1])
-    sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
+    except (UserError, OSError) as error:
+        text = str(error) if isinstance(error, UserError) else f"{error.filename or 'a file'}: {error.strerror or error}"
+        print(f"\n{Path(__file__).name}: {text}", file=sys.stderr)
+        sys.exit(2)
+
+def train_main():
+    run_main(PPOTrainer)
 
 
 if __name__ == "__main__":

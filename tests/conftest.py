@@ -1,0 +1,43 @@
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "data/tiny"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(2)
+_numbers = itertools.count()
+
+SMALL = dict(BATCH_SIZE=4, GRADIENT_ACCUMULATION_STEPS=1, GROUP_SIZE=2, MAX_TRAIN_PROMPTS=24, MAX_EVAL_PROMPTS=4, MAX_NEW_TOKENS=32,
+             MAX_STEPS=2, EVAL_EVERY_N_STEPS=0, SAVE_EVERY_N_STEPS=0, REWARD_MODEL=None, KL_COEF=0.0)
+
+
+def load_script(path, **constants):
+    """A fresh copy of a trainer's module with some constants set."""
+    spec = importlib.util.spec_from_file_location(f"script_{next(_numbers)}", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for key, value in constants.items():
+        assert key in module.constants(), key
+        setattr(module, key, value)
+    return module
+
+
+@pytest.fixture
+def ppo(tmp_path):
+    """ppo(KEY=value, ...): ppo/ppo.py with small constants, writing below tmp_path."""
+    return lambda **constants: load_script("ppo/ppo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+
+
+def run_script(path, *words, cwd=ROOT, **options):
+    """Run a trainer as a user does, without a terminal."""
+    small = [f"{k}={v}" for k, v in SMALL.items()]
+    return subprocess.run([sys.executable, str(ROOT / path), *small, *map(str, words)], cwd=cwd, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, timeout=240, **options)

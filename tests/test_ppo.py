@@ -1,0 +1,462 @@
+"""PPO's maths, its conventions on tensors and the classic bugs of DESIGN.md section 10, each imported from ppo/ppo.py."""
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, load_script
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+module = load_script("ppo/ppo.py")
+
+
+def make_batch(prompts, responses, extra=0, pad=0, **columns):
+    """A batch of hand-made ids; extra columns of padding on both sides change nothing that matters."""
+    width = max(map(len, responses)) + extra
+    lengths = torch.tensor([len(r) for r in responses])
+    right = lambda rows, value: torch.tensor([list(r) + [value] * (width - len(r)) for r in rows])
+    return SimpleNamespace(
+        prompt_ids=torch.tensor([[pad] * (max(map(len, prompts)) + extra - len(p)) + list(p) for p in prompts]),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]), response_ids=right(responses, pad), response_lengths=lengths,
+        response_mask=(torch.arange(width) < lengths[:, None]).float(), rows=[{"id": str(i)} for i in range(len(prompts))],
+        **{k: right(v, 0.0) for k, v in columns.items()})
+
+
+class Scripted(torch.nn.Module):
+    """A model that says given ids whatever it sees; one script a prompt, found by the prompt's last id."""
+    device = torch.device("cpu")
+
+    def __init__(self, scripts, vocabulary=10):
+        super().__init__()
+        self.scripts, self.vocabulary = scripts, vocabulary
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None, **_):
+        if past_key_values is None:
+            past_key_values = SimpleNamespace(who=input_ids[:, -1].tolist(), t=0)
+            past_key_values.batch_repeat_interleave = lambda n: setattr(past_key_values, "who", [w for w in past_key_values.who for _ in range(n)])
+            past_key_values.batch_select_indices = lambda keep: setattr(past_key_values, "who", [past_key_values.who[i] for i in keep])
+        said = torch.tensor([self.scripts[w][past_key_values.t] for w in past_key_values.who])
+        past_key_values.t += 1
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(said, self.vocabulary).float()[:, None] * 50, past_key_values=past_key_values)
+
+
+# ---------------------------------------------------------------- the maths, by hand
+
+def test_gae_of_three_tokens_by_hand():
+    rewards, values, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]]), torch.ones(1, 3)
+    d = [0.9 * 0.4 - 0.5, 0.9 * 0.2 - 0.4, 1 - 0.2]  # V after the last token is 0
+    want = [d[0] + 0.72 * (d[1] + 0.72 * d[2]), d[1] + 0.72 * d[2], d[2]]
+    assert module.gae(rewards, values, mask, 0.9, 0.8)[0].tolist() == pytest.approx(want)
+
+
+def test_gae_of_unequal_lengths_equals_each_row_alone():
+    torch.manual_seed(0)
+    rewards, values, lengths = torch.randn(3, 5), torch.randn(3, 5), [5, 2, 3]
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).float()
+    together = module.gae(rewards, values, mask, 0.99, 0.9)
+    for i, n in enumerate(lengths):
+        alone = module.gae(rewards[i:i + 1, :n], values[i:i + 1, :n], torch.ones(1, n), 0.99, 0.9)
+        assert torch.allclose(together[i, :n], alone[0]) and (together[i, n:] == 0).all()
+
+
+def test_with_lambda_and_gamma_one_the_return_is_the_sum_of_rewards_to_come():
+    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.randn(1, 3), torch.ones(1, 3)
+    assert (module.gae(rewards, values, mask, 1, 1) + values)[0].tolist() == pytest.approx([6, 5, 3])
+
+
+def test_the_score_is_added_once_at_the_last_token_and_kl_everywhere():
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    got = module.token_rewards(torch.tensor([5.0, 7.0]), torch.full((2, 3), -1.0) * mask, torch.full((2, 3), -3.0) * mask, mask, 0.1)
+    assert torch.allclose(got, torch.tensor([[-0.2, -0.2, 4.8], [6.8, 0, 0]]))
+
+
+@pytest.mark.parametrize("advantage, ratio, loss, gradient", [  # gradient with respect to log pi: -ratio * A, or 0 where clipped
+    (1, 0.5, -0.5, True), (1, 0.9, -0.9, True), (1, 1.1, -1.1, True), (1, 1.5, -1.2, False),
+    (-1, 0.5, 0.8, False), (-1, 0.9, 0.9, True), (-1, 1.1, 1.1, True), (-1, 1.5, 1.5, True),
+])
+def test_policy_clip(advantage, ratio, loss, gradient):
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    got = module.policy_loss(logprobs, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
+    got.sum().backward()
+    assert got.item() == pytest.approx(loss)
+    assert logprobs.grad.item() == pytest.approx(-advantage * ratio if gradient else 0.0)
+
+
+@pytest.mark.parametrize("value, old, target, clip, loss", [
+    (0.5, 0.0, 1.0, 0.2, 0.5 * 0.8 ** 2),  # clipped around the rollout's value, not around the return
+    (0.1, 0.0, 1.0, 0.2, 0.5 * 0.9 ** 2), (0.5, 0.0, 0.5, 0.2, 0.5 * 0.3 ** 2), (2.0, 0.0, 0.0, 0.2, 2.0), (0.5, 0.0, 1.0, 0.0, 0.5 * 0.25),
+])
+def test_value_clip(value, old, target, clip, loss):
+    assert module.value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([target]), clip).item() == pytest.approx(loss)
+
+
+def test_whitening_by_hand_and_blind_to_padding():
+    x, mask = torch.tensor([[1.0, 3.0], [5.0, 99.0]]), torch.tensor([[1.0, 1], [1, 0]])
+    got = module.whiten(x, mask)
+    assert torch.allclose(got, torch.tensor([[-2, 0], [2, 0]]) / math.sqrt(8 / 3), atol=1e-6)
+    padded = module.whiten(torch.cat([x, torch.full((2, 3), 7.0)], 1), torch.cat([mask, torch.zeros(2, 3)], 1))
+    assert torch.allclose(padded[:, :2], got) and (padded[:, 2:] == 0).all()
+    assert (module.whiten(torch.ones(2, 2), mask) == 0).all()  # equal advantages: zeros, not NaN
+
+
+def test_kl_controller():
+    assert module.adapt_kl_coef(0.1, 0.3, 0.1, 100, 1000) == pytest.approx(0.1 * 1.02)  # error clipped at 0.2
+    assert module.adapt_kl_coef(0.1, 0.09, 0.1, 100, 1000) == pytest.approx(0.1 * 0.99)
+
+
+def test_learning_rate_schedules():
+    scale = module.learning_rate_scale
+    assert [scale(s, 10, 4, None, 0) for s in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1, 1, 1]
+    assert [scale(s, 12, 2, "linear", 0) for s in (2, 7, 12)] == [1, 0.5, 0]
+    assert [scale(s, 12, 2, "cosine", 0) for s in (2, 7, 12)] == pytest.approx([1, 0.5, 0])
+    assert scale(5, 10, 0, "plateau", 3) == 0.125
+
+
+# ---------------------------------------------------------------- sampling
+
+def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
+    logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0]).log()
+    uniform = (torch.arange(10000) + 0.5) / 10000
+    counts = torch.bincount(module.sample_tokens(logprobs.expand(10000, 5), uniform), minlength=5)
+    assert counts.tolist() == [5000, 0, 3000, 2000, 0]
+    edge = module.sample_tokens(logprobs.expand(2, 5), torch.tensor([0.0, 1 - 2 ** -24]))
+    assert edge.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("pad", [0, 9])  # 9 is also EOS
+def test_a_response_ends_with_its_first_eos_and_holds_nothing_after_it(pad):
+    model = Scripted({1: [3, 9, 4, 4], 2: [9, 9, 9, 9], 3: [4, 5, 6, 7], 4: [5, 5, 5, 9]})
+    ids, lengths, logprobs = module.generate(model, [[5, 1], [2], [3], [4]], torch.full((8, 4), 0.5), 2, 4, 1.0, torch.tensor([9]), pad)
+    assert lengths.tolist() == [2, 2, 1, 1, 4, 4, 4, 4]
+    want = [[3, 9], [9], [4, 5, 6, 7], [5, 5, 5, 9]]  # the third is cut and has no EOS
+    assert ids.tolist() == [row + [pad] * (4 - len(row)) for row in want for _ in range(2)]
+    assert all((logprobs[i, n:] == 0).all() for i, n in enumerate(lengths))
+
+
+def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch):
+    trainer = ppo(BATCH_SIZE=2).PPOTrainer()
+    eos = trainer.tokenizer.eos_token_id
+    script = lambda *_: (torch.tensor([[5, eos, 0, 0], [5, 6, 7, 8], [eos, 0, 0, 0]]), torch.tensor([2, 4, 1]), torch.zeros(3, 4))
+    monkeypatch.setitem(trainer.respond.__globals__, "generate", script)
+    batch = trainer.respond([[1], [2]], None)
+    assert batch.response_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert batch.truncated.tolist() == [False, True, False]
+
+
+def test_eos_is_trained_even_where_it_is_also_the_pad(ppo):
+    trainer = ppo(BATCH_SIZE=2).PPOTrainer()
+    eos = trainer.tokenizer.eos_token_id
+    batch = make_batch([[5, 6], [7]], [[8, 9, eos], [8, eos]], pad=eos)
+    logits = []
+    trainer.actor.register_forward_hook(lambda m, a, out: (out.logits.retain_grad(), logits.append(out.logits))[2:] or None)
+    logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.tensor([0, 1]), 1.0)
+    (logprobs * batch.response_mask).sum().backward()
+    gradient = logits[0].grad[:, :-1]  # (rows, R, vocabulary): the logits that predict each response token
+    assert gradient[0, 2, eos] > 0 and gradient[1, 1, eos] > 0  # the first EOS pulls
+    assert (gradient[1, 2] == 0).all()  # the pad after it does not
+
+
+def test_the_sampler_uses_no_hidden_filter(ppo):
+    trainer = ppo(BATCH_SIZE=8, MAX_NEW_TOKENS=24, TEMPERATURE=1.5).PPOTrainer()
+    trainer.actor.generation_config.update(top_k=1, top_p=0.1, temperature=0.1, do_sample=True)
+    torch.manual_seed(0)
+    batch = trainer.rollout(trainer.train_rows[:8])
+    scored, _ = module.response_logprobs(trainer.actor, batch, torch.arange(16), 1.5)
+    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=1e-5)
+    assert len(set(batch.responses)) > 8  # two samples of a prompt differ: not greedy
+
+
+def test_the_groups_rows_are_neighbours_and_belong_to_their_prompt(ppo):
+    trainer = ppo(BATCH_SIZE=3, GROUP_SIZE=3).PPOTrainer()
+    batch = trainer.rollout(trainer.train_rows[:5])
+    assert [row["id"] for row in batch.rows] == [f"train.jsonl:{i}" for i in range(1, 6) for _ in range(3)]
+    for row, ids, length in zip(batch.rows, batch.prompt_ids.tolist(), batch.prompt_lengths.tolist()):
+        assert ids[-length:] == row["ids"]
+
+
+def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
+    ids = []
+    for size in (1, 3, 8):
+        trainer = ppo(BATCH_SIZE=size).PPOTrainer()
+        torch.manual_seed(3)
+        ids.append(trainer.rollout(trainer.train_rows[:8]).response_ids)
+    assert torch.equal(ids[0], ids[1]) and torch.equal(ids[0], ids[2])
+
+
+# ---------------------------------------------------------------- rollout and update agree
+
+def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo):
+    trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
+    batch = trainer.rollout(trainer.train_rows[:10])
+    assert len(set(batch.prompt_lengths.tolist())) > 3 and len(set(batch.response_lengths.tolist())) > 3
+    for size in (1, 4, 30):
+        for rows in module.micro_batches(batch, torch.arange(30), size):
+            with torch.no_grad():
+                logprobs, _ = module.response_logprobs(trainer.actor, batch, rows, 1.0)
+            width = logprobs.shape[1]
+            ratio = ((logprobs - batch.logprobs[rows, :width]) * batch.response_mask[rows, :width]).exp()
+            assert (ratio - 1).abs().max() < 1e-4
+
+
+def test_left_padding_with_absolute_positions_changes_nothing():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
+    prompts, responses = [[5, 6, 7, 8], [9], [3, 4]], [[1, 2], [7, 7, 7, 7], [8]]
+    with torch.no_grad():
+        together, _ = module.response_logprobs(model, make_batch(prompts, responses, extra=3), torch.arange(3), 1.0)
+        for i, (prompt, response) in enumerate(zip(prompts, responses)):
+            logits = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+            alone = [logits[len(prompt) - 1 + t, token].item() for t, token in enumerate(response)]
+            assert together[i, :len(response)].tolist() == pytest.approx(alone, abs=1e-5)
+        sampled = module.generate(model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0)
+        batch = make_batch(prompts, [ids[:n] for ids, n in zip(sampled[0].tolist(), sampled[1].tolist())])
+        again, _ = module.response_logprobs(model, batch, torch.arange(3), 1.0)
+    assert torch.allclose(again * batch.response_mask, sampled[2][:, :again.shape[1]] * batch.response_mask, atol=1e-5)
+
+
+def test_what_is_trained_is_the_very_object_that_was_sampled(ppo, monkeypatch):
+    trainer, seen = ppo(MAX_STEPS=1).PPOTrainer(), []
+    rollout, update = trainer.rollout, trainer.update
+    monkeypatch.setattr(trainer.tokenizer, "batch_decode", lambda rows, **_: ["#### 7"] * len(rows))  # text that encodes to other ids
+    monkeypatch.setattr(trainer, "rollout", lambda rows: (b := rollout(rows), seen.append(b.response_ids))[0])
+    monkeypatch.setattr(trainer, "update", lambda b: (seen.append(b.response_ids), update(b))[1])
+    trainer.train()
+    assert len(seen) == 2 and seen[0] is seen[1]
+
+
+def test_values_are_those_predicted_before_the_token_is_seen_and_padding_does_not_matter(ppo):
+    trainer = ppo().PPOTrainer()
+    torch.nn.init.normal_(trainer.critic.score.weight)
+    prompts, responses = [[5, 6, 7], [9]], [[8, 9], [10, 11, 12, 13]]
+    with torch.no_grad():
+        together = trainer.response_values(make_batch(prompts, responses, extra=2), torch.tensor([0, 1]))
+        for i, (p, r) in enumerate(zip(prompts, responses)):
+            alone = trainer.critic(torch.tensor([p + r])).logits[0, len(p) - 1:-1, 0]
+            assert together[i, :len(r)].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+
+
+def test_a_new_critic_says_zero_and_starts_from_the_actors_weights(ppo):
+    trainer = ppo().PPOTrainer()
+    assert (trainer.critic.score.weight == 0).all() and (trainer.critic.score.bias == 0).all()
+    actor, critic = trainer.actor.base_model.state_dict(), trainer.critic.base_model.state_dict()
+    assert actor.keys() == critic.keys() and all(torch.equal(actor[k], critic[k]) for k in actor)
+
+
+def test_reward_model_scores_of_a_batch_equal_single_scores(ppo):
+    trainer = ppo(REWARD_MODEL=str(TINY / "reward_model"), BATCH_SIZE=3).PPOTrainer()
+    prompts = [row["prompt"] for row in trainer.train_rows[:7]]
+    responses = [row["answer"][:10 * i] for i, row in enumerate(trainer.train_rows[:7])]
+    together = trainer.reward_model_score(prompts, responses)
+    alone = torch.stack([trainer.reward_model_score(p, r) for p, r in zip(prompts, responses)])
+    assert torch.allclose(together, alone, atol=1e-5) and alone.std() > 0.1
+    # and the library agrees, on its own padding, since EOS is not the pad here
+    tokenizer = trainer.reward_tokenizer
+    inputs = tokenizer([f"{p}\n{r}{tokenizer.eos_token}" for p, r in zip(prompts, responses)], padding=True, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.allclose(trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits[:, 0], together, atol=1e-4)
+
+
+# ---------------------------------------------------------------- the update
+
+def scored_batch(trainer, count=8):
+    torch.manual_seed(5)
+    batch = trainer.rollout(trainer.train_rows[:count])
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    return batch
+
+
+def gradients(trainer, batch, rows=None):
+    """Gradients of actor and critic at the moment the optimizers would step."""
+    found = []
+    for model, optimizer in ((trainer.actor, trainer.actor_optimizer), (trainer.critic, trainer.critic_optimizer)):
+        optimizer.step = lambda model=model: found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    metrics = trainer.optimizer_step(batch, torch.arange(len(batch.rows)) if rows is None else rows)
+    return torch.cat(found), metrics
+
+
+def test_gradients_and_metrics_do_not_depend_on_the_micro_batch(ppo):
+    reference = None
+    for size in (8, 4, 1):
+        trainer = ppo(BATCH_SIZE=size, MAX_GRAD_NORM=1e9, KL_COEF=0.1, ENTROPY_COEF=0.01).PPOTrainer()
+        batch = scored_batch(trainer)
+        assert len(set(batch.response_lengths.tolist())) > 3
+        batch.logprobs = batch.logprobs - 0.1 * batch.response_mask  # off policy: ratios other than 1
+        got, metrics = gradients(trainer, batch)
+        reference = reference or (got, metrics)
+        assert torch.allclose(got, reference[0], atol=1e-6, rtol=1e-4)
+        assert metrics == pytest.approx(reference[1], rel=1e-3, abs=1e-6)
+
+
+def test_padding_changes_neither_gradients_nor_metrics(ppo):
+    trainer = ppo(MAX_GRAD_NORM=1e9).PPOTrainer()
+    batch = scored_batch(trainer)
+    plain, metrics = gradients(trainer, batch)
+    wide = lambda x, left: torch.nn.functional.pad(x, (5, 0) if left else (0, 5))
+    for key in ("prompt_ids", "response_ids", "response_mask", "logprobs", "values", "returns", "advantages"):
+        setattr(batch, key, wide(getattr(batch, key), key == "prompt_ids"))
+    padded, padded_metrics = gradients(trainer, batch)
+    assert torch.allclose(plain, padded, atol=1e-7) and metrics == pytest.approx(padded_metrics, abs=1e-6)
+
+
+def test_one_by_eight_four_by_two_and_eight_by_one_are_the_same_run(ppo, tmp_path):
+    runs = []
+    for size, accumulation in ((1, 8), (4, 2), (8, 1)):
+        trainer = ppo(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=accumulation, MAX_STEPS=2, EVAL_DATASETS=[], OUTPUT_DIR=str(tmp_path / str(size))).PPOTrainer()
+        start = torch.cat([p.detach().flatten().clone() for p in trainer.actor.parameters()])
+        trainer.train()
+        moved = torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]) - start
+        assert trainer.state.step == 2 and (moved != 0).float().mean() > 0.5  # the optimizer did step
+        runs.append((moved, [json.loads(line) for line in open(tmp_path / str(size) / "logs/metrics.jsonl")]))
+    for moved, records in runs[:2]:
+        assert (moved - runs[2][0]).abs().mean() < 0.01 * moved.abs().mean()
+        for got, want in zip(records, runs[2][1]):
+            same = {key for key in want if "second" not in key and key not in ("ratio_max", "ratio_max_first")}
+            assert {key: got[key] for key in same - {"phase"}} == pytest.approx({key: want[key] for key in same - {"phase"}}, rel=0.02, abs=1e-4)
+
+
+def test_mini_batches_share_out_every_row_once(ppo, monkeypatch):
+    trainer, seen = ppo(MINI_BATCHES=3, GROUP_EPOCHS=2).PPOTrainer(), []
+    batch = scored_batch(trainer, 4)
+    step = trainer.optimizer_step
+    monkeypatch.setattr(trainer, "optimizer_step", lambda b, rows: (seen.append(rows.tolist()), step(b, rows))[1])
+    trainer.update(batch)
+    assert len(seen) == 6 and all(sorted(itertools.chain(*seen[i:i + 3])) == list(range(8)) for i in (0, 3))
+
+
+def test_entropy_bonus_has_a_gradient_and_raises_entropy(ppo):
+    found = {}
+    for coefficient in (0.0, 0.5):
+        trainer = ppo(ENTROPY_COEF=coefficient, MAX_GRAD_NORM=1e9).PPOTrainer()
+        batch = scored_batch(trainer)
+        batch.advantages = torch.zeros_like(batch.advantages)
+        found[coefficient], _ = gradients(trainer, batch)
+    actor = slice(0, sum(p.numel() for p in trainer.actor.parameters()))
+    assert (found[0.0][actor] == 0).all() and found[0.5][actor].abs().max() > 0
+    trainer = ppo(ENTROPY_COEF=0.5, GROUP_EPOCHS=3).PPOTrainer()
+    batch = scored_batch(trainer)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    trainer.state.step = 1  # the first step's own check is not meant here
+    entropies = [trainer.update(batch)["entropy"] for _ in range(3)]
+    assert entropies[0] < entropies[1] < entropies[2]
+
+
+def test_bfloat16_does_not_swallow_small_updates(ppo):
+    trainer = ppo(DTYPE="bfloat16", LEARNING_RATE=1e-6, CRITIC_LEARNING_RATE=1e-6, GROUP_EPOCHS=1).PPOTrainer()
+    batch = scored_batch(trainer)
+    assert all(p.dtype == torch.float32 for p in trainer.actor.parameters())
+    before, touched = {n: p.detach().clone() for n, p in trainer.actor.named_parameters()}, {}
+    step = trainer.actor_optimizer.step
+    trainer.actor_optimizer.step = lambda: (touched.update({n: p.grad != 0 for n, p in trainer.actor.named_parameters()}), step())
+    trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
+    changed = torch.cat([(p != before[n])[touched[n]] for n, p in trainer.actor.named_parameters()])
+    assert changed.float().mean() > 0.99 and len(changed) > 100_000
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(ppo):
+    found = []
+    for on in (False, True):
+        trainer = ppo(GRADIENT_CHECKPOINTING=on, MAX_GRAD_NORM=1e9).PPOTrainer()
+        batch = scored_batch(trainer)
+        trainer.recompute(True)
+        assert any(m.training for m in trainer.actor.modules()) == on
+        found.append(gradients(trainer, batch)[0])
+        trainer.recompute(False)
+        assert not any(m.training for m in trainer.actor.modules())
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_dropout_is_off_everywhere(ppo, tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=82, n_positions=128, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5, eos_token_id=1, bos_token_id=None))
+    model.save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "gpt2")
+    trainer = ppo(ACTOR_MODEL=str(tmp_path / "gpt2"), MAX_STEPS=1, GRADIENT_CHECKPOINTING=True).PPOTrainer()
+    trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
+    first = trainer.update(scored_batch(trainer))
+    assert first["ratio_max_first"] < 1e-4
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_five_end_the_run(ppo, capsys):
+    script = ppo(MAX_STEPS=10)
+    trainer = script.PPOTrainer()
+    trainer.open_run()
+    batch = scored_batch(trainer)
+    before = [p.detach().clone() for p in trainer.actor.parameters()]
+    batch.advantages[0, 0] = float("nan")
+    for _ in range(4):
+        trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
+    assert all(torch.equal(p, q) for p, q in zip(trainer.actor.parameters(), before))
+    assert "train.jsonl:1 " in capsys.readouterr().out
+    with pytest.raises(script.UserError, match="five optimizer steps"):
+        trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
+    batch.advantages[0, 0] = 0.0
+    trainer.state.skipped = 4
+    trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
+    assert trainer.state.skipped == 0 and not all(torch.equal(p, q) for p, q in zip(trainer.actor.parameters(), before))
+
+
+def test_a_model_that_scores_otherwise_than_it_samples_is_caught_on_the_first_step(ppo, monkeypatch):
+    script = ppo()
+    trainer = script.PPOTrainer()
+    score = script.response_logprobs
+    monkeypatch.setattr(script, "response_logprobs", lambda m, b, rows, t: tuple(x.roll(1, 1) for x in score(m, b, rows, t)))  # one token late
+    with pytest.raises(script.UserError, match="ratio"):
+        trainer.train()
+
+
+# ---------------------------------------------------------------- the reference, the score
+
+def test_a_reference_is_held_only_for_its_price_and_the_first_kl_is_zero(ppo):
+    assert ppo(KL_COEF=0.0).PPOTrainer().reference is None
+    trainer = ppo(KL_COEF=0.1).PPOTrainer()
+    batch = scored_batch(trainer)
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() < 1e-4
+    assert not any(p.requires_grad for p in trainer.reference.parameters())
+    assert trainer.update(batch)["kl"] == pytest.approx(0, abs=1e-5)
+    trainer.score(batch := trainer.rollout(trainer.train_rows[:8]))
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() > 1e-3  # the actor has moved, the reference has not
+
+
+def test_kl_target_moves_the_coefficient(ppo):
+    trainer = ppo(KL_COEF=0.1, KL_TARGET=0.5, KL_HORIZON=100).PPOTrainer()
+    trainer.update(scored_batch(trainer))
+    assert trainer.state.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
+
+
+def test_missing_eos_is_penalised(ppo):
+    trainer = ppo(MISSING_EOS_PENALTY=3.0, MAX_NEW_TOKENS=12).PPOTrainer()
+    batch = scored_batch(trainer)
+    assert 0 < batch.truncated.sum() < len(batch.truncated)
+    assert torch.allclose(batch.scores, batch.parts["exact_answer"] - 3.0 * batch.truncated)
+
+
+def test_rewards_add_up_with_their_weights(ppo):
+    twice = lambda prompts, responses, answers: [2.0] * len(responses)
+    twice.__name__ = "twice"
+    trainer = ppo(REWARD_MODEL=str(TINY / "reward_model"), REWARD_MODEL_WEIGHT=0.5, REWARD_FUNCTIONS=[("exact_answer", 3.0), (twice, 0.1)]).PPOTrainer()
+    row = trainer.train_rows[0]
+    total, parts = trainer.rewards_of([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
+    assert parts["exact_answer"].tolist() == [1, 0] and parts["twice"].tolist() == [2, 2]
+    assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2)
+    assert parts["reward_model"][0] > parts["reward_model"][1]
+
+
+def test_evaluating_never_changes_training(ppo, tmp_path):
+    weights = []
+    for every in (0, 1):
+        trainer = ppo(MAX_STEPS=3, EVAL_EVERY_N_STEPS=every, OUTPUT_DIR=str(tmp_path / str(every))).PPOTrainer()
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_generate_response_is_the_librarys_greedy_one(ppo):
+    trainer = ppo().PPOTrainer()
+    prompt = trainer.train_rows[0]["prompt"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY / "policy"), AutoTokenizer.from_pretrained(TINY / "policy")
+    inputs = tokenizer(prompt + "\n", return_tensors="pt")
+    out = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=32, do_sample=False)
+    assert trainer.generate_response(prompt) == tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
