@@ -75,10 +75,10 @@ def test_jsonl_parquet_and_hub_rows_mix(ppo, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": "Tom has 3 apples.", "answer": "#### 3"}]), tmp_path / "b.parquet")
     second = {"path": str(tmp_path / "b.parquet"), "type": "parquet", "input": "question", "output": "answer"}
     (tmp_path / "hub").mkdir()
-    shutil.copy(tmp_path / "a.jsonl", tmp_path / "hub/train.jsonl")  # the datasets library takes a folder where a hub name goes
-    third = {"path": str(tmp_path / "hub"), "type": "hub", "input": "problem"}
+    shutil.copy(tmp_path / "b.parquet", tmp_path / "hub/train.parquet")  # the datasets library takes a folder where a hub name goes
+    third = {"path": str(tmp_path / "hub"), "type": "hub", "input": "question"}
     rows = ppo(TRAIN_DATASETS=[first, second, third]).PPOTrainer().train_rows
-    assert [row["answer"] for row in rows] == ["#### 1", "2", "#### 3", None, None]
+    assert [row["answer"] for row in rows] == ["#### 1", "2", "#### 3", None]
     assert [row["id"] for row in rows[:3]] == ["a.jsonl:1", "a.jsonl:3", "b.parquet:1"]
 
 
@@ -201,12 +201,10 @@ def assert_same_run(a, b):
     for name in ("policy/model.safetensors", "critic/model.safetensors"):
         assert (a / "step_6" / name).read_bytes() == (b / "step_6" / name).read_bytes(), name
     states = [torch.load(x / "step_6/training_state.pt", weights_only=True) for x in (a, b)]
-    flat = [dict(walk(s)) for s in states]
+    flat = [dict(walk({k: v for k, v in s.items() if k != "log_bytes"})) for s in states]  # timings differ in length
     assert flat[0].keys() == flat[1].keys()
-    for key in flat[0]:
-        if "log_bytes" not in key:
-            x, y = flat[0][key], flat[1][key]
-            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, key
+    for key, x in flat[0].items():
+        assert torch.equal(x, flat[1][key]) if isinstance(x, torch.Tensor) else x == flat[1][key], key
     assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl")
     assert (a / "logs/samples.jsonl").read_bytes() == (b / "logs/samples.jsonl").read_bytes()
     assert (a / "best/policy/model.safetensors").read_bytes() == (b / "best/policy/model.safetensors").read_bytes()
