@@ -75,7 +75,7 @@ MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; no top-k or top-p: the distribution sampled is the one scored
 
 # Optimisation
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 1e-4
 CRITIC_LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # > 0, for actor and critic each
 WEIGHT_DECAY = 0.0
@@ -100,10 +100,10 @@ WHITEN_ADVANTAGES = True
 
 # Schedule
 NUM_EPOCHS = 1  # passes over the prompts
-MAX_STEPS: int | None = 60  # None: all of NUM_EPOCHS
+MAX_STEPS: int | None = 50  # None: all of NUM_EPOCHS
 
 # Bookkeeping
-SAVE_EVERY_N_STEPS = 20  # 0: only at the end
+SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
@@ -127,16 +127,16 @@ _RANGES = {  # least and greatest value of each number, or the words that a cons
 
 # ================================================================ small functions that every trainer has
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 class UserError(Exception):
     """Something the user can mend, said in one sentence; the program ends with exit code 2."""
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def constants():
     """Every constant of this file, as it is now."""
     return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     for word in words:
@@ -154,7 +154,7 @@ def apply_overrides(words):
             raise UserError(f"{key}={text} does not fit: {key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}")
         globals()[key] = value
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def check_constants():
     """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _RANGES.items():
@@ -165,7 +165,7 @@ def check_constants():
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
     rows = []
@@ -187,7 +187,7 @@ def load_rows(datasets, constant, limit=None):
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def read_records(spec, columns, where):
     """(line number from 1, record) of one data set."""
     if spec["type"] not in ("jsonl", "parquet", "hub"):
@@ -214,7 +214,7 @@ def read_records(spec, columns, where):
         raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
     yield from enumerate(records, 1)
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def load_pretrained(auto_class, path, constant, **options):
     """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
     try:
@@ -224,7 +224,7 @@ def load_pretrained(auto_class, path, constant, **options):
         why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def load_model(auto_class, path, constant, new_head=False):
     """The model in float32, every weight accounted for. With new_head, weights outside the base model may be left over
     or absent; the absent ones start at zero."""
@@ -241,14 +241,14 @@ def load_model(auto_class, path, constant, new_head=False):
             torch.nn.init.zeros_(parameter)
     return model.eval()  # and it stays so: dropout is off in rollout and update alike
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def load_tokenizer(path, constant):
     tokenizer = load_pretrained(AutoTokenizer, path, constant)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token, so no response could ever end; set eos_token in it")
     return tokenizer
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def resolve_rewards(functions):
     """[(name, function, weight)] of names in rewards/ or functions."""
     for function, _ in functions:
@@ -256,7 +256,7 @@ def resolve_rewards(functions):
             raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
     return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def check_scores(name, values, count):
     """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
     values = torch.as_tensor(values, dtype=torch.float32)
@@ -264,20 +264,20 @@ def check_scores(name, values, count):
         raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
     return values
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def pad_left(rows, value):
     """Lists of ids as one tensor, (rows, longest)."""
     width = max(map(len, rows))
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def sample_tokens(logprobs, uniform):
     """One id a row by inverting the cumulative distribution: logprobs (rows, vocabulary), uniform (rows,) in [0, 1)."""
     cumulative = logprobs.double().exp().cumsum(-1)
     target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 @torch.no_grad()
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
@@ -320,7 +320,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         positions = positions + 1
     return ids, lengths, logprobs
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def response_window(batch, rows):
     """Model inputs for some rows, cut to their own longest prompt and response, and those two lengths (P, R).
     What the model says at columns P-1 to P+R-2 concerns the response's tokens."""
@@ -331,7 +331,7 @@ def response_window(batch, rows):
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}, prompt, response
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def response_logprobs(model, batch, rows, temperature):
     """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32."""
     inputs, _, width = response_window(batch, rows)
@@ -340,13 +340,13 @@ def response_logprobs(model, batch, rows, temperature):
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, batch.response_ids[rows, :width].unsqueeze(-1)).squeeze(-1), entropy
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def micro_batches(batch, rows, size):
     """Cut rows into micro-batches of like length, at most `size` rows each."""
     lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
     return rows[lengths.argsort(descending=True, stable=True)].split(size)
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
     if step < warmup:
@@ -354,30 +354,30 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
     progress = (step - warmup) / max(1, total - warmup)
     return {None: 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": 0.5 ** halvings}[kind]
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": (name, words.tolist(), *rest), "torch": torch.get_rng_state()}
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
     os.fsync(handle)
     os.close(handle)
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def file_digest(path):
     with open(path, "rb") as file:
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def write_checkpoint(folder, fill):
     """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
     tmp = folder.with_name(folder.name + ".tmp")
@@ -396,7 +396,7 @@ def write_checkpoint(folder, fill):
         why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
         raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def checkpoint_fault(folder):
     """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
     try:
@@ -408,12 +408,12 @@ def checkpoint_fault(folder):
     except (OSError, ValueError, AttributeError) as error:
         return f"manifest.json: {error}"
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def list_checkpoints(output_dir):
     """[(N, step_N/)] of a run, oldest first."""
     return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def choose_checkpoint(resume, output_dir, say):
     """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
     if resume not in ("ask", "yes", "no"):
@@ -432,7 +432,7 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def move_aside(paths, output_dir, say):
     """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
     if paths:
@@ -442,7 +442,7 @@ def move_aside(paths, output_dir, say):
             os.rename(path, old / path.name)
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def run_facts(device):
     """Versions, git commit and device, for training_config.json."""
     git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True) if shutil.which("git") else None
@@ -450,7 +450,7 @@ def run_facts(device):
             "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points from a dashed start."""
     from matplotlib.figure import Figure
@@ -475,11 +475,10 @@ def draw_plot(records, path, title, panels):
     figure.savefig(f"{path}.tmp", format="png", dpi=100)
     os.replace(f"{path}.tmp", path)
 
-# same in: ppo/ppo.py
+# ================================================================ the maths of PPO
+
 def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum()
-
-# ================================================================ the maths of PPO
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """Reward of each token, (rows, R): the KL penalty everywhere, the score (rows,) once, at the last response token."""
@@ -539,10 +538,10 @@ class PPOTrainer:
         self.load_data()
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
         self.state = SimpleNamespace(
-            step=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, kl_coef=KL_COEF, best_reward=-math.inf,
+            step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, kl_coef=KL_COEF, best_reward=-math.inf,
             evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
-        self.steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
-        self.total_steps = min(NUM_EPOCHS * self.steps_per_epoch, MAX_STEPS or math.inf)
+        steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
@@ -565,20 +564,23 @@ class PPOTrainer:
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
         self.reward_functions, self.accuracy_function = resolve_rewards(REWARD_FUNCTIONS), resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
-        for model in (self.actor, self.critic) if GRADIENT_CHECKPOINTING else ():
-            model.activation_checkpointing_enable({"use_reentrant": False})
         ends = self.actor.generation_config.eos_token_id  # chat models may have several
         self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
         self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
-        optimizer = lambda model, rate: torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=self.device.type != "mps")
-        self.actor_optimizer, self.critic_optimizer = optimizer(self.actor, LEARNING_RATE), optimizer(self.critic, CRITIC_LEARNING_RATE)
+        self.models = {"policy": self.actor, "critic": self.critic}  # what is trained and saved, by its folder's name
+        self.optimizers = {name: torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=self.device.type != "mps")
+                           for (name, model), rate in zip(self.models.items(), (LEARNING_RATE, CRITIC_LEARNING_RATE))}
+        for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
+            model.activation_checkpointing_enable({"use_reentrant": False})
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def load_data(self):
         self.train_rows = self.encode(load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS), "TRAIN_DATASETS")
         self.eval_rows = self.encode(load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS), "EVAL_DATASETS")
         if not self.train_rows:
             raise UserError("TRAIN_DATASETS leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def encode(self, rows, constant):
         """Add the prompt's ids to each row; rows longer than MAX_PROMPT_TOKENS are left out, and said so."""
         tokenizer, longest = self.tokenizer, 0
@@ -622,15 +624,18 @@ class PPOTrainer:
                 signal.signal(number, handler)
         return metrics
 
-    def next_rows(self):
-        """The next BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS prompts; each epoch has its own permutation."""
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def next_rows(self, count=None):
+        """The next prompts, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS or fewer at an epoch's end; each epoch has its own permutation."""
         state = self.state
         if state.cursor == 0:
-            state.order = torch.randperm(state.prompts, generator=torch.Generator().manual_seed(SEED + state.step // self.steps_per_epoch))
-        chosen = state.order[state.cursor:state.cursor + BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS].tolist()
+            state.epoch += 1
+            state.order = torch.randperm(state.prompts, generator=torch.Generator().manual_seed(SEED + state.epoch))
+        chosen = state.order[state.cursor:state.cursor + (count or BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)].tolist()
         state.cursor = (state.cursor + len(chosen)) % state.prompts
         return [self.train_rows[i] for i in chosen]
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def rollout(self, prompts):
         """GROUP_SIZE sampled responses to each prompt: a batch whose tensors are (prompts * GROUP_SIZE, ...)."""
         started = time.perf_counter()
@@ -642,6 +647,7 @@ class PPOTrainer:
         batch.seconds = {"rollout": time.perf_counter() - started}
         return batch
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def respond(self, prompts, uniform, group_size=1):
         """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy."""
         parts, size = [], BATCH_SIZE * group_size
@@ -677,11 +683,13 @@ class PPOTrainer:
         inputs, prompt, _ = response_window(batch, rows)
         return self.critic(**inputs).logits[:, prompt - 1:-1, 0].float()
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def rewards_of(self, prompts, responses, answers):
         """compute_rewards(), checked, and the parts it left behind."""
         self.reward_parts = {}
         return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def compute_rewards(self, prompts, responses, answers):
         """Score of each response, (rows,); edit or override freely. What is put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
@@ -696,6 +704,7 @@ class PPOTrainer:
             total += weight * self.reward_parts[name]
         return total
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     @torch.no_grad()
     def reward_model_score(self, prompts, responses):
         """The reward model's score of each response (rows,), read at its last real token; two strings give one number."""
@@ -728,7 +737,8 @@ class PPOTrainer:
         started, state, steps = time.perf_counter(), self.state, []
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(state.step, self.total_steps, WARMUP_STEPS, kind, state.halvings)
-        self.actor_optimizer.param_groups[0]["lr"], self.critic_optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale, CRITIC_LEARNING_RATE * scale
+        for optimizer, rate in zip(self.optimizers.values(), (LEARNING_RATE, CRITIC_LEARNING_RATE)):
+            optimizer.param_groups[0]["lr"] = rate * scale
         self.recompute(True)
         for _ in range(GROUP_EPOCHS):
             rows = torch.randperm(len(batch.rows)) if MINI_BATCHES > 1 else torch.arange(len(batch.rows))
@@ -766,32 +776,37 @@ class PPOTrainer:
                            "clip_fraction": ((ratio - 1) * advantages.sign() > CLIP_RANGE).float()}.items():
                 metrics[key] += mean(x.detach()).item()
             metrics["ratio_max"] = max(metrics["ratio_max"], (ratio - 1).abs().max().item())
-        for key, model in (("grad_norm", self.actor), ("critic_grad_norm", self.critic)):
-            metrics[key] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item()
-        finite = all(math.isfinite(metrics[key]) for key in ("policy_loss", "value_loss", "grad_norm", "critic_grad_norm"))
-        for optimizer in (self.actor_optimizer, self.critic_optimizer):
+        metrics["grad_norm"], metrics["critic_grad_norm"] = self.clip_and_step(metrics["policy_loss"] + metrics["value_loss"], batch, rows)
+        return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def clip_and_step(self, loss, batch, rows):
+        """Clip and step each optimizer, return the gradient norms. Where loss or gradient is not finite the weights stay
+        as they are and the prompts are named; five in a row end the run."""
+        norms = [torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM).item() for optimizer in self.optimizers.values()]
+        finite = all(map(math.isfinite, (loss, *norms)))
+        for optimizer in self.optimizers.values():
             if finite:
                 optimizer.step()
             optimizer.zero_grad()
         self.state.skipped = 0 if finite else self.state.skipped + 1
         if not finite:
-            self.report_skip(sorted({batch.rows[i]["id"] for i in rows.tolist()}))
-        return metrics
-
-    def report_skip(self, ids):
-        """A loss or gradient was not finite and the weights stayed as they were; five in a row end the run."""
-        self.say(f"WARNING: step {self.state.step + 1}: loss or gradient not finite, optimizer step skipped; prompts {' '.join(ids)}")
+            ids = sorted({batch.rows[i]["id"] for i in rows.tolist()})
+            self.say(f"WARNING: step {self.state.step + 1}: loss or gradient not finite, optimizer step skipped; prompts {' '.join(ids)}")
         if self.state.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE, or look at the prompts named in the log")
+        return norms
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if DTYPE == "bfloat16" else nullcontext()
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def recompute(self, on):
         """Gradient checkpointing is for layers in training mode: only they are put into it, so dropout stays off."""
-        for module in (*self.actor.modules(), *self.critic.modules()) if GRADIENT_CHECKPOINTING else ():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = on
+        for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
+            for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
+                layer.training = on
 
     # ------------------------------------------------------------ evaluation
 
@@ -813,6 +828,7 @@ class PPOTrainer:
         return {**metrics, "reward": scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in parts.items()},
                 "response_length": batch.response_lengths.float().mean().item(), "truncated_fraction": batch.truncated.float().mean().item()}
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def generate_response(self, prompt, greedy=True):
         """One response to one prompt text; greedy=False samples from the global random stream."""
         rows = self.encode([{"prompt": prompt}], "generate_response")
@@ -820,6 +836,7 @@ class PPOTrainer:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
         return self.respond([rows[0]["ids"]], None if greedy else torch.rand(1, MAX_NEW_TOKENS)).responses[0]
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def evaluate_and_log(self):
         """Evaluate, log, keep the best policy, count patience."""
         started, state, metrics = time.perf_counter(), self.state, self.evaluate()
@@ -836,6 +853,7 @@ class PPOTrainer:
 
     # ------------------------------------------------------------ the run's files
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
         if terminal:
@@ -847,6 +865,7 @@ class PPOTrainer:
         else:
             self.unlogged.append(text)  # until there is a log file
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def open_run(self):
         """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the files."""
         out, state = Path(OUTPUT_DIR), self.state
@@ -879,6 +898,7 @@ class PPOTrainer:
                         bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
         self.started, self.first_step = time.perf_counter(), state.step
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def write_metrics(self, phase, metrics):
         metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is not JSON
         self.metrics_file.write(json.dumps({"phase": phase, "step": self.state.step, **metrics}) + "\n")
@@ -891,7 +911,7 @@ class PPOTrainer:
         step, mask, lengths, groups = self.state.step, batch.response_mask, batch.response_lengths.float(), batch.scores.view(-1, GROUP_SIZE)
         variance = masked_variance(batch.returns, mask)
         metrics = {
-            "epoch": (step - 1) // self.steps_per_epoch + 1, **metrics, "reward": batch.scores.mean().item(),
+            "epoch": self.state.epoch, **metrics, "reward": batch.scores.mean().item(),
             **{f"reward/{k}": v.mean().item() for k, v in batch.parts.items()}, "advantage": masked_mean(batch.raw_advantages, mask).item(),
             "explained_variance": (1 - masked_variance(batch.returns - batch.values, mask) / (variance + 1e-8)).item(),
             "response_length": lengths.mean().item(), "truncated_fraction": batch.truncated.float().mean().item(),
@@ -911,6 +931,7 @@ class PPOTrainer:
         left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.total_steps - step)
         self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def save_checkpoint(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
         folder = Path(OUTPUT_DIR) / f"step_{self.state.step}"
@@ -921,24 +942,26 @@ class PPOTrainer:
                 shutil.rmtree(old)
             self.draw_plots()
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def fill_checkpoint(self, folder):
-        for model, name in ((self.actor, "policy"), (self.critic, "critic")):
+        for name, model in self.models.items():
             model.save_pretrained(folder / name)
             self.tokenizer.save_pretrained(folder / name)
         logs = [Path(file.name) for file in (self.log, self.metrics_file, self.samples_file)]
         for path in logs:
             fsync(path)
         self.state.log_bytes = {path.name: path.stat().st_size for path in logs}
-        torch.save({**vars(self.state), "actor_optimizer": self.actor_optimizer.state_dict(), "critic_optimizer": self.critic_optimizer.state_dict(),
-                    "rng": [get_rng_state()]}, folder / "training_state.pt")
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        torch.save({**vars(self.state), "optimizers": optimizers, "rng": [get_rng_state()]}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=repr))
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def load_checkpoint(self, folder):
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved["prompts"] != self.state.prompts:
             raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
-        self.actor_optimizer.load_state_dict(saved["actor_optimizer"])
-        self.critic_optimizer.load_state_dict(saved["critic_optimizer"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(saved["optimizers"][name])
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
         then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
@@ -946,6 +969,7 @@ class PPOTrainer:
             if then.get(key) != now.get(key):
                 self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def save_best(self, metrics):
         """best/policy/, each file replaced in one move, so that it loads at any moment."""
         best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
@@ -959,6 +983,7 @@ class PPOTrainer:
         shutil.rmtree(tmp)
 
     def draw_plots(self):
+        """The step's plots, from metrics.jsonl alone."""
         records = [json.loads(line) for line in open(self.metrics_file.name)]
         units = {"entropy": " (nats a token)", "kl": " (nats a token)", "approx_kl": " (nats a token)", "response_length": " (tokens)"}
         label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
@@ -967,6 +992,7 @@ class PPOTrainer:
         draw_plot(records, f"{OUTPUT_DIR}/ppo_metrics_with_entropy.png", title, [("accuracy", ["accuracy_sampled", "accuracy_greedy"])] + [
             (label(key), [key]) for key in "reward entropy policy_loss value_loss kl explained_variance clip_fraction response_length".split()])
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def catch_signals(self):
         """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
         def handler(number, frame):
@@ -977,14 +1003,15 @@ class PPOTrainer:
         main = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
         return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM) if main}
 
+    # same in: ppo/ppo.py, grpo/grpo.py
     def finish(self):
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
-        self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/ppo_metrics_with_entropy.png; "
+        self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
                  + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
         if self.wandb:
             self.wandb.finish()
 
-# same in: ppo/ppo.py
+# same in: ppo/ppo.py, grpo/grpo.py
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or SIGTERM."""
     try:

@@ -271,8 +271,8 @@ def scored_batch(trainer, count=8):
 def gradients(trainer, batch, rows=None):
     """Gradients of actor and critic at the moment the optimizers would step."""
     found = []
-    for model, optimizer in ((trainer.actor, trainer.actor_optimizer), (trainer.critic, trainer.critic_optimizer)):
-        optimizer.step = lambda model=model: found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for name, model in trainer.models.items():
+        trainer.optimizers[name].step = lambda model=model: found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     metrics = trainer.optimizer_step(batch, torch.arange(len(batch.rows)) if rows is None else rows)
     return torch.cat(found), metrics
 
@@ -348,8 +348,8 @@ def test_bfloat16_does_not_swallow_small_updates(ppo):
     batch = scored_batch(trainer)
     assert all(p.dtype == torch.float32 for p in trainer.actor.parameters())
     before, touched = {n: p.detach().clone() for n, p in trainer.actor.named_parameters()}, {}
-    step = trainer.actor_optimizer.step
-    trainer.actor_optimizer.step = lambda: (touched.update({n: p.grad != 0 for n, p in trainer.actor.named_parameters()}), step())
+    step = trainer.optimizers["policy"].step
+    trainer.optimizers["policy"].step = lambda: (touched.update({n: p.grad != 0 for n, p in trainer.actor.named_parameters()}), step())
     trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
     changed = torch.cat([(p != before[n])[touched[n]] for n, p in trainer.actor.named_parameters()])
     assert changed.float().mean() > 0.99 and len(changed) > 100_000

@@ -182,7 +182,7 @@ def test_a_run_writes_what_the_design_says(ppo, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(out / "step_3/policy")
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trainer.actor.parameters()))
     state = torch.load(out / "step_3/training_state.pt", weights_only=True)
-    assert state["step"] == 3 and state["actor_optimizer"]["state"]
+    assert state["step"] == 3 and state["optimizers"]["policy"]["state"] and state["optimizers"]["critic"]["state"]
     best = json.loads((out / "best/metrics.json").read_text())
     assert best["reward"] == max(r["reward"] for r in records if r["phase"] == "eval")
 

@@ -1,0 +1,1080 @@
+"""GRPO and its family for language models, in one file: actor, reference where it is wanted, rewards; no critic.
+
+GROUP_SIZE responses to a prompt are each other's baseline (Shao et al. 2024, arXiv 2402.03300). With score s_i of response i,
+
+    A_i   = (s_i - mean of its group) / (std + 1e-4)      std of the group, of the batch, or none (SCALE_REWARDS), ddof 1;
+                                                          LEAVE_ONE_OUT: minus the mean of the others (RLOO, 2402.14740)
+    rho_t = pi(y_t) / pi_old(y_t),    clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
+
+    LOSS_TYPE   loss of a token                                     mean
+    grpo        -min(rho_t A, clip_t A)                             of each response over its tokens, then over responses
+    dapo        the same                                            over all tokens of the step (arXiv 2503.14476)
+    dr_grpo     the same, A not divided by a std                    sum over tokens / (responses * MAX_NEW_TOKENS) (2503.20783)
+    gspo        the same with rho = exp(mean_t log rho_t) for       of each response, then over responses (2507.18071)
+                every token of the response
+    cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens of the step (2506.13585)
+
+DUAL_CLIP caps rho where A < 0 (1912.09729). To the loss of a token come KL_COEF * kl_t - ENTROPY_COEF * H(pi_t), averaged alike.
+The *value* of kl_t is KL_ESTIMATOR's: k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1 (joschu.net/blog/kl-approx.html). Its
+*gradient* is k1 * grad log pi with all three, whose mean on policy is the gradient of KL(pi || pi_ref). k2 has it by itself. k1 as it
+stands would have the gradient grad log pi, zero in the mean; k3 as it stands has (1 - pi_ref/pi) grad log pi, in the mean the gradient of
+the other direction, KL(pi_ref || pi); so both get k2's. Deliberate deviations from the papers:
+- that gradient; and dapo is the default loss with a symmetric clip unless CLIP_RANGE_HIGH is raised;
+- sampling inverts the cumulative distribution on uniform numbers drawn ahead for the whole step, so how prompts are
+  cut into batches changes neither the samples nor, but for rounding, the update;
+- responses left out by MASK_TRUNCATED or TOP_ENTROPY_FRACTION still count in the loss's denominator.
+
+    python grpo/grpo.py                                 # edit the constants below, or override: KEY=VALUE
+    python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
+
+Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints,
+best/policy/, training_metrics_detailed.png and grpo_metrics_with_entropy.png. The README defines every metric.
+"""
+import ast, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit("grpo.py needs the folder rewards/ beside it or above it: copy it from the repository")
+sys.path.insert(0, str(ROOT))
+import rewards  # noqa: E402
+
+# ================================================================ constants
+
+# Models: a folder or a hub name
+ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
+REWARD_MODEL: str | None = None  # one-label sequence classifier; None: reward functions alone
+REFERENCE_MODEL: str | None = None  # None: a frozen copy of the actor; none is held while KL_COEF is 0
+DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
+GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
+
+# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+TRAIN_DATASETS = [
+    {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
+    {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
+]
+EVAL_DATASETS = [{"path": f"{ROOT}/data/tiny/test.jsonl", "type": "jsonl", "input": "problem", "output": "solution"}]
+PROMPT_TEMPLATE = "{input}"  # what the actor is asked; the tokenizer's chat template, if any, is put around it
+MAX_TRAIN_PROMPTS: int | None = None  # only the first so many; None: all
+MAX_EVAL_PROMPTS: int | None = 200
+
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function; a name in rewards/ or a function
+REWARD_FUNCTIONS = [("exact_answer", 1.0)]
+REWARD_MODEL_WEIGHT = 1.0
+OVERLONG_BUFFER = 0  # the last so many of MAX_NEW_TOKENS cost up to OVERLONG_PENALTY, linearly (2503.14476, equation 13); 0: off
+OVERLONG_PENALTY = 1.0
+ACCURACY_FUNCTION = "exact_answer"  # what evaluation calls right, in rewards/; used where the data has answers
+
+# Rollout
+BATCH_SIZE = 32  # prompts in memory at a time, with GROUP_SIZE responses each
+GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = prompts a step
+GROUP_SIZE = 8  # responses a prompt; >= 2, since they are each other's baseline
+EVAL_SAMPLES = 4  # k of pass@k in evaluation
+MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
+MAX_NEW_TOKENS = 64
+TEMPERATURE = 1.0  # > 0; no top-k or top-p: the distribution sampled is the one scored
+
+# Optimisation
+LEARNING_RATE = 1e-4
+MAX_GRAD_NORM = 1.0  # > 0
+WEIGHT_DECAY = 0.0
+USE_LR_SCHEDULER = False
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
+WARMUP_STEPS = 0
+
+# Algorithm
+LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo: see the table above
+GROUP_EPOCHS = 1  # passes over each step's responses
+MINI_BATCHES = 1  # optimizer steps a pass
+SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
+LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
+RESAMPLE_FLAT_GROUPS = 0  # rounds of further prompts for groups whose scores are all equal; 0: they are kept, and teach nothing
+CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
+CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
+DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where the advantage is negative
+ENTROPY_COEF = 0.0
+TOP_ENTROPY_FRACTION = 1.0  # only this share of tokens, those of highest entropy, is trained (2506.01939 takes 0.2)
+MASK_TRUNCATED = False  # responses cut at MAX_NEW_TOKENS are not trained
+KL_COEF = 0.0  # weight of the KL in the loss; 0 holds no reference
+KL_ESTIMATOR = "k3"  # k1 | k2 | k3: the value; the gradient is right with each
+REFERENCE_SYNC_STEPS = 0  # every so many steps reference = ALPHA * actor + (1 - ALPHA) * reference; 0: it stays (2404.09656)
+REFERENCE_SYNC_ALPHA = 0.6  # 0 to 1
+
+# Schedule
+NUM_EPOCHS = 1  # passes over the prompts
+MAX_STEPS: int | None = 40  # None: all of NUM_EPOCHS
+
+# Bookkeeping
+SAVE_EVERY_N_STEPS = 25  # 0: only at the end
+KEEP_LAST_N_CHECKPOINTS = 3
+EVAL_EVERY_N_STEPS = 10  # 0: only before and after
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+LOG_SAMPLES = 4  # responses a step written to samples.jsonl
+RESUME = "ask"  # ask | yes | no | a checkpoint's path
+OUTPUT_DIR = f"{ROOT}/checkpoints/grpo"
+SEED = 1
+USE_WANDB = False
+WANDB_PROJECT = "hackable-rlhf"
+
+_RANGES = {  # least and greatest value of each number, or the words that a constant takes
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS "
+    "PLATEAU_PATIENCE EVAL_SAMPLES KEEP_LAST_N_CHECKPOINTS MAX_STEPS MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS": (1, 1e12), "GROUP_SIZE": (2, 1e12),
+    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED RESAMPLE_FLAT_GROUPS "
+    "REFERENCE_SYNC_STEPS OVERLONG_BUFFER": (0, 2**62), "LEARNING_RATE WEIGHT_DECAY KL_COEF OVERLONG_PENALTY EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "REWARD_MODEL_WEIGHT ENTROPY_COEF": (-1e6, 1e6), "REFERENCE_SYNC_ALPHA": (0, 1), "TOP_ENTROPY_FRACTION": (1e-6, 1),
+    "CLIP_RANGE CLIP_RANGE_HIGH": (1e-6, 1e6), "DUAL_CLIP": (1, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM": (1e-12, 1e12),
+    "DTYPE": ["float32", "bfloat16"], "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"], "KL_ESTIMATOR": ["k1", "k2", "k3"],
+    "LOSS_TYPE": ["grpo", "dapo", "dr_grpo", "gspo", "cispo"], "SCALE_REWARDS": ["group", "batch", "none"],
+}
+
+# ================================================================ small functions that every trainer has
+
+# same in: ppo/ppo.py, grpo/grpo.py
+class UserError(Exception):
+    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def constants():
+    """Every constant of this file, as it is now."""
+    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def apply_overrides(words):
+    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in constants():
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file" + (f"; did you mean {near[0]}?" if near else ""))
+        kind = str(globals()["__annotations__"].get(key, type(globals()[key]).__name__))  # such as "int | None"
+        try:
+            value = text if "str" in kind and not ("None" in kind and text == "None") else ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        value = float(value) if "float" in kind and type(value) is int else value
+        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text} does not fit: {key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}")
+        globals()[key] = value
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def check_constants():
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _RANGES.items():
+        for key in keys.split():
+            value = globals()[key]
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def load_rows(datasets, constant, limit=None):
+    """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
+    rows = []
+    for spec in datasets:
+        where, before, columns = f"{constant}: {spec.get('path')}", len(rows), [c for c in (spec.get("input"), spec.get("output")) if c]
+        if odd := set(spec) - {"path", "type", "input", "output", "name", "split"} or {"path", "type", "input"} - set(spec):
+            raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
+        for number, record in read_records(spec, columns, where):
+            for column in columns:
+                if not isinstance(record, dict) or record.get(column) is None:
+                    has = sorted(record) if isinstance(record, dict) else type(record).__name__
+                    raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
+            prompt = record[spec["input"]]
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
+            answer = str(record[spec["output"]]) if spec.get("output") else None
+            rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": prompt, "answer": answer})
+        if len(rows) == before:
+            raise UserError(f"{where}: the data set is empty")
+    return rows[:limit]
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def read_records(spec, columns, where):
+    """(line number from 1, record) of one data set."""
+    if spec["type"] not in ("jsonl", "parquet", "hub"):
+        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
+    if spec["type"] != "hub" and not Path(spec["path"]).is_file():
+        raise UserError(f"{where}: there is no such file")
+    if spec["type"] == "jsonl":
+        with open(spec["path"], "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        yield number, json.loads(line.decode("utf-8-sig"))
+                except ValueError as error:
+                    raise UserError(f"{where} line {number}: not a line of JSON ({error}); mend or delete it") from None
+        return
+    try:
+        if spec["type"] == "parquet":
+            import pyarrow.parquet
+            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
+        else:
+            import datasets
+            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+    except Exception as error:  # both libraries raise many kinds
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
+    yield from enumerate(records, 1)
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        there = Path(path).exists()
+        why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def load_model(auto_class, path, constant, new_head=False):
+    """The model in float32, every weight accounted for. With new_head, weights outside the base model may be left over
+    or absent; the absent ones start at zero."""
+    options = {"num_labels": 1} if new_head else {}
+    model, info = load_pretrained(auto_class, path, constant, dtype=torch.float32, output_loading_info=True, **options)
+    missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
+    wrong = missing | set(info["unexpected_keys"])
+    if new_head:
+        wrong = {key for key in wrong if key in missing and key.startswith(model.base_model_prefix + ".")}
+    if wrong:
+        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: missing or unexpected weights {', '.join(sorted(wrong))}")
+    for name, parameter in model.named_parameters():
+        if name in missing:
+            torch.nn.init.zeros_(parameter)
+    return model.eval()  # and it stays so: dropout is off in rollout and update alike
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def load_tokenizer(path, constant):
+    tokenizer = load_pretrained(AutoTokenizer, path, constant)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token, so no response could ever end; set eos_token in it")
+    return tokenizer
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def resolve_rewards(functions):
+    """[(name, function, weight)] of names in rewards/ or functions."""
+    for function, _ in functions:
+        if not callable(function) and not callable(getattr(rewards, function, None)):
+            raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
+    return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def check_scores(name, values, count):
+    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    values = torch.as_tensor(values, dtype=torch.float32)
+    if values.shape != (count,) or not values.isfinite().all():
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
+    return values
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def pad_left(rows, value):
+    """Lists of ids as one tensor, (rows, longest)."""
+    width = max(map(len, rows))
+    return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def sample_tokens(logprobs, uniform):
+    """One id a row by inverting the cumulative distribution: logprobs (rows, vocabulary), uniform (rows,) in [0, 1)."""
+    cumulative = logprobs.double().exp().cumsum(-1)
+    target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
+
+# same in: ppo/ppo.py, grpo/grpo.py
+@torch.no_grad()
+def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
+    """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
+
+    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Each prompt is prefilled once.
+    Returns ids, lengths and log-probabilities under the sampling distribution: (rows, max_new_tokens), (rows,), as the ids.
+    A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS.
+    """
+    device, rows = model.device, len(prompts) * group_size
+    prompt_ids = pad_left(prompts, pad_id).to(device)  # (prompts, prompt)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = (torch.arange(prompt_ids.shape[1], device=device) >= prompt_ids.shape[1] - prompt_lengths[:, None]).long()
+    out = model(input_ids=prompt_ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True, logits_to_keep=1)
+    cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(group_size, 0)
+    cache.batch_repeat_interleave(group_size)
+    mask = torch.cat([mask.repeat_interleave(group_size, 0), mask.new_ones(rows, max_new_tokens)], 1)
+    positions = prompt_lengths.repeat_interleave(group_size)  # (rows,) of the next token
+
+    ids = torch.full((rows, max_new_tokens), pad_id, device=device)
+    logprobs, lengths = torch.zeros(rows, max_new_tokens, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+    rows = torch.arange(rows, device=device)  # which row of the result each row of the cache is
+    going = torch.ones_like(rows, dtype=torch.bool)
+    for t in range(max_new_tokens):
+        scaled = (logits.float() / temperature).log_softmax(-1)  # (cached rows, vocabulary)
+        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(scaled, uniform[rows, t])
+        live = rows[going]
+        ids[live, t] = tokens[going]
+        logprobs[live, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[going]
+        lengths[live] += 1
+        going &= ~torch.isin(tokens, eos_ids)
+        left = int(going.sum())
+        if left == 0 or t + 1 == max_new_tokens:
+            break
+        if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
+            keep = going.nonzero().squeeze(-1)
+            cache.batch_select_indices(keep)
+            rows, tokens, mask, positions, going = rows[keep], tokens[keep], mask[keep], positions[keep], going[keep]
+        logits = model(input_ids=tokens.unsqueeze(-1), attention_mask=mask[:, :prompt_ids.shape[1] + t + 1],
+                       position_ids=positions.unsqueeze(-1), past_key_values=cache, use_cache=True).logits[:, -1]
+        positions = positions + 1
+    return ids, lengths, logprobs
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def response_window(batch, rows):
+    """Model inputs for some rows, cut to their own longest prompt and response, and those two lengths (P, R).
+    What the model says at columns P-1 to P+R-2 concerns the response's tokens."""
+    prompt, response = int(batch.prompt_lengths[rows].max()), int(batch.response_lengths[rows].max())
+    ids = torch.cat([batch.prompt_ids[rows, -prompt:], batch.response_ids[rows, :response]], 1)  # (rows, P + R)
+    column = torch.arange(prompt + response, device=ids.device)
+    mask = (column >= prompt - batch.prompt_lengths[rows, None]) & (column < prompt + batch.response_lengths[rows, None])
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}, prompt, response
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def response_logprobs(model, batch, rows, temperature):
+    """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32."""
+    inputs, _, width = response_window(batch, rows)
+    logits = model(**inputs, logits_to_keep=width + 1).logits[:, :-1]  # (rows, R, vocabulary)
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, batch.response_ids[rows, :width].unsqueeze(-1)).squeeze(-1), entropy
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def micro_batches(batch, rows, size):
+    """Cut rows into micro-batches of like length, at most `size` rows each."""
+    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
+    return rows[lengths.argsort(descending=True, stable=True)].split(size)
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return {None: 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": 0.5 ** halvings}[kind]
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def get_rng_state():
+    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    name, words, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": (name, words.tolist(), *rest), "torch": torch.get_rng_state()}
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def set_rng_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def fsync(path):
+    handle = os.open(path, os.O_RDONLY)  # works for folders too
+    os.fsync(handle)
+    os.close(handle)
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def file_digest(path):
+    with open(path, "rb") as file:
+        return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def write_checkpoint(folder, fill):
+    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
+    tmp = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir(parents=True)
+        fill(tmp)
+        manifest = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
+        (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in [*tmp.rglob("*"), tmp]:
+            fsync(path)
+        os.rename(tmp, folder)
+        fsync(folder.parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError is how torch.save reports a failed write
+        shutil.rmtree(tmp, ignore_errors=True)
+        why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
+        raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def checkpoint_fault(folder):
+    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"}
+        for name in sorted({"training_state.pt", *manifest, *files}):
+            if name not in files or file_digest(files[name]) != manifest.get(name):
+                return f"{name} is {'not what was saved' if name in files else 'missing'}"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"manifest.json: {error}"
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def list_checkpoints(output_dir):
+    """[(N, step_N/)] of a run, oldest first."""
+    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def choose_checkpoint(resume, output_dir, say):
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
+    if resume not in ("ask", "yes", "no"):
+        if fault := checkpoint_fault(Path(resume)):
+            raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
+        return Path(resume)
+    for _, folder in reversed(list_checkpoints(output_dir) if resume != "no" else []):
+        if fault := checkpoint_fault(folder):
+            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+            continue
+        say(f"Found checkpoint: {folder}")
+        if resume == "yes" or not sys.stdin or not sys.stdin.isatty():
+            say("Resuming from it (RESUME=no starts afresh)")
+            return folder
+        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
+            pass
+        return folder if reply == "y" else None
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def move_aside(paths, output_dir, say):
+    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
+    if paths:
+        old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
+        old.mkdir(exist_ok=True)
+        for path in paths:
+            os.rename(path, old / path.name)
+        say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def run_facts(device):
+    """Versions, git commit and device, for training_config.json."""
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True) if shutil.which("git") else None
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def draw_plot(records, path, title, panels):
+    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points from a dashed start."""
+    from matplotlib.figure import Figure
+    height = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(16, 0.8 + 3.4 * height), layout="constrained")
+    figure.suptitle(title)
+    for number, (label, keys) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
+        axis.grid(alpha=0.3)
+        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
+            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+            if points and phase == "train":
+                x, y = np.array(points, dtype=float).T
+                window = max(1, min(10, len(y) // 5))
+                axis.plot(x, y, color=f"C{color}", alpha=0.25)
+                axis.plot(x, [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)], color=f"C{color}", label=f"{key}, mean of {window}")
+            elif points:
+                axis.plot(*zip(*points), "o-", color=f"C{color}", markersize=5, linewidth=0.8, label=f"{key}, held out")
+                axis.axhline(points[0][1], color=f"C{color}", linestyle="--", linewidth=0.8)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(f"{path}.tmp", format="png", dpi=100)
+    os.replace(f"{path}.tmp", path)
+
+def join_batches(batch, keep, more, pad_id):
+    """The rows `keep` of one batch and all of another, widened to one width."""
+    prompt, response = (max(getattr(b, key).shape[1] for b in (batch, more)) for key in ("prompt_ids", "response_ids"))
+    joined = SimpleNamespace(flat_groups=batch.flat_groups, seconds={k: v + more.seconds[k] for k, v in batch.seconds.items()})
+    for key in ("rows", "responses"):
+        setattr(joined, key, [getattr(batch, key)[i] for i in keep.tolist()] + getattr(more, key))
+    joined.parts = {k: torch.cat([v[keep.cpu()], more.parts[k]]) for k, v in batch.parts.items()}
+    for key in (k for k, v in vars(batch).items() if isinstance(v, torch.Tensor)):
+        a, b = getattr(batch, key)[keep], getattr(more, key)
+        if a.dim() == 2:
+            a, b = (torch.nn.functional.pad(x, (prompt - x.shape[1], 0) if key == "prompt_ids" else (0, response - x.shape[1]),
+                                            value=pad_id if key.endswith("_ids") else 0) for x in (a, b))
+        setattr(joined, key, torch.cat([a, b]))
+    return joined
+
+# ================================================================ the maths of GRPO
+
+def group_advantages(scores, group_size, scale, leave_one_out):
+    """Advantage of each response, (rows,); rows of a group are neighbours. A group of equal scores gets zeros."""
+    groups = scores.view(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if leave_one_out:
+        advantages = advantages * group_size / (group_size - 1)  # s_i - mean of the others
+    if scale != "none":
+        advantages = advantages / ((groups.std(1, keepdim=True) if scale == "group" else scores.std()) + 1e-4)
+    return advantages.flatten()
+
+def overlong_penalty(lengths, max_new_tokens, buffer):
+    """0 up to max_new_tokens - buffer, then down to -1 at max_new_tokens, (rows,). Source: arXiv 2503.14476, equation 13."""
+    return ((max_new_tokens - buffer - lengths) / max(1, buffer)).clamp(-1, 0) if buffer else torch.zeros_like(lengths)
+
+def token_weights(mask, loss_type, max_new_tokens):
+    """(rows, R) weights over all rows of an optimizer step; a step's loss is the sum of weight * loss over its tokens."""
+    if loss_type in ("grpo", "gspo"):
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    return mask / (len(mask) * max_new_tokens if loss_type == "dr_grpo" else mask.sum())
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, loss_type, clip_range, clip_range_high, dual_clip=None):
+    """Loss of each token and the ratio it saw, (rows, R); advantages (rows, 1). The docstring above has the formulas."""
+    log_ratio = (logprobs - old_logprobs) * mask
+    if loss_type == "gspo":
+        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(mask)
+    ratio = log_ratio.exp()
+    if loss_type == "cispo":
+        return -ratio.detach().clamp(max=1 + clip_range_high) * advantages * logprobs, ratio
+    objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+    return -objective, ratio
+
+def kl_loss(logprobs, ref_logprobs, estimator):
+    """The estimator's value with k2's gradient, (rows, R): on policy the gradient of KL(pi || pi_ref) in the mean."""
+    log_ratio = logprobs - ref_logprobs
+    k2 = 0.5 * log_ratio ** 2
+    value = {"k1": log_ratio, "k2": k2, "k3": (-log_ratio).exp() - 1 + log_ratio}[estimator]
+    return k2 + (value - k2).detach()
+
+# ================================================================ the trainer
+
+class GRPOTrainer:
+    """Holds actor, reference, reward model, data and the run's files; train() is the algorithm.
+    resume_from_checkpoint overrides the constant RESUME: a path, "ask", "yes" or "no"."""
+
+    def __init__(self, resume_from_checkpoint=None):
+        check_constants()
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.log, self.unlogged, self.wandb, self.stop_signal = None, [], None, None
+        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        try:
+            self.device = torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
+        except (RuntimeError, AssertionError):
+            raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+        self.checkpoint = choose_checkpoint(resume_from_checkpoint or RESUME, OUTPUT_DIR, self.say)
+        random.seed(SEED), np.random.seed(SEED % 2**32), torch.manual_seed(SEED)
+        self.load_models()
+        self.load_data()
+        # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
+        self.state = SimpleNamespace(
+            step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf,
+            evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
+        steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
+        self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
+        if self.checkpoint:
+            self.load_checkpoint(self.checkpoint)
+
+    def load_models(self):
+        """The actor comes from the checkpoint when there is one, and the reference too when it follows the actor."""
+        at, synced = self.checkpoint, KL_COEF > 0 and REFERENCE_SYNC_STEPS > 0
+        self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
+        self.actor = load_model(AutoModelForCausalLM, at / "policy" if at else ACTOR_MODEL, "ACTOR_MODEL").to(self.device)
+        self.reference = self.reward_model = None
+        if KL_COEF > 0:
+            path = at / "reference" if at and synced else REFERENCE_MODEL or ACTOR_MODEL
+            self.reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL").to(self.device).requires_grad_(False)
+        if REWARD_MODEL:
+            self.reward_model = load_model(AutoModelForSequenceClassification, REWARD_MODEL, "REWARD_MODEL").to(self.device).requires_grad_(False)
+            self.reward_tokenizer = load_tokenizer(REWARD_MODEL, "REWARD_MODEL")
+            if self.reward_model.config.num_labels != 1 or not hasattr(self.reward_model, "score"):
+                raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must be a decoder with a classification head of one label, not {self.reward_model.config.num_labels}")
+        if not REWARD_MODEL and not REWARD_FUNCTIONS:
+            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
+        self.reward_functions, self.accuracy_function = resolve_rewards(REWARD_FUNCTIONS), resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
+        ends = self.actor.generation_config.eos_token_id  # chat models may have several
+        self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
+        self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        self.models = {"policy": self.actor, **({"reference": self.reference} if synced else {})}  # what is saved, by its folder's name
+        self.optimizers = {"policy": torch.optim.AdamW(self.actor.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=self.device.type != "mps")}
+        for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
+            model.activation_checkpointing_enable({"use_reentrant": False})
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def load_data(self):
+        self.train_rows = self.encode(load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS), "TRAIN_DATASETS")
+        self.eval_rows = self.encode(load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS), "EVAL_DATASETS")
+        if not self.train_rows:
+            raise UserError("TRAIN_DATASETS leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def encode(self, rows, constant):
+        """Add the prompt's ids to each row; rows longer than MAX_PROMPT_TOKENS are left out, and said so."""
+        tokenizer, longest = self.tokenizer, 0
+        for row in rows:
+            text = PROMPT_TEMPLATE.replace("{input}", row["prompt"])
+            if tokenizer.chat_template:
+                text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+            row["ids"] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            longest = max(longest, len(row["ids"]))
+        kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
+        if len(kept) < len(rows):
+            self.say(f"{constant}: left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} (longest {longest})")
+        return kept
+
+    # ------------------------------------------------------------ the algorithm
+
+    def train(self):
+        """Roll out, score, compare within groups, update; log, evaluate, save. Returns the last evaluation."""
+        state, metrics = self.state, {}
+        self.open_run()
+        handlers = self.catch_signals()
+        try:
+            if state.step == 0 and not self.checkpoint:
+                metrics = self.evaluate_and_log()
+            while state.step < self.total_steps and not self.stop_signal and not 0 < EARLY_STOPPING_PATIENCE <= state.evals_since_best:
+                batch = self.rollout_and_score()
+                self.compute_advantages(batch)
+                train_metrics = self.update(batch)
+                state.step += 1
+                self.sync_reference()
+                self.log_step(batch, train_metrics)
+                if state.step == self.total_steps or EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0:
+                    metrics = self.evaluate_and_log()
+                if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
+                    self.save_checkpoint()
+            self.save_checkpoint()
+            self.finish()
+        finally:
+            self.bar.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def next_rows(self, count=None):
+        """The next prompts, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS or fewer at an epoch's end; each epoch has its own permutation."""
+        state = self.state
+        if state.cursor == 0:
+            state.epoch += 1
+            state.order = torch.randperm(state.prompts, generator=torch.Generator().manual_seed(SEED + state.epoch))
+        chosen = state.order[state.cursor:state.cursor + (count or BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)].tolist()
+        state.cursor = (state.cursor + len(chosen)) % state.prompts
+        return [self.train_rows[i] for i in chosen]
+
+    def rollout_and_score(self):
+        """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal make place for
+        further prompts, so many rounds at most; the share of flat groups before that is what is logged."""
+        batch = self.score(self.rollout(self.next_rows()))
+        batch.flat_groups = self.flat(batch).float().mean().item()
+        for _ in range(RESAMPLE_FLAT_GROUPS):
+            flat = self.flat(batch)
+            if not flat.any():
+                break
+            keep = (~flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1)
+            batch = join_batches(batch, keep, self.score(self.rollout(self.next_rows(int(flat.sum())))), self.pad_id)
+        return batch
+
+    def flat(self, batch):
+        """Which groups have equal scores, (groups,)."""
+        groups = batch.scores.view(-1, GROUP_SIZE)
+        return (groups == groups[:, :1]).all(1)
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def rollout(self, prompts):
+        """GROUP_SIZE sampled responses to each prompt: a batch whose tensors are (prompts * GROUP_SIZE, ...)."""
+        started = time.perf_counter()
+        uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)  # drawn at once: BATCH_SIZE does not matter to it
+        batch = self.respond([row["ids"] for row in prompts], uniform, GROUP_SIZE)
+        batch.rows = [row for row in prompts for _ in range(GROUP_SIZE)]
+        batch.prompt_ids = pad_left([row["ids"] for row in batch.rows], self.pad_id).to(self.device)
+        batch.prompt_lengths = torch.tensor([len(row["ids"]) for row in batch.rows], device=self.device)
+        batch.seconds = {"rollout": time.perf_counter() - started}
+        return batch
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def respond(self, prompts, uniform, group_size=1):
+        """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy."""
+        parts, size = [], BATCH_SIZE * group_size
+        with self.autocast():
+            for i in range(0, len(prompts), BATCH_SIZE):
+                chunk = None if uniform is None else uniform[i * group_size:i * group_size + size].to(self.device)
+                parts.append(generate(self.actor, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, TEMPERATURE, self.eos_ids, self.pad_id))
+        ids, lengths, logprobs = (torch.cat(x) for x in zip(*parts))
+        ids, logprobs = ids[:, :lengths.max()], logprobs[:, :lengths.max()]
+        responses = self.tokenizer.batch_decode([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())], skip_special_tokens=True)
+        return SimpleNamespace(
+            response_ids=ids, response_lengths=lengths, logprobs=logprobs, responses=responses,
+            response_mask=(torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).float(),
+            truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), self.eos_ids))
+
+    @torch.no_grad()
+    def score(self, batch):
+        """Scores of the responses; where they are needed, reference log-probabilities and entropies of their tokens."""
+        started, mask = time.perf_counter(), batch.response_mask
+        scores, batch.parts = self.rewards_of([r["prompt"] for r in batch.rows], batch.responses, [r["answer"] for r in batch.rows])
+        batch.scores = scores + OVERLONG_PENALTY * overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
+        batch.ref_logprobs, batch.entropies = (torch.zeros_like(mask) if self.reference else batch.logprobs), torch.zeros_like(mask)
+        with self.autocast():
+            for rows in micro_batches(batch, torch.arange(len(mask), device=self.device), BATCH_SIZE * GROUP_SIZE):
+                width = int(batch.response_lengths[rows].max())
+                if self.reference:
+                    batch.ref_logprobs[rows, :width] = response_logprobs(self.reference, batch, rows, TEMPERATURE)[0] * mask[rows, :width]
+                if TOP_ENTROPY_FRACTION < 1:
+                    batch.entropies[rows, :width] = response_logprobs(self.actor, batch, rows, TEMPERATURE)[1] * mask[rows, :width]
+        batch.seconds["score"] = time.perf_counter() - started
+        return batch
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def rewards_of(self, prompts, responses, answers):
+        """compute_rewards(), checked, and the parts it left behind."""
+        self.reward_parts = {}
+        return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def compute_rewards(self, prompts, responses, answers):
+        """Score of each response, (rows,); edit or override freely. What is put into self.reward_parts is logged."""
+        total = torch.zeros(len(responses))
+        if self.reward_model:
+            self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
+            total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
+        for name, function, weight in self.reward_functions:
+            try:
+                self.reward_parts[name] = check_scores(f"REWARD_FUNCTIONS: {name}", function(prompts, responses, answers), len(responses))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"REWARD_FUNCTIONS: {name}: {error}") from error
+            total += weight * self.reward_parts[name]
+        return total
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    @torch.no_grad()
+    def reward_model_score(self, prompts, responses):
+        """The reward model's score of each response (rows,), read at its last real token; two strings give one number."""
+        if isinstance(prompts, str):
+            return self.reward_model_score([prompts], [responses])[0]
+        tokenizer, rows, scores = self.reward_tokenizer, [], torch.zeros(len(responses), device=self.device)
+        for prompt, response in zip(prompts, responses):
+            text = PROMPT_TEMPLATE.replace("{input}", prompt)
+            chat = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else text + response + tokenizer.eos_token
+            rows.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+        with self.autocast():
+            for chunk in torch.tensor([len(row) for row in rows]).argsort(stable=True).split(BATCH_SIZE * GROUP_SIZE):
+                ids = pad_left([rows[i] for i in chunk], 0).to(self.device)  # padded left: the last column is always a real token
+                mask = pad_left([[1] * len(rows[i]) for i in chunk], 0).to(self.device)
+                out = self.reward_model.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+                scores[chunk.to(self.device)] = self.reward_model.score(out.last_hidden_state[:, -1]).squeeze(-1).float()
+        return scores
+
+    def compute_advantages(self, batch):
+        """Compare each response with its group; decide which tokens are trained."""
+        scale = "none" if LOSS_TYPE == "dr_grpo" else SCALE_REWARDS
+        batch.advantages = group_advantages(batch.scores, GROUP_SIZE, scale, LEAVE_ONE_OUT)
+        batch.trained = batch.response_mask.clone()  # (rows, R)
+        if TOP_ENTROPY_FRACTION < 1:
+            least = batch.entropies[batch.response_mask > 0].quantile(1 - TOP_ENTROPY_FRACTION)
+            batch.trained *= batch.entropies >= least
+        if MASK_TRUNCATED:
+            batch.trained *= ~batch.truncated[:, None]
+
+    def update(self, batch):
+        """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
+        started, state, steps = time.perf_counter(), self.state, []
+        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(state.step, self.total_steps, WARMUP_STEPS, kind, state.halvings)
+        for optimizer in self.optimizers.values():
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
+        self.recompute(True)
+        for _ in range(GROUP_EPOCHS):
+            rows = torch.randperm(len(batch.rows)) if MINI_BATCHES > 1 else torch.arange(len(batch.rows))
+            steps += [self.optimizer_step(batch, chunk) for chunk in rows.to(self.device).chunk(MINI_BATCHES)]
+        self.recompute(False)
+        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics.update(ratio_max_first=steps[0]["ratio_max"], learning_rate=LEARNING_RATE * scale)
+        if state.step == 0 and DTYPE == "float32" and metrics["ratio_max_first"] > 1e-3:
+            raise UserError(f"the first update sees a ratio {metrics['ratio_max_first']:.2g} away from 1: ACTOR_MODEL scores a response otherwise than it sampled it")
+        batch.seconds["update"] = time.perf_counter() - started
+        return metrics
+
+    def optimizer_step(self, batch, rows):
+        """One optimizer step on `rows`, in micro-batches whose gradients add up to that of the whole."""
+        weights = torch.zeros_like(batch.response_mask)
+        weights[rows] = token_weights(batch.response_mask[rows], LOSS_TYPE, MAX_NEW_TOKENS)
+        tokens, metrics = batch.response_mask[rows].sum(), defaultdict(float)
+        for micro in micro_batches(batch, rows, BATCH_SIZE * GROUP_SIZE):
+            width, advantages = int(batch.response_lengths[micro].max()), batch.advantages[micro, None]
+            mask, old, ref, weight, trained = (x[micro, :width] for x in (batch.response_mask, batch.logprobs, batch.ref_logprobs, weights, batch.trained))
+            with self.autocast():
+                logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
+            losses, ratio = policy_loss(logprobs, old, advantages, mask, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)
+            kl = kl_loss(logprobs, ref, KL_ESTIMATOR) if self.reference else torch.zeros_like(losses)
+            (weight * trained * (losses + KL_COEF * kl - ENTROPY_COEF * entropy)).sum().backward()
+            ratio = torch.where(mask > 0, ratio.detach(), 1)
+            metrics["policy_loss"] += (weight * trained * losses).sum().item()
+            clipped = ratio > 1 + CLIP_RANGE_HIGH if LOSS_TYPE == "cispo" else torch.where(advantages > 0, ratio > 1 + CLIP_RANGE_HIGH, ratio < 1 - CLIP_RANGE)
+            for key, x in {"entropy": entropy, "kl": kl, "approx_kl": ratio - 1 - ratio.log(), "clip_fraction": (clipped & (advantages != 0)).float()}.items():
+                metrics[key] += ((x * mask).sum() / tokens).item()
+            metrics["ratio_max"] = max(metrics["ratio_max"], (ratio - 1).abs().max().item())
+        metrics["grad_norm"], = self.clip_and_step(metrics["policy_loss"], batch, rows)
+        return metrics
+
+    @torch.no_grad()
+    def sync_reference(self):
+        """Move the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
+        if self.reference and REFERENCE_SYNC_STEPS and self.state.step % REFERENCE_SYNC_STEPS == 0:
+            for ref, parameter in zip(self.reference.parameters(), self.actor.parameters()):
+                ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def clip_and_step(self, loss, batch, rows):
+        """Clip and step each optimizer, return the gradient norms. Where loss or gradient is not finite the weights stay
+        as they are and the prompts are named; five in a row end the run."""
+        norms = [torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM).item() for optimizer in self.optimizers.values()]
+        finite = all(map(math.isfinite, (loss, *norms)))
+        for optimizer in self.optimizers.values():
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        self.state.skipped = 0 if finite else self.state.skipped + 1
+        if not finite:
+            ids = sorted({batch.rows[i]["id"] for i in rows.tolist()})
+            self.say(f"WARNING: step {self.state.step + 1}: loss or gradient not finite, optimizer step skipped; prompts {' '.join(ids)}")
+        if self.state.skipped == 5:
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE, or look at the prompts named in the log")
+        return norms
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if DTYPE == "bfloat16" else nullcontext()
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def recompute(self, on):
+        """Gradient checkpointing is for layers in training mode: only they are put into it, so dropout stays off."""
+        for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
+            for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
+                layer.training = on
+
+    # ------------------------------------------------------------ evaluation
+
+    def evaluate(self, prompts=None, answers=None):
+        """Metrics of greedy and sampled responses to prompts (texts; default: the held-out set). Override to add yours.
+        The sampled responses have their own random stream, so evaluating never changes training."""
+        rows = self.eval_rows
+        if prompts is not None:
+            rows = self.encode([{"prompt": p, "answer": a} for p, a in zip(prompts, answers or [None] * len(prompts))], "evaluate")
+        if not rows:
+            return {}
+        prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
+        metrics, uniform = {}, torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=torch.Generator().manual_seed(SEED + 1))
+        greedy, batch = self.respond(ids, None), self.respond(ids, uniform, EVAL_SAMPLES)
+        many, golds = ([x for x in xs for _ in range(EVAL_SAMPLES)] for xs in (prompts, answers))
+        if None not in answers:
+            right = np.array(self.accuracy_function(many, batch.responses, golds)).reshape(-1, EVAL_SAMPLES)
+            metrics = {"accuracy_greedy": float(np.mean(self.accuracy_function(prompts, greedy.responses, answers))),
+                       "accuracy_sampled": float(right.mean()), "pass@1": float(right.mean()), f"pass@{EVAL_SAMPLES}": float(right.max(1).mean())}
+        scores, parts = self.rewards_of(many, batch.responses, golds)
+        return {**metrics, "reward": scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in parts.items()},
+                "response_length": batch.response_lengths.float().mean().item(), "truncated_fraction": batch.truncated.float().mean().item()}
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def generate_response(self, prompt, greedy=True):
+        """One response to one prompt text; greedy=False samples from the global random stream."""
+        rows = self.encode([{"prompt": prompt}], "generate_response")
+        if not rows:
+            raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
+        return self.respond([rows[0]["ids"]], None if greedy else torch.rand(1, MAX_NEW_TOKENS)).responses[0]
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def evaluate_and_log(self):
+        """Evaluate, log, keep the best policy, count patience."""
+        started, state, metrics = time.perf_counter(), self.state, self.evaluate()
+        if metrics:
+            self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
+            self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+            if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:
+                state.best_reward, state.evals_since_best = metrics["reward"], 0
+                self.save_best(metrics)
+            else:
+                state.evals_since_best += 1
+                state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+        return metrics
+
+    # ------------------------------------------------------------ the run's files
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def say(self, text, terminal=True):
+        """One line to the terminal, above the bar, and to the log file."""
+        if terminal:
+            tqdm.write(text)
+            sys.stdout.flush()
+        if self.log:
+            self.log.write(text + "\n")
+            self.log.flush()
+        else:
+            self.unlogged.append(text)  # until there is a log file
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def open_run(self):
+        """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the files."""
+        out, state = Path(OUTPUT_DIR), self.state
+        logs = out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        for stale in out.glob("*.tmp"):
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        if self.checkpoint and self.checkpoint.resolve().parent == out.resolve():
+            # a broken checkpoint beyond this one, or one of a future given up, would be found by the next resume
+            move_aside([path for step, path in list_checkpoints(out) if step > state.step], out, self.say)
+            for name, size in state.log_bytes.items():
+                if (logs / name).exists() and (logs / name).stat().st_size > size:
+                    os.truncate(logs / name, size)
+        else:
+            earlier = [p for p in (*out.glob("step_*"), *out.glob("*.png"), out / "best", out / "training_config.json") if p.exists()]
+            move_aside(earlier + [logs] * any(logs.iterdir()), out, self.say)
+            logs.mkdir(exist_ok=True)
+            state.log_bytes = {}
+        log_name = next((n for n in state.log_bytes if n.startswith("training_")), time.strftime("training_%Y%m%d_%H%M%S.log"))
+        self.log, self.metrics_file, self.samples_file = (open(logs / name, "a") for name in (log_name, "metrics.jsonl", "samples.jsonl"))
+        self.log.writelines(text + "\n" for text in self.unlogged)
+        (out / "training_config.json").write_text(json.dumps({"constants": constants(), **run_facts(self.device)}, indent=1, default=repr))
+        if USE_WANDB:
+            import wandb
+            self.wandb = wandb.init(project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=state.wandb_id, resume="allow")
+            state.wandb_id = self.wandb.id
+        self.say(f"{Path(ACTOR_MODEL).name}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.train_rows)} prompts to train on, "
+                 f"{len(self.eval_rows)} held out; steps {state.step} to {self.total_steps}, {BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each; writing to {out}")
+        self.bar = tqdm(total=self.total_steps, initial=state.step, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False,
+                        bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started, self.first_step = time.perf_counter(), state.step
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def write_metrics(self, phase, metrics):
+        metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is not JSON
+        self.metrics_file.write(json.dumps({"phase": phase, "step": self.state.step, **metrics}) + "\n")
+        self.metrics_file.flush()
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.state.step)
+
+    def log_step(self, batch, metrics):
+        """The step's line on the terminal, its object in metrics.jsonl and a few of its responses in samples.jsonl."""
+        step, lengths = self.state.step, batch.response_lengths.float()
+        metrics = {
+            "epoch": self.state.epoch, **metrics, "reward": batch.scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in batch.parts.items()},
+            "advantage": batch.advantages.abs().mean().item(), "zero_variance_groups": batch.flat_groups,
+            "response_length": lengths.mean().item(), "truncated_fraction": batch.truncated.float().mean().item(),
+            "tokens_per_second": lengths.sum().item() / sum(batch.seconds.values()), **{f"seconds/{k}": v for k, v in batch.seconds.items()}}
+        self.write_metrics("train", metrics)
+        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+            self.samples_file.write(json.dumps({
+                "step": step, "id": batch.rows[i]["id"], "prompt": batch.rows[i]["prompt"], "response": batch.responses[i],
+                "answer": batch.rows[i]["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
+                **{f"reward/{k}": float(v[i]) for k, v in batch.parts.items()}, "advantage": batch.advantages[i].item()}) + "\n")
+        self.samples_file.flush()
+        line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage:.2f} E:{entropy:.3f} "
+                "LR:{learning_rate:.2e}").format(epochs=NUM_EPOCHS, **metrics)
+        self.bar.set_description_str(line, refresh=False)
+        self.bar.update(1)
+        left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.total_steps - step)
+        self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def save_checkpoint(self):
+        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        folder = Path(OUTPUT_DIR) / f"step_{self.state.step}"
+        if not folder.exists():
+            self.say(f"Saving {folder}")
+            write_checkpoint(folder, self.fill_checkpoint)
+            for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
+                shutil.rmtree(old)
+            self.draw_plots()
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def fill_checkpoint(self, folder):
+        for name, model in self.models.items():
+            model.save_pretrained(folder / name)
+            self.tokenizer.save_pretrained(folder / name)
+        logs = [Path(file.name) for file in (self.log, self.metrics_file, self.samples_file)]
+        for path in logs:
+            fsync(path)
+        self.state.log_bytes = {path.name: path.stat().st_size for path in logs}
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        torch.save({**vars(self.state), "optimizers": optimizers, "rng": [get_rng_state()]}, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=repr))
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def load_checkpoint(self, folder):
+        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        if saved["prompts"] != self.state.prompts:
+            raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(saved["optimizers"][name])
+        set_rng_state(saved["rng"][0])
+        self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
+        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
+        for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR"}):
+            if then.get(key) != now.get(key):
+                self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def save_best(self, metrics):
+        """best/policy/, each file replaced in one move, so that it loads at any moment."""
+        best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
+        self.actor.save_pretrained(tmp / "policy")
+        self.tokenizer.save_pretrained(tmp / "policy")
+        (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
+        (best / "policy").mkdir(parents=True, exist_ok=True)
+        for path in [p for p in tmp.rglob("*") if p.is_file()]:
+            fsync(path)
+            os.replace(path, best / path.relative_to(tmp))
+        shutil.rmtree(tmp)
+
+    def draw_plots(self):
+        """The step's plots, from metrics.jsonl alone."""
+        records = [json.loads(line) for line in open(self.metrics_file.name)]
+        units = {"entropy": " (nats a token)", "kl": " (nats a token)", "approx_kl": " (nats a token)", "response_length": " (tokens)"}
+        label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
+        title, keys = f"GRPO ({LOSS_TYPE}), {Path(ACTOR_MODEL).name}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
+        draw_plot(records, f"{OUTPUT_DIR}/training_metrics_detailed.png", f"{title}: every metric", [(label(key), [key]) for key in keys])
+        draw_plot(records, f"{OUTPUT_DIR}/grpo_metrics_with_entropy.png", title, [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])] + [
+            (label(key), [key]) for key in "reward entropy policy_loss grad_norm zero_variance_groups clip_fraction kl response_length".split()])
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def catch_signals(self):
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        def handler(number, frame):
+            if self.stop_signal and number == signal.SIGINT:
+                os._exit(130)
+            self.stop_signal = number
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+        main = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
+        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM) if main}
+
+    # same in: ppo/ppo.py, grpo/grpo.py
+    def finish(self):
+        why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
+        self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
+                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+        if self.wandb:
+            self.wandb.finish()
+
+# same in: ppo/ppo.py, grpo/grpo.py
+def run_main(trainer_class):
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or SIGTERM."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        text = str(error) if isinstance(error, UserError) else f"{error.filename or 'a file'}: {error.strerror or error}"
+        print(f"\n{Path(__file__).name}: {text}", file=sys.stderr)
+        sys.exit(2)
+
+def train_main():
+    run_main(GRPOTrainer)
+
+
+if __name__ == "__main__":
+    train_main()
