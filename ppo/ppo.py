@@ -464,7 +464,7 @@ def draw_plot(records, path, title, panels):
             points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
             if points and phase == "train":
                 x, y = np.array(points, dtype=float).T
-                window = max(1, min(10, len(y) // 5))
+                window = max(1, len(y) // 12)
                 axis.plot(x, y, color=f"C{color}", alpha=0.25)
                 axis.plot(x, [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)], color=f"C{color}", label=f"{key}, mean of {window}")
             elif points:
@@ -892,7 +892,7 @@ class PPOTrainer:
             import wandb
             self.wandb = wandb.init(project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
-        self.say(f"{Path(ACTOR_MODEL).name}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.train_rows)} prompts to train on, "
+        self.say(f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.train_rows)} prompts to train on, "
                  f"{len(self.eval_rows)} held out; steps {state.step} to {self.total_steps}, {BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each; writing to {out}")
         self.bar = tqdm(total=self.total_steps, initial=state.step, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False,
                         bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
@@ -987,7 +987,7 @@ class PPOTrainer:
         records = [json.loads(line) for line in open(self.metrics_file.name)]
         units = {"entropy": " (nats a token)", "kl": " (nats a token)", "approx_kl": " (nats a token)", "response_length": " (tokens)"}
         label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
-        title, keys = f"PPO, {Path(ACTOR_MODEL).name}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
+        title, keys = f"PPO, {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
         draw_plot(records, f"{OUTPUT_DIR}/training_metrics_detailed.png", f"{title}: every metric", [(label(key), [key]) for key in keys])
         draw_plot(records, f"{OUTPUT_DIR}/ppo_metrics_with_entropy.png", title, [("accuracy", ["accuracy_sampled", "accuracy_greedy"])] + [
             (label(key), [key]) for key in "reward entropy policy_loss value_loss kl explained_variance clip_fraction response_length".split()])

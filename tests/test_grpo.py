@@ -1,0 +1,299 @@
+"""GRPO's maths against hand-worked numbers and independent float64 sums; the classic bugs that concern it; its runs."""
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, TINY, load_script, run_script
+from test_run import read, untimed, walk
+
+module = load_script("grpo/grpo.py")
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
+
+
+@pytest.fixture
+def grpo(tmp_path):
+    return lambda **constants: load_script("grpo/grpo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+
+
+def scored_batch(trainer, count=8):
+    torch.manual_seed(5)
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:count]))
+    trainer.compute_advantages(batch)
+    return batch
+
+
+def gradient(trainer, batch):
+    found = []
+    trainer.optimizers["policy"].step = lambda: found.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
+    return trainer.optimizer_step(batch, torch.arange(len(batch.rows))), found[0]
+
+
+# ---------------------------------------------------------------- advantages
+
+def test_advantages_of_two_groups_of_three_by_hand():
+    scores = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0])
+    centred = torch.tensor([-2.0, -1.0, 3.0, -1.0, -1.0, 2.0])
+    std = torch.tensor([math.sqrt(7)] * 3 + [math.sqrt(3)] * 3)  # ddof 1
+    assert torch.allclose(module.group_advantages(scores, 3, "group", False), centred / (std + 1e-4))
+    assert torch.allclose(module.group_advantages(scores, 3, "batch", False), centred / (scores.std() + 1e-4))
+    assert torch.allclose(module.group_advantages(scores, 3, "none", False), centred)
+    others = torch.tensor([1 - 4, 2 - 3.5, 6 - 1.5, 0 - 1.5, 0 - 1.5, 3 - 0.0])
+    assert torch.allclose(module.group_advantages(scores, 3, "none", True), others)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_equal_scores_gets_zeros_not_nan(scale):
+    got = module.group_advantages(torch.tensor([0.1, 0.1, 0.1, 0.1]), 2, scale, True)
+    assert got.abs().max() < 1e-3 and got.isfinite().all()
+
+
+def test_a_group_of_one_is_refused(grpo):
+    script = grpo(GROUP_SIZE=1)
+    with pytest.raises(script.UserError, match="GROUP_SIZE = 1 is out of range: it takes 2"):
+        script.GRPOTrainer()
+
+
+def test_overlong_penalty_by_hand():
+    got = module.overlong_penalty(torch.tensor([10.0, 60, 70, 80, 100]), 100, 40)
+    assert got.tolist() == pytest.approx([0, 0, -0.25, -0.5, -1]) and module.overlong_penalty(torch.ones(2), 100, 0).tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------- losses
+
+def by_hand(loss_type, new, old, advantages, lengths, low, high, dual, max_new):
+    """The loss of a step in float64, token by token, straight from the papers' sums."""
+    rows, total, tokens = len(lengths), 0.0, sum(lengths)
+    for i, n in enumerate(lengths):
+        a, logs = advantages[i], [float(new[i][t].detach() - old[i][t]) for t in range(n)]
+        for t in range(n):
+            rho = math.exp(sum(logs) / n if loss_type == "gspo" else logs[t])
+            if loss_type == "cispo":
+                loss = -min(rho, 1 + high) * a * float(new[i][t].detach())
+            else:
+                gain = min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
+                loss = -(max(gain, dual * a) if dual and a < 0 else gain)
+            total += loss * {"grpo": 1 / n / rows, "gspo": 1 / n / rows, "dapo": 1 / tokens, "cispo": 1 / tokens, "dr_grpo": 1 / (rows * max_new)}[loss_type]
+    return total
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("dual", [None, 1.5])
+def test_each_loss_against_an_independent_sum_in_float64(loss_type, dual):
+    torch.manual_seed(0)
+    lengths, max_new = [7, 1, 4, 5], 9
+    mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).double()
+    old = -torch.rand(4, 7, dtype=torch.float64) * mask
+    new = (old + 0.6 * torch.randn(4, 7, dtype=torch.float64) * mask).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
+    losses, ratio = module.policy_loss(new, old, advantages[:, None], mask, loss_type, 0.2, 0.3, dual)
+    got = (losses * module.token_weights(mask, loss_type, max_new)).sum()
+    assert got.item() == pytest.approx(by_hand(loss_type, new, old, advantages.tolist(), lengths, 0.2, 0.3, dual, max_new), abs=1e-12)
+    got.backward()
+    assert new.grad.abs().sum() > 0 and (new.grad[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("advantage, ratio, gradient", [
+    (1, 0.5, True), (1, 0.9, True), (1, 1.1, True), (1, 1.5, False), (-1, 0.5, False), (-1, 0.9, True), (-1, 1.1, True), (-1, 1.5, True), (-1, 4.0, False),
+])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_the_clip_has_a_gradient_exactly_where_it_should(loss_type, advantage, ratio, gradient):
+    logprobs = torch.full((1, 2), math.log(ratio)).requires_grad_()
+    losses, _ = module.policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([[float(advantage)]]), torch.ones(1, 2), loss_type, 0.2, 0.2, 3.0)
+    losses.mean().backward()
+    assert logprobs.grad.sum().item() == pytest.approx(-advantage * ratio if gradient else 0.0)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
+    logprobs = torch.tensor([[math.log(9.0), math.log(0.5)]], requires_grad=True)
+    module.policy_loss(logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), "cispo", 0.2, 3.0)[0].sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-4.0, -0.5])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_of_a_two_token_policy_has_the_analytic_gradient(estimator):
+    theta, ref = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True), torch.tensor([0.9, 0.1], dtype=torch.float64).log()
+    analytic = (theta.softmax(0) * (theta.log_softmax(0) - ref)).sum()
+    want, = torch.autograd.grad(analytic, theta)
+    logprobs = theta.log_softmax(0)
+    mean = (logprobs.exp().detach() * module.kl_loss(logprobs, ref, estimator)).sum()  # on policy: each token as often as it is sampled
+    got, = torch.autograd.grad(mean, theta)
+    assert torch.allclose(got, want) and want.abs().max() > 0.1
+    if estimator != "k2":
+        assert mean.item() == pytest.approx(analytic.item())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_gradients_and_metrics_do_not_depend_on_the_micro_batch_or_padding(grpo, loss_type):
+    reference = None
+    for size, extra in ((8, 0), (3, 0), (1, 0), (8, 5)):
+        trainer = grpo(LOSS_TYPE=loss_type, BATCH_SIZE=size, MAX_GRAD_NORM=1e9, KL_COEF=0.1, ENTROPY_COEF=0.01).GRPOTrainer()
+        batch = scored_batch(trainer)
+        assert len(set(batch.response_lengths.tolist())) > 3 and batch.advantages.abs().max() > 0.4
+        batch.logprobs = batch.logprobs - 0.1 * batch.response_mask
+        for key in ("response_ids", "response_mask", "logprobs", "ref_logprobs", "trained"):
+            setattr(batch, key, torch.nn.functional.pad(getattr(batch, key), (0, extra)))
+        batch.prompt_ids = torch.nn.functional.pad(batch.prompt_ids, (extra, 0))
+        metrics, got = gradient(trainer, batch)
+        reference = reference or (metrics, got)
+        assert torch.allclose(got, reference[1], atol=1e-6, rtol=1e-4) and metrics == pytest.approx(reference[0], rel=1e-3, abs=1e-5)
+
+
+def test_dr_grpo_does_not_divide_by_a_std(grpo):
+    trainer = grpo(LOSS_TYPE="dr_grpo").GRPOTrainer()
+    batch = scored_batch(trainer)
+    groups = batch.scores.view(-1, 2)
+    assert torch.equal(batch.advantages, (groups - groups.mean(1, keepdim=True)).flatten())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_trains_and_the_first_ratio_is_one(grpo, loss_type):
+    trainer = grpo(LOSS_TYPE=loss_type, MAX_STEPS=2, GROUP_SIZE=4, EVAL_DATASETS=[]).GRPOTrainer()
+    before = [p.detach().clone() for p in trainer.actor.parameters()]
+    trainer.train()
+    records = read(trainer.metrics_file.name)
+    assert all(r["ratio_max_first"] < 1e-4 and math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records)
+    assert all((p != q).any() for p, q in zip(trainer.actor.parameters(), before))
+
+
+# ---------------------------------------------------------------- what is trained
+
+def test_masked_truncated_responses_have_no_gradient_and_the_others_all_of_theirs(grpo):
+    trainer = grpo(MASK_TRUNCATED=True, MAX_NEW_TOKENS=14, LOSS_TYPE="dapo", MAX_GRAD_NORM=1e9).GRPOTrainer()
+    batch = scored_batch(trainer)
+    assert 0 < batch.truncated.sum() < len(batch.truncated)
+    assert (batch.trained[batch.truncated] == 0).all() and torch.equal(batch.trained[~batch.truncated], batch.response_mask[~batch.truncated])
+    batch.advantages = torch.where(batch.truncated, 1.0, 0.0)
+    assert (gradient(trainer, batch)[1] == 0).all()
+
+
+def test_only_the_top_entropy_tokens_are_trained(grpo):
+    trainer = grpo(TOP_ENTROPY_FRACTION=0.2).GRPOTrainer()
+    batch = scored_batch(trainer)
+    mask = batch.response_mask > 0
+    assert batch.trained.sum() / mask.sum() == pytest.approx(0.2, abs=0.02) and (batch.trained[~mask] == 0).all()
+    assert batch.entropies[batch.trained > 0].min() >= batch.entropies[mask & (batch.trained == 0)].max()
+
+
+def test_entropy_bonus_has_a_gradient(grpo):
+    for coefficient in (0.0, 0.5):
+        trainer = grpo(ENTROPY_COEF=coefficient).GRPOTrainer()
+        batch = scored_batch(trainer)
+        batch.advantages = torch.zeros_like(batch.advantages)
+        assert (gradient(trainer, batch)[1].abs().max() > 0) == (coefficient > 0)
+
+
+def test_kl_in_the_loss_has_a_gradient_once_the_actor_has_moved(grpo):
+    trainer = grpo(KL_COEF=0.5).GRPOTrainer()
+    with torch.no_grad():
+        for p in trainer.actor.parameters():
+            p.mul_(1.02)
+    batch = scored_batch(trainer)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    metrics, got = gradient(trainer, batch)
+    assert got.abs().max() > 0 and metrics["kl"] > 0
+
+
+def test_flat_groups_make_place_for_further_prompts(grpo, monkeypatch):
+    trainer = grpo(RESAMPLE_FLAT_GROUPS=3, BATCH_SIZE=6, GROUP_SIZE=2).GRPOTrainer()
+    batch = trainer.rollout_and_score()
+    assert len(batch.rows) == 12 and trainer.flat(batch).sum() < 6 * batch.flat_groups
+    assert trainer.state.cursor > 6  # further prompts were taken
+    assert [a["id"] for a in batch.rows[::2]] == [b["id"] for b in batch.rows[1::2]] and len({r["id"] for r in batch.rows}) == 6
+    with torch.no_grad():  # the joined batch is whole: ids, masks and log-probabilities still belong together
+        scored, _ = module.response_logprobs(trainer.actor, batch, torch.arange(12), 1.0)
+    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=1e-4)
+    assert batch.response_mask.sum(1).tolist() == batch.response_lengths.tolist()
+    for row, ids, n, text in zip(batch.rows, batch.prompt_ids.tolist(), batch.prompt_lengths.tolist(), batch.responses):
+        assert ids[-n:] == row["ids"]
+    assert torch.equal(batch.scores, torch.tensor(trainer.accuracy_function([], batch.responses, [r["answer"] for r in batch.rows])))
+    trainer.compute_advantages(batch)
+    trainer.update(batch)
+
+
+def test_resampling_is_bounded(grpo, monkeypatch):
+    trainer = grpo(RESAMPLE_FLAT_GROUPS=2, REWARD_FUNCTIONS=[(lambda p, r, a: [1.0] * len(r), 1.0)]).GRPOTrainer()
+    calls, rollout = [], trainer.rollout
+    monkeypatch.setattr(trainer, "rollout", lambda rows: (calls.append(len(rows)), rollout(rows))[1])
+    batch = trainer.rollout_and_score()
+    assert calls == [4, 4, 4] and batch.flat_groups == 1.0
+
+
+def test_rewards_and_overlong_penalty_add_up(grpo):
+    trainer = grpo(REWARD_MODEL=str(TINY / "reward_model"), REWARD_MODEL_WEIGHT=0.5, REWARD_FUNCTIONS=[("exact_answer", 2.0), ("answer_format", 0.1)],
+                   OVERLONG_BUFFER=16, OVERLONG_PENALTY=3.0).GRPOTrainer()
+    batch = scored_batch(trainer)
+    parts = batch.parts
+    want = 0.5 * parts["reward_model"] + 2 * parts["exact_answer"] + 0.1 * parts["answer_format"] + 3 * module.overlong_penalty(batch.response_lengths.float(), 32, 16)
+    assert torch.allclose(batch.scores, want) and module.overlong_penalty(batch.response_lengths.float(), 32, 16).min() < 0
+
+
+def test_the_reference_follows_the_actor_when_asked(grpo):
+    trainer = grpo(KL_COEF=0.1, REFERENCE_SYNC_STEPS=2, REFERENCE_SYNC_ALPHA=0.25, MAX_STEPS=3, EVAL_DATASETS=[]).GRPOTrainer()
+    first = [p.clone() for p in trainer.reference.parameters()]
+    actor_at_two, sync = [], trainer.sync_reference
+
+    def spy():
+        if trainer.state.step == 2:
+            actor_at_two.extend(p.detach().clone() for p in trainer.actor.parameters())
+        sync()
+    trainer.sync_reference = spy
+    trainer.train()
+    assert all(torch.allclose(r, 0.75 * f + 0.25 * a, atol=1e-7) for r, f, a in zip(trainer.reference.parameters(), first, actor_at_two))
+    assert any((r != f).any() for r, f in zip(trainer.reference.parameters(), first))
+
+
+# ---------------------------------------------------------------- evaluation and runs
+
+def test_pass_at_k_counts_a_problem_that_any_of_k_samples_solves(grpo, monkeypatch):
+    trainer = grpo(EVAL_SAMPLES=2).GRPOTrainer()
+    golds = [r["answer"] for r in trainer.eval_rows]
+    said = [golds[0], "no", "no", "no", golds[2], golds[2], "no", golds[3]]
+    respond = trainer.respond
+    monkeypatch.setattr(trainer, "respond", lambda ids, u, k=1: (b := respond(ids, u, k), setattr(b, "responses", said if u is not None else ["no"] * 4))[0])
+    metrics = trainer.evaluate()
+    assert metrics["pass@1"] == metrics["accuracy_sampled"] == 0.5 and metrics["pass@2"] == 0.75 and metrics["accuracy_greedy"] == 0
+
+
+def words(out):
+    return [f"{k}={v}" for k, v in {"OUTPUT_DIR": out, "MAX_STEPS": 6, "SAVE_EVERY_N_STEPS": 3, "EVAL_EVERY_N_STEPS": 2, "MINI_BATCHES": 2, "KL_COEF": 0.1, "GROUP_SIZE": 3,
+                                    "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_FLAT_GROUPS": 1}.items()]
+
+
+def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(tmp_path):
+    a, b = tmp_path / "unbroken", tmp_path / "killed"
+    assert run_script("grpo/grpo.py", *words(a)).returncode == 0
+    small = [f"{k}={v}" for k, v in SMALL.items()]
+    process = subprocess.Popen([sys.executable, str(ROOT / "grpo/grpo.py"), *small, *words(b)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    metrics = b / "logs/metrics.jsonl"
+    while not (metrics.exists() and '"phase": "train", "step": 4,' in metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (b / "step_6").exists()
+    assert run_script("grpo/grpo.py", *words(b)).returncode == 0
+    for name in ("policy", "reference"):
+        assert (a / f"step_6/{name}/model.safetensors").read_bytes() == (b / f"step_6/{name}/model.safetensors").read_bytes()
+    states = [dict(walk({k: v for k, v in torch.load(x / "step_6/training_state.pt", weights_only=True).items() if k != "log_bytes"})) for x in (a, b)]
+    assert states[0].keys() == states[1].keys() and all(torch.equal(x, states[1][k]) if isinstance(x, torch.Tensor) else x == states[1][k] for k, x in states[0].items())
+    assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl") and (a / "logs/samples.jsonl").read_bytes() == (b / "logs/samples.jsonl").read_bytes()
+
+
+def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
+    trainer = grpo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1, GROUP_SIZE=4).GRPOTrainer()
+    trainer.train()
+    out = tmp_path / "run"
+    assert sorted(p.name for p in out.iterdir()) == ["best", "grpo_metrics_with_entropy.png", "logs", "step_2", "training_config.json", "training_metrics_detailed.png"]
+    wanted = ("step epoch policy_loss reward reward/exact_answer advantage entropy kl approx_kl clip_fraction ratio_max_first grad_norm learning_rate "
+              "response_length truncated_fraction zero_variance_groups tokens_per_second seconds/rollout seconds/score seconds/update").split()
+    train = next(r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train")
+    assert set(wanted) <= train.keys()
+    assert len(read(out / "logs/samples.jsonl")) == 8
+    again = load_script("grpo/grpo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "next"), "ACTOR_MODEL": str(out / "best/policy"), "MAX_STEPS": 1})
+    again.GRPOTrainer().train()  # the policy of one run is the actor of the next
