@@ -30,7 +30,7 @@ the other direction, KL(pi_ref || pi); so both get k2's. Deliberate deviations f
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints,
 best/policy/, training_metrics_detailed.png and grpo_metrics_with_entropy.png. The README defines every metric.
 """
-import ast, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
+import ast, copy, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
@@ -348,12 +348,38 @@ def response_window(batch, rows):
 
 # same in: ppo/ppo.py, grpo/grpo.py
 def response_logprobs(model, batch, rows, temperature):
-    """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32."""
-    inputs, _, width = response_window(batch, rows)
-    logits = model(**inputs, logits_to_keep=width + 1).logits[:, :-1]  # (rows, R, vocabulary)
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, batch.response_ids[rows, :width].unsqueeze(-1)).squeeze(-1), entropy
+    """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32.
+
+    Responses go through the model 64 at a time, by length. Rows of one prompt share its pass, forward and backward: its keys
+    and values are computed once and handed to each response (recomputed layers cannot take them: then each row is whole).
+    """
+    inputs, prompt, width = response_window(batch, rows)
+    ids, mask, positions = (inputs[key] for key in ("input_ids", "attention_mask", "position_ids"))
+    _, which = torch.cat([batch.prompt_lengths[rows, None], ids[:, :prompt]], 1).unique(dim=0, return_inverse=True)
+    one = which.new_zeros(int(which.max()) + 1).scatter_(0, which, torch.arange(len(rows), device=rows.device))  # a row of each prompt
+    shared = None
+    if len(one) < len(rows) and not GRADIENT_CHECKPOINTING:
+        shared = model(input_ids=ids[one, :prompt], attention_mask=mask[one, :prompt], position_ids=positions[one, :prompt], use_cache=True, logits_to_keep=1)
+    order = batch.response_lengths[rows].argsort(stable=True)
+    parts = []
+    for part in order.split(64):
+        n = int(batch.response_lengths[rows[part]].max())
+        if shared is None:
+            logits = model(input_ids=ids[part, :prompt + n], attention_mask=mask[part, :prompt + n], position_ids=positions[part, :prompt + n],
+                           use_cache=False, logits_to_keep=n + 1).logits[:, :-1]
+        else:
+            logits, cache = shared.logits[which[part]], copy.copy(shared.past_key_values)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]  # the part's own view: selecting rows must not touch the shared one
+            cache.batch_select_indices(which[part])
+            if n > 1:
+                rest = model(input_ids=ids[part, prompt:prompt + n - 1], attention_mask=mask[part, :prompt + n - 1],
+                             position_ids=positions[part, prompt:prompt + n - 1], past_key_values=cache, use_cache=True)
+                logits = torch.cat([logits, rest.logits], 1)
+        logprobs = (logits.float() / temperature).log_softmax(-1)  # (part, n, vocabulary)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        chosen = logprobs.gather(-1, batch.response_ids[rows[part], :n].unsqueeze(-1)).squeeze(-1)
+        parts.append(torch.nn.functional.pad(torch.stack([chosen, entropy]), (0, width - n)))
+    return tuple(torch.cat(parts, 1)[:, order.argsort()])
 
 # same in: ppo/ppo.py, grpo/grpo.py
 def micro_batches(batch, rows, size):

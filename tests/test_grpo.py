@@ -154,7 +154,7 @@ def test_dr_grpo_does_not_divide_by_a_std(grpo):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_trains_and_the_first_ratio_is_one(grpo, loss_type):
-    trainer = grpo(LOSS_TYPE=loss_type, MAX_STEPS=2, GROUP_SIZE=4, EVAL_DATASETS=[]).GRPOTrainer()
+    trainer = grpo(LOSS_TYPE=loss_type, MAX_STEPS=2, BATCH_SIZE=12, GROUP_SIZE=4, EVAL_DATASETS=[]).GRPOTrainer()
     before = [p.detach().clone() for p in trainer.actor.parameters()]
     trainer.train()
     records = read(trainer.metrics_file.name)

@@ -148,14 +148,14 @@ def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch)
 def test_eos_is_trained_even_where_it_is_also_the_pad(ppo):
     trainer = ppo(BATCH_SIZE=2).PPOTrainer()
     eos = trainer.tokenizer.eos_token_id
-    batch = make_batch([[5, 6], [7]], [[8, 9, eos], [8, eos]], pad=eos)
+    batch = make_batch([[5, 6], [7]], [[8, eos], [8, 9, eos]], pad=eos)
     logits = []
     trainer.actor.register_forward_hook(lambda m, a, out: (out.logits.retain_grad(), logits.append(out.logits))[2:] or None)
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.tensor([0, 1]), 1.0)
     (logprobs * batch.response_mask).sum().backward()
     gradient = logits[0].grad[:, :-1]  # (rows, R, vocabulary): the logits that predict each response token
-    assert gradient[0, 2, eos] > 0 and gradient[1, 1, eos] > 0  # the first EOS pulls
-    assert (gradient[1, 2] == 0).all()  # the pad after it does not
+    assert gradient[0, 1, eos] > 0 and gradient[1, 2, eos] > 0  # the first EOS pulls
+    assert (gradient[0, 2] == 0).all()  # the pad after it does not
 
 
 def test_the_sampler_uses_no_hidden_filter(ppo):
@@ -214,6 +214,28 @@ def test_left_padding_with_absolute_positions_changes_nothing():
         batch = make_batch(prompts, [ids[:n] for ids, n in zip(sampled[0].tolist(), sampled[1].tolist())])
         again, _ = module.response_logprobs(model, batch, torch.arange(3), 1.0)
     assert torch.allclose(again * batch.response_mask, sampled[2][:, :again.shape[1]] * batch.response_mask, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", ["whole groups", "some rows of some groups"])
+def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(ppo, monkeypatch, spread):
+    script = ppo(BATCH_SIZE=5, GROUP_SIZE=4)
+    trainer = script.PPOTrainer()
+    batch = trainer.rollout(trainer.train_rows[:20])
+    rows = torch.arange(80) if spread == "whole groups" else torch.tensor([0, 1, 3, 17, 18, 40, 41, 77])
+    found = []
+    for checkpointing in (False, True):  # with recomputation nothing is shared
+        monkeypatch.setattr(script, "GRADIENT_CHECKPOINTING", checkpointing)
+        passes = []
+        handle = trainer.actor.register_forward_hook(lambda m, args, kwargs, out: passes.append(kwargs["input_ids"].shape), with_kwargs=True)
+        logprobs, entropy = script.response_logprobs(trainer.actor, batch, rows, 1.3)
+        mask = batch.response_mask[rows, :logprobs.shape[1]]
+        trainer.actor.zero_grad()
+        ((logprobs ** 2 + entropy) * mask).sum().backward()
+        handle.remove()
+        found.append((logprobs * mask, entropy * mask, torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]), sum(a * b for a, b in passes)))
+    for shared, plain in list(zip(*found))[:3]:
+        assert (shared - plain).norm() < 1e-4 * plain.norm()
+    assert found[0][3] < 0.8 * found[1][3]  # and it saves tokens
 
 
 def test_what_is_trained_is_the_very_object_that_was_sampled(ppo, monkeypatch):
