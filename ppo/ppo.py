@@ -897,7 +897,7 @@ class PPOTrainer:
         out, state = Path(OUTPUT_DIR), self.state
         logs = out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        for stale in out.glob("*.tmp"):
+        for stale in (*out.glob("step_*.tmp"), *out.glob("best.tmp"), *out.glob("*.png.tmp")):  # what a kill left half written
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         if self.checkpoint and self.checkpoint.resolve().parent == out.resolve():
             # a broken checkpoint beyond this one, or one of a future given up, would be found by the next resume
@@ -1048,7 +1048,7 @@ def run_main(trainer_class):
     except KeyboardInterrupt:
         sys.exit(130)
     except (UserError, OSError) as error:
-        text = str(error) if isinstance(error, UserError) else f"{error.filename or 'a file'}: {error.strerror or error}"
+        text = str(error) if isinstance(error, UserError) else f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
         print(f"\n{Path(__file__).name}: {text}", file=sys.stderr)
         sys.exit(2)
 
