@@ -216,7 +216,7 @@ def read_records(spec, columns, where):
                     if line.strip():
                         yield number, json.loads(line.decode("utf-8-sig"))
                 except ValueError as error:
-                    raise UserError(f"{where} line {number}: not a line of JSON ({error}); mend or delete it") from None
+                    raise UserError(f"{where} line {number}: not a line of JSON ({getattr(error, 'msg', error)}); mend or delete it") from None
         return
     try:
         if spec["type"] == "parquet":
