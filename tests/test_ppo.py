@@ -282,6 +282,17 @@ def test_reward_model_scores_of_a_batch_equal_single_scores(ppo):
 
 # ---------------------------------------------------------------- the update
 
+def test_returns_come_from_the_advantages_as_they_are_not_whitened(ppo):
+    found = []
+    for whiten in (True, False):
+        trainer = ppo(WHITEN_ADVANTAGES=whiten, GAMMA=1.0, LAM=1.0).PPOTrainer()
+        torch.nn.init.normal_(trainer.critic.score.weight)
+        batch = scored_batch(trainer)
+        assert torch.allclose(batch.returns, batch.scores[:, None] * batch.response_mask, atol=1e-4)  # with gamma and lambda 1 and no KL
+        found.append(batch.advantages)
+    assert not torch.allclose(*found) and abs(found[0].sum() / batch.response_mask.sum()) < 1e-5
+
+
 def scored_batch(trainer, count=8):
     torch.manual_seed(5)
     batch = trainer.rollout(trainer.train_rows[:count])
