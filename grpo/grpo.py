@@ -609,7 +609,7 @@ class GRPOTrainer:
         self.actor = load_model(AutoModelForCausalLM, at / "policy" if at else ACTOR_MODEL, "ACTOR_MODEL").to(self.device)
         self.reference = self.reward_model = None
         if KL_COEF > 0:
-            path = at / "reference" if at and synced else REFERENCE_MODEL or ACTOR_MODEL
+            path = at / "reference" if at and (at / "reference").exists() else REFERENCE_MODEL or ACTOR_MODEL
             self.reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL").to(self.device).requires_grad_(False)
         if REWARD_MODEL:
             self.reward_model = load_model(AutoModelForSequenceClassification, REWARD_MODEL, "REWARD_MODEL").to(self.device).requires_grad_(False)
@@ -1034,6 +1034,7 @@ class GRPOTrainer:
             raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(saved["optimizers"][name])
+            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
         then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
@@ -1091,7 +1092,7 @@ def run_main(trainer_class):
         trainer = trainer_class()
         trainer.train()
         sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
     except (UserError, OSError) as error:
         text = str(error) if isinstance(error, UserError) else f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"

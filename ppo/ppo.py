@@ -752,8 +752,9 @@ class PPOTrainer:
 
     def compute_advantages(self, batch):
         """GAE on the token rewards; returns come from the advantages as they are, the policy sees them whitened."""
-        mask = batch.response_mask
-        rewards = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef)
+        mask, state = batch.response_mask, self.state
+        state.kl_coef = state.kl_coef if KL_TARGET else KL_COEF  # only the controller's coefficient outlives a changed constant
+        rewards = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, state.kl_coef)
         batch.raw_advantages = gae(rewards, batch.values, mask, GAMMA, LAM)
         batch.returns = batch.raw_advantages + batch.values
         batch.advantages = whiten(batch.raw_advantages, mask) if WHITEN_ADVANTAGES else batch.raw_advantages
@@ -988,6 +989,7 @@ class PPOTrainer:
             raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(saved["optimizers"][name])
+            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
         then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
@@ -1045,7 +1047,7 @@ def run_main(trainer_class):
         trainer = trainer_class()
         trainer.train()
         sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
     except (UserError, OSError) as error:
         text = str(error) if isinstance(error, UserError) else f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"

@@ -317,6 +317,15 @@ def test_answering_y_and_naming_a_checkpoint_from_python_resume(unbroken, ppo, t
     assert trainer.state.step == 3 and f"Changed since the checkpoint: LEARNING_RATE was {ppo().LEARNING_RATE}, is 0.0003" in capsys.readouterr().out
 
 
+def test_a_changed_constant_counts_after_a_resume(unbroken, ppo, tmp_path):
+    out = copy_run(unbroken, tmp_path)
+    trainer = ppo(RESUME="yes", KL_COEF=0.7, WEIGHT_DECAY=0.3, LEARNING_RATE=7e-5, MAX_STEPS=4).PPOTrainer()
+    assert trainer.optimizers["policy"].param_groups[0]["weight_decay"] == 0.3
+    trainer.train()
+    last = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"][-1]
+    assert last["step"] == 4 and last["kl_coef"] == 0.7 and last["learning_rate"] == 7e-5
+
+
 def test_a_finished_run_says_so_and_other_data_is_refused(unbroken, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
