@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TINY, load_script
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, MistralConfig, Phi3Config, Qwen2Config,
+                          Qwen3Config)
 
 module = load_script("ppo/ppo.py")
 
@@ -198,6 +199,25 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
             width = logprobs.shape[1]
             ratio = ((logprobs - batch.logprobs[rows, :width]) * batch.response_mask[rows, :width]).exp()
             assert (ratio - 1).abs().max() < 1e-4
+
+
+COMMON = dict(vocab_size=82, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
+ARCHITECTURES = {
+    "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2), "qwen3": Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=16), "phi3": Phi3Config(**COMMON, pad_token_id=0),
+    "mistral with a window of 8": MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8), "gpt-neox": GPTNeoXConfig(**COMMON),
+    "gpt2": GPT2Config(vocab_size=82, n_positions=128, n_embd=64, n_layer=2, n_head=4, eos_token_id=1, bos_token_id=None, initializer_range=0.3),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, name):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "model")
+    trainer = ppo(ACTOR_MODEL=str(tmp_path / "model"), KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7).PPOTrainer()
+    batch = scored_batch(trainer)
+    assert len(set(batch.response_lengths.tolist())) > 1 and len(set(batch.prompt_lengths.tolist())) > 1
+    assert trainer.update(batch)["ratio_max_first"] < 1e-4
 
 
 def test_left_padding_with_absolute_positions_changes_nothing():
