@@ -163,7 +163,7 @@ def check_constants():
             if isinstance(allowed, list) and value not in allowed:
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
-                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} " + (f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"))
 
 # same in: ppo/ppo.py, grpo/grpo.py
 def load_rows(datasets, constant, limit=None):
