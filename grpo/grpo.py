@@ -142,16 +142,21 @@ _RANGES = {  # least and greatest value of each number, or the words that a cons
 
 # ================================================================ small functions that every trainer has
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 class UserError(Exception):
     """Something the user can mend, said in one sentence; the program ends with exit code 2."""
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def constants():
     """Every constant of this file, as it is now."""
     return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def plain_name(value):
+    """What stands for a value that is not JSON: a function's name stays the same from run to run."""
+    return getattr(value, "__name__", repr(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     for word in words:
@@ -169,7 +174,7 @@ def apply_overrides(words):
             raise UserError(f"{key}={text} does not fit: {key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}")
         globals()[key] = value
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def check_constants():
     """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _RANGES.items():
@@ -180,7 +185,7 @@ def check_constants():
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} " + (f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"))
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
     rows = []
@@ -196,13 +201,14 @@ def load_rows(datasets, constant, limit=None):
             prompt = record[spec["input"]]
             if not isinstance(prompt, str) or not prompt.strip():
                 raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
-            answer = str(record[spec["output"]]) if spec.get("output") else None
+            answer = record[spec["output"]] if spec.get("output") else None
+            answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
             rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": prompt, "answer": answer})
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def read_records(spec, columns, where):
     """(line number from 1, record) of one data set."""
     if spec["type"] not in ("jsonl", "parquet", "hub"):
@@ -229,7 +235,7 @@ def read_records(spec, columns, where):
         raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
     yield from enumerate(records, 1)
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_pretrained(auto_class, path, constant, **options):
     """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
     try:
@@ -239,7 +245,7 @@ def load_pretrained(auto_class, path, constant, **options):
         why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_model(auto_class, path, constant, new_head=False):
     """The model in float32, every weight accounted for. With new_head, weights outside the base model may be left over
     or absent; the absent ones start at zero."""
@@ -256,14 +262,14 @@ def load_model(auto_class, path, constant, new_head=False):
             torch.nn.init.zeros_(parameter)
     return model.eval()  # and it stays so: dropout is off in rollout and update alike
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_tokenizer(path, constant):
     tokenizer = load_pretrained(AutoTokenizer, path, constant)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token, so no response could ever end; set eos_token in it")
     return tokenizer
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def resolve_rewards(functions):
     """[(name, function, weight)] of names in rewards/ or functions."""
     for function, _ in functions:
@@ -271,7 +277,7 @@ def resolve_rewards(functions):
             raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
     return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def check_scores(name, values, count):
     """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
     values = torch.as_tensor(values, dtype=torch.float32)
@@ -279,20 +285,20 @@ def check_scores(name, values, count):
         raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
     return values
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def pad_left(rows, value):
     """Lists of ids as one tensor, (rows, longest)."""
     width = max(map(len, rows))
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def sample_tokens(logprobs, uniform):
     """One id a row by inverting the cumulative distribution: logprobs (rows, vocabulary), uniform (rows,) in [0, 1)."""
     cumulative = logprobs.double().exp().cumsum(-1)
     target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 @torch.no_grad()
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
@@ -335,7 +341,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         positions = positions + 1
     return ids, lengths, logprobs
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def response_window(batch, rows):
     """Model inputs for some rows, cut to their own longest prompt and response, and those two lengths (P, R).
     What the model says at columns P-1 to P+R-2 concerns the response's tokens."""
@@ -346,7 +352,7 @@ def response_window(batch, rows):
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}, prompt, response
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def response_logprobs(model, batch, rows, temperature):
     """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32.
 
@@ -381,13 +387,13 @@ def response_logprobs(model, batch, rows, temperature):
         parts.append(torch.nn.functional.pad(torch.stack([chosen, entropy]), (0, width - n)))
     return tuple(torch.cat(parts, 1)[:, order.argsort()])
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def micro_batches(batch, rows, size):
     """Cut rows into micro-batches of like length, at most `size` rows each."""
     lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
     return rows[lengths.argsort(descending=True, stable=True)].split(size)
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
     if step < warmup:
@@ -395,30 +401,39 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
     progress = (step - warmup) / max(1, total - warmup)
     return {None: 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": 0.5 ** halvings}[kind]
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def seed_everything(seed):
+    """Seed every generator and ask for deterministic kernels: without, gradients that meet at one index (a prompt shared by its
+    responses) are added in whatever order the threads come, and no two runs are equal, on the CPU either."""
+    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": (name, words.tolist(), *rest), "torch": torch.get_rng_state()}
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
     os.fsync(handle)
     os.close(handle)
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def file_digest(path):
     with open(path, "rb") as file:
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def write_checkpoint(folder, fill):
     """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
     tmp = folder.with_name(folder.name + ".tmp")
@@ -437,7 +452,7 @@ def write_checkpoint(folder, fill):
         why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
         raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def checkpoint_fault(folder):
     """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
     try:
@@ -449,12 +464,12 @@ def checkpoint_fault(folder):
     except (OSError, ValueError, AttributeError) as error:
         return f"manifest.json: {error}"
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def list_checkpoints(output_dir):
     """[(N, step_N/)] of a run, oldest first."""
     return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def choose_checkpoint(resume, output_dir, say):
     """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
     if resume not in ("ask", "yes", "no"):
@@ -473,17 +488,19 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def move_aside(paths, output_dir, say):
     """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
     if paths:
         old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
-        old.mkdir(exist_ok=True)
+        while old.exists():  # two within a second
+            old = old.with_name(old.name + "_")
+        old.mkdir()
         for path in paths:
             os.rename(path, old / path.name)
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def run_facts(device):
     """Versions, git commit and device, for training_config.json."""
     git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True) if shutil.which("git") else None
@@ -491,7 +508,7 @@ def run_facts(device):
             "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points from a dashed start."""
     from matplotlib.figure import Figure
@@ -578,6 +595,7 @@ def kl_loss(logprobs, ref_logprobs, estimator):
 class GRPOTrainer:
     """Holds actor, reference, reward model, data and the run's files; train() is the algorithm.
     resume_from_checkpoint overrides the constant RESUME: a path, "ask", "yes" or "no"."""
+    run_files = ("step_*", "best", "*.png", "training_config.json")  # what a new start moves aside, beside logs/
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -590,7 +608,7 @@ class GRPOTrainer:
         except (RuntimeError, AssertionError):
             raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
         self.checkpoint = choose_checkpoint(resume_from_checkpoint or RESUME, OUTPUT_DIR, self.say)
-        random.seed(SEED), np.random.seed(SEED % 2**32), torch.manual_seed(SEED)
+        seed_everything(SEED)
         self.load_models()
         self.load_data()
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
@@ -627,14 +645,14 @@ class GRPOTrainer:
         for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
             model.activation_checkpointing_enable({"use_reentrant": False})
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def load_data(self):
         self.train_rows = self.encode(load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS), "TRAIN_DATASETS")
         self.eval_rows = self.encode(load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS), "EVAL_DATASETS")
         if not self.train_rows:
             raise UserError("TRAIN_DATASETS leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def encode(self, rows, constant):
         """Add the prompt's ids to each row; rows longer than MAX_PROMPT_TOKENS are left out, and said so."""
         tokenizer, longest = self.tokenizer, 0
@@ -678,15 +696,15 @@ class GRPOTrainer:
                 signal.signal(number, handler)
         return metrics
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def next_rows(self, count=None):
         """The next prompts, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS or fewer at an epoch's end; each epoch has its own permutation."""
         state = self.state
         if state.cursor == 0:
             state.epoch += 1
-            state.order = torch.randperm(state.prompts, generator=torch.Generator().manual_seed(SEED + state.epoch))
+            state.order = torch.randperm(len(self.train_rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
         chosen = state.order[state.cursor:state.cursor + (count or BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)].tolist()
-        state.cursor = (state.cursor + len(chosen)) % state.prompts
+        state.cursor = (state.cursor + len(chosen)) % len(self.train_rows)
         return [self.train_rows[i] for i in chosen]
 
     def rollout_and_score(self):
@@ -719,14 +737,14 @@ class GRPOTrainer:
         batch.seconds = {"rollout": time.perf_counter() - started}
         return batch
 
-    # same in: ppo/ppo.py, grpo/grpo.py
-    def respond(self, prompts, uniform, group_size=1):
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def respond(self, prompts, uniform, group_size=1, temperature=None):
         """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy."""
         parts, size = [], BATCH_SIZE * group_size
         with self.autocast():
             for i in range(0, len(prompts), BATCH_SIZE):
                 chunk = None if uniform is None else uniform[i * group_size:i * group_size + size].to(self.device)
-                parts.append(generate(self.actor, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, TEMPERATURE, self.eos_ids, self.pad_id))
+                parts.append(generate(self.actor, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE, self.eos_ids, self.pad_id))
         ids, lengths, logprobs = (torch.cat(x) for x in zip(*parts))
         ids, logprobs = ids[:, :lengths.max()], logprobs[:, :lengths.max()]
         responses = self.tokenizer.batch_decode([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())], skip_special_tokens=True)
@@ -752,13 +770,13 @@ class GRPOTrainer:
         batch.seconds["score"] = time.perf_counter() - started
         return batch
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def rewards_of(self, prompts, responses, answers):
         """compute_rewards(), checked, and the parts it left behind."""
         self.reward_parts = {}
         return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def compute_rewards(self, prompts, responses, answers):
         """Score of each response, (rows,); edit or override freely. What is put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
@@ -773,7 +791,7 @@ class GRPOTrainer:
             total += weight * self.reward_parts[name]
         return total
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     @torch.no_grad()
     def reward_model_score(self, prompts, responses):
         """The reward model's score of each response (rows,), read at its last real token; two strings give one number."""
@@ -852,7 +870,7 @@ class GRPOTrainer:
             for ref, parameter in zip(self.reference.parameters(), self.actor.parameters()):
                 ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def clip_and_step(self, loss, batch, rows):
         """Clip and step each optimizer, return the gradient norms. Where loss or gradient is not finite the weights stay
         as they are and the prompts are named; five in a row end the run."""
@@ -870,11 +888,11 @@ class GRPOTrainer:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE, or look at the prompts named in the log")
         return norms
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if DTYPE == "bfloat16" else nullcontext()
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def recompute(self, on):
         """Gradient checkpointing is for layers in training mode: only they are put into it, so dropout stays off."""
         for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
@@ -883,6 +901,7 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------ evaluation
 
+    # same in: grpo/grpo.py, rce/rce.py
     def evaluate(self, prompts=None, answers=None):
         """Metrics of greedy and sampled responses to prompts (texts; default: the held-out set). Override to add yours.
         The sampled responses have their own random stream, so evaluating never changes training."""
@@ -903,7 +922,7 @@ class GRPOTrainer:
         return {**metrics, "reward": scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in parts.items()},
                 "response_length": batch.response_lengths.float().mean().item(), "truncated_fraction": batch.truncated.float().mean().item()}
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def generate_response(self, prompt, greedy=True):
         """One response to one prompt text; greedy=False samples from the global random stream."""
         rows = self.encode([{"prompt": prompt}], "generate_response")
@@ -928,7 +947,7 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------ the run's files
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
         if terminal:
@@ -940,7 +959,7 @@ class GRPOTrainer:
         else:
             self.unlogged.append(text)  # until there is a log file
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def open_run(self):
         """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the files."""
         out, state = Path(OUTPUT_DIR), self.state
@@ -955,25 +974,28 @@ class GRPOTrainer:
                 if (logs / name).exists() and (logs / name).stat().st_size > size:
                     os.truncate(logs / name, size)
         else:
-            earlier = [p for p in (*out.glob("step_*"), *out.glob("*.png"), out / "best", out / "training_config.json") if p.exists()]
+            earlier = [path for pattern in self.run_files for path in out.glob(pattern)]
             move_aside(earlier + [logs] * any(logs.iterdir()), out, self.say)
             logs.mkdir(exist_ok=True)
             state.log_bytes = {}
         log_name = next((n for n in state.log_bytes if n.startswith("training_")), time.strftime("training_%Y%m%d_%H%M%S.log"))
         self.log, self.metrics_file, self.samples_file = (open(logs / name, "a") for name in (log_name, "metrics.jsonl", "samples.jsonl"))
         self.log.writelines(text + "\n" for text in self.unlogged)
-        (out / "training_config.json").write_text(json.dumps({"constants": constants(), **run_facts(self.device)}, indent=1, default=repr))
+        (out / "training_config.json").write_text(json.dumps({"constants": constants(), **run_facts(self.device)}, indent=1, default=plain_name))
         if USE_WANDB:
             import wandb
             self.wandb = wandb.init(project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=state.wandb_id, resume="allow")
             state.wandb_id = self.wandb.id
-        self.say(f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.train_rows)} prompts to train on, "
-                 f"{len(self.eval_rows)} held out; steps {state.step} to {self.total_steps}, {BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each; writing to {out}")
+        self.say(self.headline())
         self.bar = tqdm(total=self.total_steps, initial=state.step, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False,
                         bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
         self.started, self.first_step = time.perf_counter(), state.step
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    def headline(self):
+        return (f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.train_rows)} prompts to train on, "
+                f"{len(self.eval_rows)} held out; steps {self.state.step} to {self.total_steps}, {BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each; writing to {OUTPUT_DIR}")
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def write_metrics(self, phase, metrics):
         metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is not JSON
         self.metrics_file.write(json.dumps({"phase": phase, "step": self.state.step, **metrics}) + "\n")
@@ -1003,7 +1025,7 @@ class GRPOTrainer:
         left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.total_steps - step)
         self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def save_checkpoint(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
         folder = Path(OUTPUT_DIR) / f"step_{self.state.step}"
@@ -1014,7 +1036,7 @@ class GRPOTrainer:
                 shutil.rmtree(old)
             self.draw_plots()
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def fill_checkpoint(self, folder):
         for name, model in self.models.items():
             model.save_pretrained(folder / name)
@@ -1025,9 +1047,9 @@ class GRPOTrainer:
         self.state.log_bytes = {path.name: path.stat().st_size for path in logs}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         torch.save({**vars(self.state), "optimizers": optimizers, "rng": [get_rng_state()]}, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=repr))
+        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def load_checkpoint(self, folder):
         saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
         if saved["prompts"] != self.state.prompts:
@@ -1037,12 +1059,12 @@ class GRPOTrainer:
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
-        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=repr))
-        for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR"}):
+        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=plain_name))
+        for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
             if then.get(key) != now.get(key):
                 self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def save_best(self, metrics):
         """best/policy/, each file replaced in one move, so that it loads at any moment."""
         best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
@@ -1065,7 +1087,7 @@ class GRPOTrainer:
         draw_plot(records, f"{OUTPUT_DIR}/grpo_metrics_with_entropy.png", title, [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])] + [
             (label(key), [key]) for key in "reward entropy policy_loss grad_norm zero_variance_groups clip_fraction kl response_length".split()])
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def catch_signals(self):
         """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
         def handler(number, frame):
@@ -1076,7 +1098,7 @@ class GRPOTrainer:
         main = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
         return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM) if main}
 
-    # same in: ppo/ppo.py, grpo/grpo.py
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
@@ -1084,7 +1106,7 @@ class GRPOTrainer:
         if self.wandb:
             self.wandb.finish()
 
-# same in: ppo/ppo.py, grpo/grpo.py
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or SIGTERM."""
     try:

@@ -5,7 +5,9 @@ Functions that REWARD_FUNCTIONS can name take three equally long lists and retur
 
     f(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]
 
-Yours may be any such function; `answers` comes from the data set's output column and holds None without one.
+Yours may be any such function; `answers` comes from the data set's output column and holds None without one. Where that
+column holds a list of texts, several gold answers, a response is compared with each and the best counts.
+The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a candidate.
 """
 import re
 import string
@@ -80,8 +82,19 @@ def _whole_number(text):
 def exact_answer(prompts, responses, answers):
     """1.0 where the response's final answer equals the gold one, else 0.0. The gold may be a whole solution
     ending in `#### n` or `\\boxed{}`, or the bare answer. Range {0, 1}."""
-    golds = [final_answer(a) or ("" if "####" in a or "\\boxed" in a else a) for a in _need_answers("exact_answer", answers)]
-    return [float(answers_equal(final_answer(r), g)) for r, g in zip(responses, golds)]
+    golds = [gold_answers(a) for a in _need_answers("exact_answer", answers)]
+    return [float(any(answers_equal(final_answer(r), g) for g in gs)) for r, gs in zip(responses, golds)]
+
+
+def gold_answers(answer: str | list[str]) -> list[str]:
+    """The bare gold answers that an output column's value states, repeats kept: of a text its final answer, of a text
+    without a mark the text itself, of a mark with nothing after it ""; of a list, each one's."""
+    texts = answer if isinstance(answer, list) else [answer]
+    return [final_answer(a) or ("" if "####" in a or "\\boxed" in a else a) for a in texts]
+
+
+def _best(score, response, gold):
+    return max(score(response, g) for g in gold) if isinstance(gold, list) else score(response, gold)
 
 
 def _need_answers(name, answers):
@@ -118,12 +131,12 @@ def f1_score(response: str, answer: str) -> float:
 
 def em(prompts, responses, answers):
     """Exact match of each response with its answer. Range {0, 1}. See em_score."""
-    return [em_score(r, a) for r, a in zip(responses, _need_answers("em", answers))]
+    return [_best(em_score, r, a) for r, a in zip(responses, _need_answers("em", answers))]
 
 
 def f1(prompts, responses, answers):
     """Word F1 of each response with its answer. Range [0, 1]. See f1_score."""
-    return [f1_score(r, a) for r, a in zip(responses, _need_answers("f1", answers))]
+    return [_best(f1_score, r, a) for r, a in zip(responses, _need_answers("f1", answers))]
 
 
 # ---------------------------------------------------------------- overlap, form, length
@@ -136,7 +149,7 @@ def rouge_l_score(response: str, answer: str) -> float:
 
 def rouge_l(prompts, responses, answers):
     """ROUGE-L of each response with its answer. Range [0, 1]. See rouge_l_score."""
-    return [rouge_l_score(r, a) for r, a in zip(responses, _need_answers("rouge_l", answers))]
+    return [_best(rouge_l_score, r, a) for r, a in zip(responses, _need_answers("rouge_l", answers))]
 
 
 def answer_format(prompts, responses, answers):
@@ -148,3 +161,54 @@ def answer_format(prompts, responses, answers):
 def length_penalty(prompts, responses, answers):
     """Minus the number of characters; its weight is the price of one. Range (-inf, 0]."""
     return [-float(len(r)) for r in responses]
+
+
+# ---------------------------------------------------------------- reward modes of rce/rce.py: one prompt's candidates
+# hard is 0 or 1 (right or wrong), soft and gt_prob are in [0, 1], score is any number; lists of the same length.
+
+def hard_only(hard, soft, gt_prob, score):
+    """hard. Range {0, 1}: candidates that are alike right or wrong weigh alike."""
+    return list(hard)
+
+
+def soft_only(hard, soft, gt_prob, score):
+    """soft. Range [0, 1]."""
+    return list(soft)
+
+
+def hard_plus_soft(hard, soft, gt_prob, score):
+    """hard + soft. Range [0, 2]; right ones in [1, 2], wrong ones in [0, 1]: they can meet."""
+    return [h + s for h, s in zip(hard, soft)]
+
+
+def hard_plus_soft_v2(hard, soft, gt_prob, score):
+    """soft + 2 hard. Range [0, 3]; right ones in [2, 3], wrong ones in [0, 1]: at least 1 apart."""
+    return [s + 2 * h for h, s in zip(hard, soft)]
+
+
+def separated(hard, soft, gt_prob, score):
+    """2 hard + soft: hard_plus_soft_v2 by its other name. Range [0, 1] for wrong ones, [2, 3] for right ones."""
+    return hard_plus_soft_v2(hard, soft, gt_prob, score)
+
+
+def hard_plus_gtprob(hard, soft, gt_prob, score):
+    """hard + gt_prob. Range [0, 2]; right ones in [1, 2], wrong ones in [0, 1]."""
+    return [h + p for h, p in zip(hard, gt_prob)]
+
+
+def hard_plus_gtprob_separated(hard, soft, gt_prob, score):
+    """2 hard + gt_prob. Range [0, 1] for wrong ones, [2, 3] for right ones."""
+    return [2 * h + p for h, p in zip(hard, gt_prob)]
+
+
+def hybrid(hard, soft, gt_prob, score, mix=0.5):
+    """mix * scaled score + (1 - mix) * hard, the score min-max scaled over the prompt's candidates (equal scores: 0).
+    Range [0, 1]; up to mix = 0.5 no wrong one is above a right one."""
+    low, width = min(score), max(score) - min(score)
+    return [mix * ((x - low) / width if width > 0 else 0.0) + (1 - mix) * h for h, x in zip(hard, score)]
+
+
+def shape_wrong(reward, hard, similarity, weight):
+    """reward + weight * similarity where hard is 0, reward elsewhere: being close orders wrong candidates among themselves
+    and never a right one. Keep weight below the mode's distance from wrong to right. Range: the mode's + [0, weight]."""
+    return [r if h else r + weight * s for r, h, s in zip(reward, hard, similarity)]

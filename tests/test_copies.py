@@ -1,6 +1,7 @@
 """The trainers are copies on purpose: what stands under `# same in: a.py, b.py` is the same in each file it names."""
 import ast
 import difflib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from conftest import ROOT
 MARK = "# same in: "
 
 
-def marked(path):
+FILES = ("ppo/ppo.py", "grpo/grpo.py", "rce/rce.py")
+
+
+def defined(path):
+    """{qualified name: source} of every function and class of a file."""
+    return {name: source for name, (_, source) in marked(path, every=True).items()}
+
+
+def marked(path, every=False):
     """{qualified name: (files its marker names, source)} of every marked function and class of a file."""
     text = Path(path).read_text()
     lines, found = text.splitlines(), {}
@@ -19,12 +28,12 @@ def marked(path):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 above = lines[first - 2].strip()
-                if above.startswith(MARK):
+                if above.startswith(MARK) or every:
                     found[prefix + node.name] = (above[len(MARK):].split(", "), "\n".join(lines[first - 1:node.end_lineno]))
                 if isinstance(node, ast.ClassDef):
                     visit(node.body, "Trainer.")
     visit(ast.parse(text).body, "")
-    assert len(found) == text.count(MARK), f"{path}: a marker stands above no function"
+    assert every or len(found) == text.count(MARK), f"{path}: a marker stands above no function"
     return found
 
 
@@ -49,14 +58,18 @@ def test_copies_are_equal():
 
 
 def test_enough_is_marked():
-    functions = {file: marked(ROOT / file) for file in ("ppo/ppo.py", "grpo/grpo.py")}
-    assert all(len(f) > 40 for f in functions.values()) and functions["ppo/ppo.py"].keys() == functions["grpo/grpo.py"].keys()
+    functions = {file: set(marked(ROOT / file)) for file in FILES}
+    assert all(len(names) > 40 for names in functions.values())
+    # what two files define alike and do not mark could drift apart unseen
+    for a, b in itertools.combinations(FILES, 2):
+        alike = {name for name, source in defined(ROOT / a).items() if defined(ROOT / b).get(name) == source and source.count("\n") > 2}
+        assert alike <= functions[a] & functions[b], f"{a} and {b}: unmarked and equal: {sorted(alike - functions[a])}"
 
 
 @pytest.mark.parametrize("old, new", [("return self.respond(", "return  self.respond("), ("handle = os.open(path, os.O_RDONLY)", "handle = os.open(path, 0)"),
-                                      (MARK + "ppo/ppo.py, grpo/grpo.py\ndef fsync", "def fsync"), ("def fsync(path)", "def sync(path)")])
+                                      (MARK + ", ".join(FILES) + "\ndef fsync", "def fsync"), ("def fsync(path)", "def sync(path)")])
 def test_a_planted_difference_is_shown_with_both_files(tmp_path, old, new):
-    for file in ("ppo/ppo.py", "grpo/grpo.py"):
+    for file in FILES:
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text((ROOT / file).read_text())
     assert not differences(tmp_path)

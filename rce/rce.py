@@ -1,0 +1,1509 @@
+"""RCE for language models, in one file: mine candidates, check them up, train on them by reward-weighted cross entropy.
+
+A prompt x has scored candidates y_1 .. y_n. The policy is fitted to them, the better the more (reward-weighted regression, Peters and
+Schaal 2007; AWR without the critic, arXiv 1910.00177; as TAU goes to 0, best-of-n distillation):
+
+    w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)                  no gradient; sums to 1 for each prompt
+    L   = mean over prompts of sum_i w_i * -log pi(y_i | x)      LENGTH_NORMALISE: log pi divided by the tokens of y_i
+
+    1. mine      propose from a greedy response, beams, samples at several temperatures and, if wanted, the data's own solution; merge
+                 equal ones; score all with the cheap signal, verify the best and some others with the reward (compute_rewards)
+    2. check up  what the candidates are worth, in a table, a CSV and a picture, with a verdict: mine more, fix the reward, or train
+    3. train     on the prompts whose candidates' rewards differ; a fifth of the prompts is kept to validate with
+    ROUNDS > 1   mine again with the policy so far, from further prompts
+
+gt_prob of a candidate is the probability the policy gives to the gold answer after the candidate's own working (up to ANSWER_FORM's mark):
+teacher-forced, the product over the answer's tokens and what ends it, not their geometric mean; summed over distinct gold answers with
+their weights. What ends each makes them exclude one another, so it is never above 1. Deliberate choices:
+- validation is the accuracy of the policy's own pick, its likeliest candidate, on the first round's held-back prompts; best/ follows it;
+- a prompt without a right and a wrong one among the verified has the rest of its candidates verified too;
+- a candidate whose scoring raised is kept with eval_failed and never trained on: it is not a wrong one;
+- rewards are normalised at most once (WEIGHT_REWARDS).
+
+    python rce/rce.py                                   # edit the constants below, or override: KEY=VALUE
+    python rce/rce.py STAGE=mine, then STAGE=check, then STAGE=train
+    python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy      # go on with GRPO
+
+Writes into OUTPUT_DIR: candidates_round_N.parquet, .csv and .png, training_config.json, logs/ (training_*.log, metrics.jsonl,
+samples.jsonl), step_N/ checkpoints, best/policy/, training_metrics_detailed.png and rce_metrics_with_entropy.png.
+"""
+import ast, copy, csv, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
+from collections import Counter, defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit("rce.py needs the folder rewards/ beside it or above it: copy it from the repository")
+sys.path.insert(0, str(ROOT))
+import rewards  # noqa: E402
+
+# ================================================================ constants
+
+# What to do
+STAGE = "all"  # all | mine | check | train: check reads the newest candidates, train takes those of the first round
+ROUNDS = 2  # times to mine and train
+CANDIDATES: str | None = None  # a parquet of candidates to use in the first round instead of mining
+
+# Models: a folder or a hub name
+ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
+REWARD_MODEL: str | None = None  # one-label sequence classifier; None: reward functions alone
+DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
+DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
+GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
+
+# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+TRAIN_DATASETS = [
+    {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
+    {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
+]
+EVAL_DATASETS = [{"path": f"{ROOT}/data/tiny/test.jsonl", "type": "jsonl", "input": "problem", "output": "solution"}]
+PROMPT_TEMPLATE = "{input}"  # what the actor is asked; the tokenizer's chat template, if any, is put around it
+MAX_TRAIN_PROMPTS: int | None = None  # only the first so many; None: all
+MAX_EVAL_PROMPTS: int | None = 200
+VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
+
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function; a name in rewards/ or a function
+REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]  # weight 0: a part for SOFT_REWARD, not for the score that is logged
+REWARD_MODEL_WEIGHT = 1.0
+HARD_REWARD = "exact_answer"  # the part that says right (1) or wrong (0)
+SOFT_REWARD = "rouge_l"  # the part, in [0, 1], that grades; "reward_model" is squashed into it by a sigmoid
+REWARD_MODE = "hard_only"  # a mode of rewards/: what r is made of
+HYBRID_SCORE = "logprob"  # logprob, or a part: the score that REWARD_MODE = hybrid scales and mixes in
+SIMILARITY_WEIGHT = 0.0  # adds so much of the part SIMILARITY to the r of wrong candidates
+SIMILARITY = "rouge_l"
+ANSWER_FORM = "#### {answer}"  # how a response states its answer: where gt_prob puts the gold one
+GOLD_FULL_COUNT = 1  # a gold answer listed so often weighs 1, one listed less a share of it (VQA's accuracy: 3)
+ACCURACY_FUNCTION = "exact_answer"  # what evaluation calls right, in rewards/; used where the data has answers
+
+# Mining
+MINE_PROMPTS: int | None = 320  # prompts of the first round; None: all. Later rounds take as many as it trained on
+GREEDY = True  # propose the greedy response
+BEAMS = 3  # propose the responses of a beam search so wide; 0: none
+GROUP_SIZE = 12  # sampled responses a prompt, dealt out over SAMPLE_TEMPERATURES
+SAMPLE_TEMPERATURES = [0.7, 1.0, 1.3]
+INCLUDE_REFERENCE = False  # propose the data's own solution
+CHEAP_SIGNAL = "gt_prob"  # gt_prob | logprob: what candidates are ranked by before they are verified
+VERIFY_TOP: int | None = None  # the best so many a prompt are verified; None: all
+VERIFY_RANDOM = 2  # and so many of the others, at random
+MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
+MAX_NEW_TOKENS = 64
+TEMPERATURE = 1.0  # > 0; of the policy that is trained, evaluated and whose log-probabilities are logged
+EVAL_SAMPLES = 4  # k of pass@k in evaluation
+
+# Training
+BATCH_SIZE = 32  # prompts in memory at a time, with GROUP_SIZE candidates each
+GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = prompts a step
+TAU = 0.1  # > 0; small: only the best candidates, large: all alike
+TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
+WEIGHT_REWARDS = "raw"  # raw | zscore (within the prompt)
+LENGTH_NORMALISE = False
+LEARNING_RATE = 3e-4
+MAX_GRAD_NORM = 1.0  # > 0
+WEIGHT_DECAY = 0.0
+USE_LR_SCHEDULER = False
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
+WARMUP_STEPS = 0
+
+# Schedule
+NUM_EPOCHS = 2  # passes over a round's prompts
+MAX_STEPS: int | None = None  # a bound on the steps of all rounds
+
+# Bookkeeping
+SAVE_EVERY_N_STEPS = 25  # 0: only after each round
+KEEP_LAST_N_CHECKPOINTS = 3
+EVAL_EVERY_N_STEPS = 8  # 0: only before and after
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
+RESUME = "ask"  # ask | yes | no | a checkpoint's path
+OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
+SEED = 1
+USE_WANDB = False
+WANDB_PROJECT = "hackable-rlhf"
+
+_RANGES = {  # least and greatest value of each number, or the words that a constant takes
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS NUM_EPOCHS ROUNDS PLATEAU_PATIENCE EVAL_SAMPLES "
+    "KEEP_LAST_N_CHECKPOINTS MAX_STEPS MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS MINE_PROMPTS VERIFY_TOP GOLD_FULL_COUNT": (1, 1e12),
+    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED BEAMS VERIFY_RANDOM": (0, 2**62),
+    "LEARNING_RATE WEIGHT_DECAY EARLY_STOPPING_THRESHOLD SIMILARITY_WEIGHT": (0, 1e6), "REWARD_MODEL_WEIGHT": (-1e6, 1e6),
+    "VALIDATION_FRACTION": (0, 0.9), "TAU TAU_END": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM": (1e-12, 1e12),
+    "DTYPE": ["float32", "bfloat16"], "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"], "STAGE": ["all", "mine", "check", "train"],
+    "CHEAP_SIGNAL": ["gt_prob", "logprob"], "WEIGHT_REWARDS": ["raw", "zscore"],
+    "REWARD_MODE": "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob hard_plus_gtprob_separated hybrid".split(),
+}
+# What candidates depend on: parts of one file are never mined under two settings
+_MINING = ("ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD "
+           "SIMILARITY ANSWER_FORM GOLD_FULL_COUNT MINE_PROMPTS GREEDY BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL VERIFY_TOP "
+           "VERIFY_RANDOM MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED").split()
+_COLUMNS = pa.schema([  # one row a candidate; source and temperature list every way it was proposed; reward/<part> columns follow
+    ("prompt_id", pa.string()), ("prompt", pa.string()), ("token_ids", pa.list_(pa.int32())), ("text", pa.string()), ("source", pa.list_(pa.string())),
+    ("temperature", pa.list_(pa.float64())), ("truncated", pa.bool_()), ("logprob", pa.float64()), ("hard", pa.float64()), ("soft", pa.float64()),
+    ("gt_prob", pa.float64()), ("eval_mode", pa.string()), ("eval_failed", pa.bool_()), ("eval_error", pa.string())])
+
+# ================================================================ small functions that every trainer has
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+class UserError(Exception):
+    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def constants():
+    """Every constant of this file, as it is now."""
+    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def plain_name(value):
+    """What stands for a value that is not JSON: a function's name stays the same from run to run."""
+    return getattr(value, "__name__", repr(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def apply_overrides(words):
+    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in constants():
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file" + (f"; did you mean {near[0]}?" if near else ""))
+        kind = str(globals()["__annotations__"].get(key, type(globals()[key]).__name__))  # such as "int | None"
+        try:
+            value = text if "str" in kind and not ("None" in kind and text == "None") else ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        value = float(value) if "float" in kind and type(value) is int else value
+        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text} does not fit: {key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}")
+        globals()[key] = value
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def check_constants():
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _RANGES.items():
+        for key in keys.split():
+            value = globals()[key]
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} " + (f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def load_rows(datasets, constant, limit=None):
+    """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
+    rows = []
+    for spec in datasets:
+        where, before, columns = f"{constant}: {spec.get('path')}", len(rows), [c for c in (spec.get("input"), spec.get("output")) if c]
+        if odd := set(spec) - {"path", "type", "input", "output", "name", "split"} or {"path", "type", "input"} - set(spec):
+            raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
+        for number, record in read_records(spec, columns, where):
+            for column in columns:
+                if not isinstance(record, dict) or record.get(column) is None:
+                    has = sorted(record) if isinstance(record, dict) else type(record).__name__
+                    raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
+            prompt = record[spec["input"]]
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
+            answer = record[spec["output"]] if spec.get("output") else None
+            answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+            rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": prompt, "answer": answer})
+        if len(rows) == before:
+            raise UserError(f"{where}: the data set is empty")
+    return rows[:limit]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def read_records(spec, columns, where):
+    """(line number from 1, record) of one data set."""
+    if spec["type"] not in ("jsonl", "parquet", "hub"):
+        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
+    if spec["type"] != "hub" and not Path(spec["path"]).is_file():
+        raise UserError(f"{where}: there is no such file")
+    if spec["type"] == "jsonl":
+        with open(spec["path"], "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        yield number, json.loads(line.decode("utf-8-sig"))
+                except ValueError as error:
+                    raise UserError(f"{where} line {number}: not a line of JSON ({getattr(error, 'msg', error)}); mend or delete it") from None
+        return
+    try:
+        if spec["type"] == "parquet":
+            import pyarrow.parquet
+            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
+        else:
+            import datasets
+            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+    except Exception as error:  # both libraries raise many kinds
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
+    yield from enumerate(records, 1)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        there = Path(path).exists()
+        why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
+        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def load_model(auto_class, path, constant, new_head=False):
+    """The model in float32, every weight accounted for. With new_head, weights outside the base model may be left over
+    or absent; the absent ones start at zero."""
+    options = {"num_labels": 1} if new_head else {}
+    model, info = load_pretrained(auto_class, path, constant, dtype=torch.float32, output_loading_info=True, **options)
+    missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
+    wrong = missing | set(info["unexpected_keys"])
+    if new_head:
+        wrong = {key for key in wrong if key in missing and key.startswith(model.base_model_prefix + ".")}
+    if wrong:
+        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: missing or unexpected weights {', '.join(sorted(wrong))}")
+    for name, parameter in model.named_parameters():
+        if name in missing:
+            torch.nn.init.zeros_(parameter)
+    return model.eval()  # and it stays so: dropout is off in rollout and update alike
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def load_tokenizer(path, constant):
+    tokenizer = load_pretrained(AutoTokenizer, path, constant)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token, so no response could ever end; set eos_token in it")
+    return tokenizer
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def resolve_rewards(functions):
+    """[(name, function, weight)] of names in rewards/ or functions."""
+    for function, _ in functions:
+        if not callable(function) and not callable(getattr(rewards, function, None)):
+            raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
+    return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def check_scores(name, values, count):
+    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    values = torch.as_tensor(values, dtype=torch.float32)
+    if values.shape != (count,) or not values.isfinite().all():
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
+    return values
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def pad_left(rows, value):
+    """Lists of ids as one tensor, (rows, longest)."""
+    width = max(map(len, rows))
+    return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def sample_tokens(logprobs, uniform):
+    """One id a row by inverting the cumulative distribution: logprobs (rows, vocabulary), uniform (rows,) in [0, 1)."""
+    cumulative = logprobs.double().exp().cumsum(-1)
+    target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+@torch.no_grad()
+def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
+    """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
+
+    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Each prompt is prefilled once.
+    Returns ids, lengths and log-probabilities under the sampling distribution: (rows, max_new_tokens), (rows,), as the ids.
+    A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS.
+    """
+    device, rows = model.device, len(prompts) * group_size
+    prompt_ids = pad_left(prompts, pad_id).to(device)  # (prompts, prompt)
+    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = (torch.arange(prompt_ids.shape[1], device=device) >= prompt_ids.shape[1] - prompt_lengths[:, None]).long()
+    out = model(input_ids=prompt_ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True, logits_to_keep=1)
+    cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(group_size, 0)
+    cache.batch_repeat_interleave(group_size)
+    mask = torch.cat([mask.repeat_interleave(group_size, 0), mask.new_ones(rows, max_new_tokens)], 1)
+    positions = prompt_lengths.repeat_interleave(group_size)  # (rows,) of the next token
+
+    ids = torch.full((rows, max_new_tokens), pad_id, device=device)
+    logprobs, lengths = torch.zeros(rows, max_new_tokens, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+    rows = torch.arange(rows, device=device)  # which row of the result each row of the cache is
+    going = torch.ones_like(rows, dtype=torch.bool)
+    for t in range(max_new_tokens):
+        scaled = (logits.float() / temperature).log_softmax(-1)  # (cached rows, vocabulary)
+        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(scaled, uniform[rows, t])
+        live = rows[going]
+        ids[live, t] = tokens[going]
+        logprobs[live, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[going]
+        lengths[live] += 1
+        going &= ~torch.isin(tokens, eos_ids)
+        left = int(going.sum())
+        if left == 0 or t + 1 == max_new_tokens:
+            break
+        if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
+            keep = going.nonzero().squeeze(-1)
+            cache.batch_select_indices(keep)
+            rows, tokens, mask, positions, going = rows[keep], tokens[keep], mask[keep], positions[keep], going[keep]
+        logits = model(input_ids=tokens.unsqueeze(-1), attention_mask=mask[:, :prompt_ids.shape[1] + t + 1],
+                       position_ids=positions.unsqueeze(-1), past_key_values=cache, use_cache=True).logits[:, -1]
+        positions = positions + 1
+    return ids, lengths, logprobs
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def response_window(batch, rows):
+    """Model inputs for some rows, cut to their own longest prompt and response, and those two lengths (P, R).
+    What the model says at columns P-1 to P+R-2 concerns the response's tokens."""
+    prompt, response = int(batch.prompt_lengths[rows].max()), int(batch.response_lengths[rows].max())
+    ids = torch.cat([batch.prompt_ids[rows, -prompt:], batch.response_ids[rows, :response]], 1)  # (rows, P + R)
+    column = torch.arange(prompt + response, device=ids.device)
+    mask = (column >= prompt - batch.prompt_lengths[rows, None]) & (column < prompt + batch.response_lengths[rows, None])
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}, prompt, response
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def response_logprobs(model, batch, rows, temperature):
+    """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32.
+
+    Responses go through the model 64 at a time, by length. Rows of one prompt share its pass, forward and backward: its keys
+    and values are computed once and handed to each response (recomputed layers cannot take them: then each row is whole).
+    """
+    inputs, prompt, width = response_window(batch, rows)
+    ids, mask, positions = (inputs[key] for key in ("input_ids", "attention_mask", "position_ids"))
+    _, which = torch.cat([batch.prompt_lengths[rows, None], ids[:, :prompt]], 1).unique(dim=0, return_inverse=True)
+    one = which.new_zeros(int(which.max()) + 1).scatter_(0, which, torch.arange(len(rows), device=rows.device))  # a row of each prompt
+    shared = None
+    if len(one) < len(rows) and not GRADIENT_CHECKPOINTING:
+        shared = model(input_ids=ids[one, :prompt], attention_mask=mask[one, :prompt], position_ids=positions[one, :prompt], use_cache=True, logits_to_keep=1)
+    order = batch.response_lengths[rows].argsort(stable=True)
+    parts = []
+    for part in order.split(64):
+        n = int(batch.response_lengths[rows[part]].max())
+        if shared is None:
+            logits = model(input_ids=ids[part, :prompt + n], attention_mask=mask[part, :prompt + n], position_ids=positions[part, :prompt + n],
+                           use_cache=False, logits_to_keep=n + 1).logits[:, :-1]
+        else:
+            logits, cache = shared.logits[which[part]], copy.copy(shared.past_key_values)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]  # the part's own view: selecting rows must not touch the shared one
+            cache.batch_select_indices(which[part])
+            if n > 1:
+                rest = model(input_ids=ids[part, prompt:prompt + n - 1], attention_mask=mask[part, :prompt + n - 1],
+                             position_ids=positions[part, prompt:prompt + n - 1], past_key_values=cache, use_cache=True)
+                logits = torch.cat([logits, rest.logits], 1)
+        logprobs = (logits.float() / temperature).log_softmax(-1)  # (part, n, vocabulary)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        chosen = logprobs.gather(-1, batch.response_ids[rows[part], :n].unsqueeze(-1)).squeeze(-1)
+        parts.append(torch.nn.functional.pad(torch.stack([chosen, entropy]), (0, width - n)))
+    return tuple(torch.cat(parts, 1)[:, order.argsort()])
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def micro_batches(batch, rows, size):
+    """Cut rows into micro-batches of like length, at most `size` rows each."""
+    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
+    return rows[lengths.argsort(descending=True, stable=True)].split(size)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return {None: 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": 0.5 ** halvings}[kind]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def seed_everything(seed):
+    """Seed every generator and ask for deterministic kernels: without, gradients that meet at one index (a prompt shared by its
+    responses) are added in whatever order the threads come, and no two runs are equal, on the CPU either."""
+    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def get_rng_state():
+    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    name, words, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": (name, words.tolist(), *rest), "torch": torch.get_rng_state()}
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def set_rng_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def fsync(path):
+    handle = os.open(path, os.O_RDONLY)  # works for folders too
+    os.fsync(handle)
+    os.close(handle)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def file_digest(path):
+    with open(path, "rb") as file:
+        return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def write_checkpoint(folder, fill):
+    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
+    tmp = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir(parents=True)
+        fill(tmp)
+        manifest = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
+        (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in [*tmp.rglob("*"), tmp]:
+            fsync(path)
+        os.rename(tmp, folder)
+        fsync(folder.parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError is how torch.save reports a failed write
+        shutil.rmtree(tmp, ignore_errors=True)
+        why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
+        raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def checkpoint_fault(folder):
+    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"}
+        for name in sorted({"training_state.pt", *manifest, *files}):
+            if name not in files or file_digest(files[name]) != manifest.get(name):
+                return f"{name} is {'not what was saved' if name in files else 'missing'}"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"manifest.json: {error}"
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def list_checkpoints(output_dir):
+    """[(N, step_N/)] of a run, oldest first."""
+    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def choose_checkpoint(resume, output_dir, say):
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
+    if resume not in ("ask", "yes", "no"):
+        if fault := checkpoint_fault(Path(resume)):
+            raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
+        return Path(resume)
+    for _, folder in reversed(list_checkpoints(output_dir) if resume != "no" else []):
+        if fault := checkpoint_fault(folder):
+            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+            continue
+        say(f"Found checkpoint: {folder}")
+        if resume == "yes" or not sys.stdin or not sys.stdin.isatty():
+            say("Resuming from it (RESUME=no starts afresh)")
+            return folder
+        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
+            pass
+        return folder if reply == "y" else None
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def move_aside(paths, output_dir, say):
+    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
+    if paths:
+        old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
+        while old.exists():  # two within a second
+            old = old.with_name(old.name + "_")
+        old.mkdir()
+        for path in paths:
+            os.rename(path, old / path.name)
+        say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def run_facts(device):
+    """Versions, git commit and device, for training_config.json."""
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True) if shutil.which("git") else None
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def draw_plot(records, path, title, panels):
+    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points from a dashed start."""
+    from matplotlib.figure import Figure
+    height = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(16, 0.8 + 3.4 * height), layout="constrained")
+    figure.suptitle(title)
+    for number, (label, keys) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
+        axis.grid(alpha=0.3)
+        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
+            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+            if points and phase == "train":
+                x, y = np.array(points, dtype=float).T
+                window = max(1, len(y) // 12)
+                axis.plot(x, y, color=f"C{color}", alpha=0.25)
+                axis.plot(x, [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)], color=f"C{color}", label=f"{key}, mean of {window}")
+            elif points:
+                axis.plot(*zip(*points), "o-", color=f"C{color}", markersize=5, linewidth=0.8, label=f"{key}, held out")
+                axis.axhline(points[0][1], color=f"C{color}", linestyle="--", linewidth=0.8)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(f"{path}.tmp", format="png", dpi=100)
+    os.replace(f"{path}.tmp", path)
+
+def write_parquet(records, path, facts):
+    """Candidates as parquet with checksums and what they were mined with, there whole or not at all."""
+    parts = sorted({key for record in records for key in record if key.startswith("reward/")})
+    schema = pa.schema([*_COLUMNS, *((key, pa.float64()) for key in parts)], metadata={"mined_with": json.dumps(facts)})
+    pq.write_table(pa.Table.from_pylist(records, schema), f"{path}.tmp", write_page_checksum=True)
+    fsync(f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+    fsync(Path(path).parent)
+
+def read_parquet(path):
+    """(records, what they were mined with) of a parquet file; a broken one is a UserError."""
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        return table.to_pylist(), json.loads((table.schema.metadata or {}).get(b"mined_with", b"{}"))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]})") from None
+
+def read_candidates(path, rows, vocabulary):
+    """[(row, its candidates)] in the file's order. The mapping is strict: a prompt or token id that is not known is an error."""
+    groups, columns = {}, ("prompt_id", "prompt", "token_ids", "hard", "eval_failed")
+    for number, record in enumerate(read_parquet(path)[0], 1):
+        where, ids = f"{path} row {number}", record.get("token_ids")
+        if missing := [c for c in columns if c not in record]:
+            raise UserError(f"{path}: there is no column {missing[0]!r}; candidates have {', '.join(columns)} and, if they are known, the others the README names")
+        if record["prompt_id"] not in rows or rows[record["prompt_id"]]["prompt"] != record["prompt"]:
+            raise UserError(f"{where}: prompt_id {record['prompt_id']!r} with this prompt is not in TRAIN_DATASETS: give the data the candidates were made for")
+        if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+            raise UserError(f"{where}: token_ids must be 1 or more ids below {vocabulary}, those of ACTOR_MODEL's tokenizer")
+        if record["hard"] not in (0, 1) and not (record["eval_failed"] or record["hard"] is None):
+            raise UserError(f"{where}: hard is {record['hard']}; it takes 0, 1 or, where it was not verified, null")
+        groups.setdefault(record["prompt_id"], []).append({"text": "", "source": ["given"], "temperature": [None], **record})
+    if not groups:
+        raise UserError(f"{path}: there are no candidates in it")
+    return [(rows[key], candidates) for key, candidates in groups.items()]
+
+def pack(prompts, responses, pad_id, device):
+    """Lists of ids as the tensors of a batch: prompts padded left, responses right."""
+    lengths = torch.tensor([len(r) for r in responses], device=device)
+    width = int(lengths.max())
+    return SimpleNamespace(
+        prompt_ids=pad_left(prompts, pad_id).to(device), prompt_lengths=torch.tensor([len(p) for p in prompts], device=device),  # (rows, P), (rows,)
+        response_ids=torch.tensor([list(r) + [pad_id] * (width - len(r)) for r in responses], device=device), response_lengths=lengths,  # (rows, R), (rows,)
+        response_mask=(torch.arange(width, device=device) < lengths[:, None]).float())
+
+# ================================================================ the maths of RCE
+
+def rce_weights(rewards, tau, kind="raw"):
+    """Weights of one prompt's candidates, (candidates,): softmax(reward / tau); zscore scales the rewards to deviation 1 first, ddof 1."""
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    if kind == "zscore":
+        rewards = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    return (rewards / tau).softmax(0)
+
+def rce_loss(logprobs, mask, weights, prompts, length_normalise):
+    """Part of the step's loss that these rows are: sum of weight * -log pi(row) / prompts; logprobs, mask (rows, R), weights (rows,)."""
+    row_logprobs = (logprobs * mask).sum(1)
+    if length_normalise:
+        row_logprobs = row_logprobs / mask.sum(1)
+    return -(weights * row_logprobs).sum() / prompts
+
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over the distinct gold answers of a prompt, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
+
+def shaped_rewards(candidates):
+    """r of one prompt's candidates: REWARD_MODE, with SIMILARITY added to wrong ones."""
+    needs = {"soft": REWARD_MODE in ("soft_only", "hard_plus_soft", "hard_plus_soft_v2", "separated"), "gt_prob": "gtprob" in REWARD_MODE}
+    score, similarity = (x if x == "logprob" else f"reward/{x}" for x in (HYBRID_SCORE, SIMILARITY))
+    needs.update({"hard": REWARD_MODE != "soft_only", score: REWARD_MODE == "hybrid", similarity: SIMILARITY_WEIGHT > 0})
+    for key, needed in needs.items():
+        if needed and any(c.get(key) is None for c in candidates):
+            raise UserError(f"REWARD_MODE = {REWARD_MODE!r}, SIMILARITY_WEIGHT = {SIMILARITY_WEIGHT}: candidates have no {key}; the data needs answers, or the reward that part")
+    column = lambda key: [c.get(key) or 0.0 for c in candidates]
+    shaped = getattr(rewards, REWARD_MODE)(column("hard"), column("soft"), column("gt_prob"), column(score))
+    return rewards.shape_wrong(shaped, column("hard"), column(similarity), SIMILARITY_WEIGHT) if SIMILARITY_WEIGHT > 0 else shaped
+
+def is_flat(values):
+    return max(values) - min(values) < 1e-6
+
+# ================================================================ the check-up
+
+def spearman(a, b):
+    """Rank correlation, equal values sharing their mean rank; NaN where one side does not vary."""
+    ranks = []
+    for values in (a, b):
+        _, which, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum() - (counts - 1) / 2)[which])
+    return float(np.corrcoef(ranks)[0, 1]) if all(len(set(r)) > 1 for r in ranks) else math.nan
+
+def check_up(groups):
+    """Figures and a verdict on groups of candidates, one list a prompt. Shares are of what was verified and did not fail."""
+    every, good = [c for g in groups for c in g], [[c for c in g if c["hard"] is not None and not c["eval_failed"]] for g in groups]
+    good = [g for g in good if g]
+    flat, right = [c for g in good for c in g], [sum(c["hard"] for c in g) for g in good]
+    shaped = [shaped_rewards(g) for g in good]
+    # What the policy takes by itself: its greedy response, else its likeliest candidate
+    picks = [max(range(len(g)), key=lambda i: ("greedy" in g[i]["source"], g[i].get("logprob") or -math.inf)) for g in good]
+    gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
+    mean = lambda values: float(np.mean(values)) if len(values) else math.nan
+    figures = {"prompts": len(groups), "candidates": len(every), "proposed": sum(len(c["source"]) for c in every)}
+    figures |= {"duplicate rate": 1 - len(every) / figures["proposed"], "verified": len(flat), "positive rate": mean([c["hard"] for c in flat])}
+    sources = defaultdict(list)
+    for c in flat:
+        for name, temperature in zip(c["source"], c["temperature"]):
+            sources[name if temperature is None else f"{name} at {temperature:g}"].append(c["hard"])
+    figures |= {f"positive rate, {name}": mean(values) for name, values in sorted(sources.items())}
+    figures |= {f"positives a prompt, {name}": float(np.percentile(right, q)) if right else math.nan for name, q in (("min", 0), ("p25", 25), ("median", 50), ("p75", 75), ("max", 100))}
+    figures |= {"prompts without a positive": mean([n == 0 for n in right]), "prompts with flat reward": mean([is_flat(r) for r in shaped])}
+    for key in ("gt_prob", "soft"):
+        pairs = [(c[key], c["hard"]) for c in flat if c.get(key) is not None]
+        figures[f"Spearman of {key} with hard"] = spearman(*zip(*pairs)) if pairs else math.nan
+    figures |= {"accuracy of the policy's pick": mean([g[i]["hard"] for g, i in zip(good, picks)]), "accuracy of the oracle": mean([n > 0 for n in right]),
+                "oracle's reward above the pick's, mean": mean(gaps), "oracle above the pick by .2, prompts": mean([x > 0.2 for x in gaps])}
+    modes = Counter("failed" if c["eval_failed"] else c.get("eval_mode") or "given" for c in every)
+    figures |= {f"eval mode {mode}": n / len(every) for mode, n in sorted(modes.items())}
+
+    used = "gt_prob" if "gtprob" in REWARD_MODE else "soft" if "soft" in REWARD_MODE else None
+    if figures.get("eval mode failed", 0) > 0.1:
+        verdict = f"fix the reward: scoring failed for {figures['eval mode failed']:.0%} of the candidates"
+    elif used and figures[f"Spearman of {used} with hard"] < 0.1:
+        verdict = f"fix the reward: {used} hardly goes with being right (Spearman {figures[f'Spearman of {used} with hard']:.2f}); another SOFT_REWARD or REWARD_MODE"
+    elif not figures["prompts without a positive"] <= 0.5:
+        verdict = f"mine more: {figures['prompts without a positive']:.0%} of the prompts have no right candidate; raise GROUP_SIZE, or INCLUDE_REFERENCE=True"
+    elif figures["accuracy of the oracle"] - figures["accuracy of the policy's pick"] < 0.02:
+        verdict = "mine more: the candidates are hardly better than the policy's own pick; take harder prompts or higher SAMPLE_TEMPERATURES"
+    elif figures["prompts with flat reward"] > 0.5:
+        verdict = f"fix the reward: {figures['prompts with flat reward']:.0%} of the prompts have equal rewards and teach nothing; take a REWARD_MODE that grades"
+    else:
+        verdict = f"train: the best candidate is right for {figures['accuracy of the oracle']:.0%} of the prompts, the policy's own pick for {figures['accuracy of the policy' + chr(39) + 's pick']:.0%}"
+    return figures, verdict
+
+def write_check_up(groups, path, title, say):
+    """Print the check-up and save it beside the candidates, as .csv and .png."""
+    from matplotlib.figure import Figure
+    figures, verdict = check_up(groups)
+    say(f"{title}\n" + "\n".join(f"    {key:<40} {value:>8,}" if isinstance(value, int) else f"    {key:<40} {value:>8.3f}" for key, value in figures.items()) + f"\n  Verdict: {verdict}")
+    path = Path(path)
+    with open(path.with_suffix(".csv.tmp"), "w", newline="") as file:
+        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
+    os.replace(path.with_suffix(".csv.tmp"), path.with_suffix(".csv"))
+
+    good = [[c for c in g if c["hard"] is not None and not c["eval_failed"]] for g in groups]
+    figure = Figure(figsize=(16, 8), layout="constrained")
+    figure.suptitle(f"{title}\n{verdict}")
+    axis = figure.subplots(2, 2)
+    counts = [int(sum(c["hard"] for c in g)) for g in good]
+    axis[0, 0].hist(counts, bins=np.arange(max(counts, default=0) + 2) - 0.5, color="C0", edgecolor="white")
+    axis[0, 0].set(xlabel="right candidates a prompt", ylabel="prompts")
+    axis[0, 0].xaxis.get_major_locator().set_params(integer=True)
+    rates = {key.split(", ")[1]: value for key, value in figures.items() if key.startswith("positive rate, ")}
+    axis[0, 1].barh(list(rates), list(rates.values()), color="C0")
+    axis[0, 1].axvline(figures["positive rate"], color="C1", linestyle="--", label="all candidates, each once")
+    axis[0, 1].set(xlabel="share of right candidates", xlim=(0, 1))
+    axis[0, 1].legend(fontsize=8)
+    for place, key in ((axis[1, 0], "gt_prob"), (axis[1, 1], "soft")):
+        for color, (hard, name) in enumerate(((1, "right"), (0, "wrong"))):
+            place.hist([c[key] for g in good for c in g if c["hard"] == hard and c.get(key) is not None], bins=np.linspace(0, 1, 41), alpha=0.6, color=f"C{color}", label=name)
+        place.set(xlabel=key, ylabel="candidates (log)", yscale="log")
+        place.legend(fontsize=8)
+    for place in axis.flat:
+        place.grid(alpha=0.3)
+    figure.savefig(f"{path}.png.tmp", format="png", dpi=100)
+    os.replace(f"{path}.png.tmp", path.with_suffix(".png"))
+    return figures
+
+# ================================================================ the trainer
+
+class RCETrainer:
+    """Holds actor, reward model, data, candidates and the run's files; train() is the algorithm.
+    resume_from_checkpoint overrides the constant RESUME: a path, "ask", "yes" or "no"."""
+    run_files = ("step_*", "best", "training_*", "rce_*.png", "candidates_*")  # what a new start moves aside, beside logs/
+    total_steps = property(lambda self: self.state.total_steps)
+
+    def __init__(self, resume_from_checkpoint=None):
+        check_constants()
+        self.log, self.unlogged, self.wandb, self.stop_signal = None, [], None, None
+        if STAGE == "check":
+            return  # needs no model
+        if not SAMPLE_TEMPERATURES or not all(isinstance(t, (int, float)) and 1e-3 <= t <= 1e3 for t in SAMPLE_TEMPERATURES):
+            raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes one or more numbers from 0.001 to 1000")
+        if ANSWER_FORM.count("{answer}") != 1:
+            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        try:
+            self.device = torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
+        except (RuntimeError, AssertionError):
+            raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+        self.checkpoint = choose_checkpoint(resume_from_checkpoint or RESUME, OUTPUT_DIR, self.say)
+        seed_everything(SEED)
+        self.load_models()
+        self.load_data()
+        self.rows = {row["id"]: row for row in self.train_rows}
+        if len(self.rows) < len(self.train_rows):
+            raise UserError("TRAIN_DATASETS: two data sets have the same file name, so candidates could not tell their prompts apart: rename one")
+        if STAGE == "train":  # candidates are what it starts from, not what it makes
+            self.run_files = tuple(pattern for pattern in self.run_files if pattern != "candidates_*")
+        self.rounds = 1 if STAGE == "train" else ROUNDS
+        # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts;
+        # candidates is the digest of each round's file, responses how many were proposed
+        self.state = SimpleNamespace(
+            step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf, evals_since_best=0, halvings=0,
+            log_bytes={}, wandb_id=None, round=1, round_start=0, total_steps=0, candidates={}, responses=0)
+        self.plan_steps(math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION)))
+        if self.checkpoint:
+            self.load_checkpoint(self.checkpoint)
+
+    def load_models(self):
+        """The actor comes from the checkpoint when there is one."""
+        at = self.checkpoint
+        self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
+        self.actor = load_model(AutoModelForCausalLM, at / "policy" if at else ACTOR_MODEL, "ACTOR_MODEL").to(self.device)
+        self.reward_model = None
+        if REWARD_MODEL:
+            self.reward_model = load_model(AutoModelForSequenceClassification, REWARD_MODEL, "REWARD_MODEL").to(self.device).requires_grad_(False)
+            self.reward_tokenizer = load_tokenizer(REWARD_MODEL, "REWARD_MODEL")
+            if self.reward_model.config.num_labels != 1 or not hasattr(self.reward_model, "score"):
+                raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must be a decoder with a classification head of one label, not {self.reward_model.config.num_labels}")
+        if not REWARD_MODEL and not REWARD_FUNCTIONS:
+            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
+        self.reward_functions, self.accuracy_function = resolve_rewards(REWARD_FUNCTIONS), resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
+        ends = self.actor.generation_config.eos_token_id  # chat models may have several
+        self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
+        self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        self.models = {"policy": self.actor}  # what is saved, by its folder's name
+        self.optimizers = {"policy": torch.optim.AdamW(self.actor.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=self.device.type != "mps")}
+        for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
+            model.activation_checkpointing_enable({"use_reentrant": False})
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def load_data(self):
+        self.train_rows = self.encode(load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS), "TRAIN_DATASETS")
+        self.eval_rows = self.encode(load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS), "EVAL_DATASETS")
+        if not self.train_rows:
+            raise UserError("TRAIN_DATASETS leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def encode(self, rows, constant):
+        """Add the prompt's ids to each row; rows longer than MAX_PROMPT_TOKENS are left out, and said so."""
+        tokenizer, longest = self.tokenizer, 0
+        for row in rows:
+            text = PROMPT_TEMPLATE.replace("{input}", row["prompt"])
+            if tokenizer.chat_template:
+                text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+            row["ids"] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            longest = max(longest, len(row["ids"]))
+        kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
+        if len(kept) < len(rows):
+            self.say(f"{constant}: left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} (longest {longest})")
+        return kept
+
+    # ------------------------------------------------------------ the algorithm
+
+    def train(self):
+        """Each round: mine, check up, train; log, evaluate, save. Returns the last evaluation."""
+        if STAGE == "check":
+            return self.check()
+        state, metrics = self.state, {}
+        self.open_run()
+        # candidates of a future given up, when an earlier checkpoint was resumed from
+        move_aside([p for p in Path(OUTPUT_DIR).glob("candidates_round_*") if self.checkpoint and int(p.stem.split("_")[2]) > state.round], OUTPUT_DIR, self.say)
+        handlers = self.catch_signals()
+        try:
+            self.save_checkpoint()  # what the first round mines from
+            while self.going():
+                metrics = self.prepare_round() or metrics
+                if STAGE == "mine":
+                    break
+                while self.going() and state.step < self.round_end:
+                    batch = self.next_batch()
+                    train_metrics = self.update(batch)
+                    state.step += 1
+                    self.log_step(batch, train_metrics)
+                    last = state.step in (self.round_end, self.total_steps)
+                    if last or EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0:
+                        metrics = self.evaluate_and_log()
+                    if state.step == self.round_end:  # before it is saved: the next round mines from this very checkpoint
+                        state.round, state.round_start, state.cursor = state.round + 1, state.step, 0
+                        self.save_checkpoint()
+                        break
+                    if SAVE_EVERY_N_STEPS and state.step % SAVE_EVERY_N_STEPS == 0:
+                        self.save_checkpoint()
+            if state.step:
+                self.save_checkpoint()
+            if STAGE == "mine" and not self.stop_signal:
+                self.say(f"Mined: {self.candidates_path(min(state.round, self.rounds))}; STAGE=train trains on it")
+            else:
+                self.finish()
+        finally:
+            self.bar.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return metrics
+
+    def going(self):
+        state = self.state
+        return not self.stop_signal and state.round <= self.rounds and state.step < (MAX_STEPS or math.inf) and not 0 < EARLY_STOPPING_PATIENCE <= state.evals_since_best
+
+    def plan_steps(self, prompts):
+        """The step at which this round ends, and all rounds if the later ones find as many prompts to train on."""
+        steps, left = NUM_EPOCHS * math.ceil(prompts / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)), max(1, self.rounds - self.state.round + 1)
+        self.round_end = self.state.round_start + steps
+        self.state.total_steps = min(self.state.round_start + left * steps, MAX_STEPS or math.inf)
+
+    def candidates_path(self, number):
+        return Path(CANDIDATES) if CANDIDATES and number == 1 else Path(OUTPUT_DIR) / f"candidates_round_{number}.parquet"
+
+    def check(self):
+        """The check-up of the newest candidates in OUTPUT_DIR, or of CANDIDATES."""
+        found = sorted(Path(OUTPUT_DIR).glob("candidates_round_*.parquet"), key=lambda p: int(p.stem.rpartition("_")[2]))
+        path = Path(CANDIDATES) if CANDIDATES else found[-1] if found else None
+        if path is None or not path.is_file():
+            raise UserError(f"there are no candidates at {path or OUTPUT_DIR}: run STAGE=mine first, or set CANDIDATES to a parquet file")
+        rows = {row["id"]: row for row in load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)}
+        Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+        return write_check_up([c for _, c in read_candidates(path, rows, math.inf)], Path(OUTPUT_DIR) / path.name, f"Check-up of {path.name}", self.say)
+
+    def prepare_round(self):
+        """Candidates of this round, mined or found; at first their check-up; then what can be trained. Returns the evaluation
+        before the first step, if this is it."""
+        state, path, metrics = self.state, self.candidates_path(self.state.round), None
+        new, name = str(state.round) not in state.candidates, f"candidates_round_{state.round}.parquet"
+        if new and not path.exists():
+            if STAGE == "train" or CANDIDATES and state.round == 1:
+                raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES to a parquet file")
+            if not self.mine(path):
+                return
+        digest = file_digest(path)["sha256"] if path.exists() else None
+        if not new and digest != state.candidates[str(state.round)]:
+            raise UserError(f"{path} is not the file this run was trained on: put it back, or start afresh with RESUME=no")
+        groups = read_candidates(path, self.rows, self.actor.get_input_embeddings().num_embeddings)
+        self.split(read_candidates(self.candidates_path(1), self.rows, math.inf) if state.round > 1 else groups)
+        self.train_rows = []
+        for row, candidates in groups:
+            candidates = [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
+            if row["prompt"] not in self.held_back and len(candidates) > 1 and not is_flat(shaped := shaped_rewards(candidates)):
+                self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
+        if new:
+            figures = write_check_up([c for _, c in groups], Path(OUTPUT_DIR) / name, f"Round {state.round}, check-up of {path.name}", self.say)
+            state.responses += figures["proposed"]
+            self.write_metrics("mine", {"round": state.round, "responses": state.responses, **figures})
+        if not self.train_rows:
+            raise UserError(f"{path}: no prompt has candidates of different reward, so there is nothing to train on; see the verdict of the check-up")
+        self.plan_steps(len(self.train_rows))
+        if new:
+            mined = len([row for row, _ in groups if row["prompt"] not in self.held_back])
+            self.say(f"Round {state.round}: {len(self.train_rows)} prompts to train on in steps {state.step + 1} to {self.round_end}, {mined - len(self.train_rows)} skipped since "
+                     f"their rewards are equal, {len(self.validation)} held back to validate")
+            state.candidates[str(state.round)] = digest
+            if state.step == 0 and STAGE != "mine":
+                metrics = self.evaluate_and_log()
+        self.bar.total, self.first_step, self.round_clock = self.total_steps, state.step, time.perf_counter()
+        return metrics
+
+    def split(self, groups):
+        """Hold VALIDATION_FRACTION of the first round's prompts back, by the prompt's text: equal prompts fall on one side."""
+        texts = list(dict.fromkeys(row["prompt"] for row, _ in groups))
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
+        self.held_back = {texts[i] for i in order[:int(VALIDATION_FRACTION * len(texts))]}
+        verified = [(row, [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]) for row, candidates in groups]
+        self.validation = [(row, candidates) for row, candidates in verified if row["prompt"] in self.held_back and candidates]
+
+    # ------------------------------------------------------------ mining
+
+    def mine(self, path):
+        """Mine this round's prompts into `path`, BATCH_SIZE at a time. Each part is whole on disk before the next is begun, and
+        depends on nothing but the policy and the constants, so a killed run goes on where it was. False when a signal stopped it."""
+        rows, parts, started = self.round_rows(), path.with_suffix(".parts"), time.perf_counter()
+        facts, records = json.loads(json.dumps({key: constants()[key] for key in _MINING}, default=plain_name)), []
+        parts.mkdir(parents=True, exist_ok=True)
+        for i in range(0, len(rows), BATCH_SIZE):
+            part = parts / f"{i:08d}.parquet"
+            found = None
+            if part.exists():
+                try:
+                    found, mined_with = read_parquet(part)
+                except UserError as error:
+                    self.say(f"WARNING: {error}; mining it again")
+                for key in facts if found is not None else ():
+                    if mined_with.get(key) != facts[key]:
+                        raise UserError(f"{part} was mined with {key} = {mined_with.get(key)!r}, it is {facts[key]!r} now: set it back, or start afresh with RESUME=no")
+            if found is None:
+                found = self.mine_part(rows[i:i + BATCH_SIZE])
+                write_parquet(found, part, facts)
+            records += found
+            done, right = min(i + BATCH_SIZE, len(rows)), len({c["prompt_id"] for c in records if c["hard"]})
+            left = (time.perf_counter() - started) / done * (len(rows) - done)
+            line = f"Round {self.state.round}: mined {done}/{len(rows)} prompts, {len(records)} candidates, {right} prompts with a right one"
+            self.bar.set_description_str(line)
+            self.say(f"{line}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
+            if self.stop_signal:
+                return False
+        write_parquet(records, path, facts)
+        shutil.rmtree(parts)
+        return True
+
+    def round_rows(self):
+        """The prompts of this round: the first MINE_PROMPTS of a permutation; later rounds go on in it, without those held back."""
+        rows = [self.rows[key] for key in self.rows]
+        rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()]
+        first = rows[:MINE_PROMPTS]
+        if self.state.round == 1:
+            return first
+        self.split(read_candidates(self.candidates_path(1), self.rows, math.inf))
+        rows = [row for row in rows if row["prompt"] not in self.held_back]
+        count = len([row for row in first if row["prompt"] not in self.held_back])
+        start = (self.state.round - 1) * count
+        return [rows[(start + i) % len(rows)] for i in range(min(count, len(rows)))]
+
+    @torch.no_grad()
+    def mine_part(self, rows):
+        """Candidates of some prompts: proposed, scored by the cheap signal, verified. A list of records, prompts in order."""
+        groups = self.propose(rows)
+        candidates = [c for group in groups for c in group]
+        by_id = {row["id"]: row for row in rows}
+        prompts = [by_id[c["prompt_id"]]["ids"] for c in candidates]
+        for c, logprob in zip(candidates, self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])):
+            if DTYPE == "float32" and "greedy" in c["source"] and abs(c.pop("sampler_logprob") - logprob) > 1e-3 * max(10, len(c["token_ids"])):
+                raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} scores a response otherwise than it gave it ({c['prompt_id']}): no reward could be trusted")
+            c["logprob"] = logprob
+        self.score_gold(by_id, candidates, prompts)
+        for row, group in zip(rows, groups):
+            if group[0][CHEAP_SIGNAL] is None:
+                raise UserError("CHEAP_SIGNAL = 'gt_prob' needs gold answers, and a data set has none: give it an \"output\" column, or take CHEAP_SIGNAL=logprob")
+            ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # stable: ties keep the order of proposal
+            others = ranked[VERIFY_TOP:] if VERIFY_TOP else []
+            chosen = torch.randperm(len(others), generator=self.prompt_generator(row, "verify"))[:VERIFY_RANDOM].tolist()
+            chosen = {*(ranked[:VERIFY_TOP]), *(others[i] for i in chosen), *(i for i in ranked if "greedy" in group[i]["source"])}
+            for i, c in enumerate(group):
+                c.update(eval_mode="verified" if i in chosen else "cheap", eval_failed=False, eval_error=None, hard=None, soft=None)
+        self.verify([c for c in candidates if c["eval_mode"] == "verified"], by_id)
+        lacking = [c for g in groups if len({c["hard"] for c in g if c["hard"] is not None}) < 2 for c in g if c["eval_mode"] == "cheap"]
+        self.verify(lacking, by_id)  # a right and a wrong one each, where they exist
+        return candidates
+
+    def prompt_generator(self, row, use):
+        """A random stream for one use of one prompt in one round, whatever was drawn before."""
+        words = f"{SEED} {self.state.round} {row['id']} {use}"
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") >> 1)
+
+    def propose(self, rows):
+        """Candidates of each prompt, equal token ids merged into one that lists its sources; one list a prompt."""
+        groups, prompts = [{} for _ in rows], [row["ids"] for row in rows]
+
+        def add(which, ids, source, temperature=None, **more):
+            record = groups[which].setdefault(tuple(ids), {"prompt_id": rows[which]["id"], "prompt": rows[which]["prompt"], "token_ids": list(ids), "source": [], "temperature": []})
+            record["source"].append(source)
+            record["temperature"].append(temperature)
+            record.update(more)
+
+        if GREEDY:
+            batch = self.respond(prompts, None)
+            for i, (ids, n) in enumerate(zip(batch.response_ids.tolist(), batch.response_lengths.tolist())):
+                add(i, ids[:n], "greedy", sampler_logprob=batch.logprobs[i, :n].sum().item())
+        if BEAMS:
+            for i, ids in enumerate(self.beam_search(prompts)):
+                add(i // BEAMS, ids, "beam")
+        for k, temperature in enumerate(SAMPLE_TEMPERATURES):
+            count = len(range(k, GROUP_SIZE, len(SAMPLE_TEMPERATURES)))  # GROUP_SIZE dealt out in turn
+            if count:
+                uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=self.prompt_generator(row, f"sample {k}")) for row in rows])
+                batch = self.respond(prompts, uniform, count, temperature)
+                for i, (ids, n) in enumerate(zip(batch.response_ids.tolist(), batch.response_lengths.tolist())):
+                    add(i // count, ids[:n], "sample", float(temperature))
+        for i, row in enumerate(rows if INCLUDE_REFERENCE else ()):
+            for text in row["answer"] if isinstance(row["answer"], list) else [row["answer"]] * (row["answer"] is not None):
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+                if len(ids) <= MAX_NEW_TOKENS:
+                    add(i, ids, "reference")
+        eos = set(self.eos_ids.tolist())
+        for c in (c for group in groups for c in group.values()):
+            c.update(text=self.tokenizer.decode(c["token_ids"], skip_special_tokens=True), truncated=c["token_ids"][-1] not in eos)
+        if not all(groups):
+            raise UserError("nothing proposes a candidate: set GREEDY, BEAMS, or INCLUDE_REFERENCE with solutions no longer than MAX_NEW_TOKENS")
+        return [list(group.values()) for group in groups]
+
+    def beam_search(self, prompts):
+        """BEAMS responses a prompt, each up to its first EOS, by transformers' beam search without any filter of the model's own."""
+        ids, mask = (pad_left(x, value).to(self.device) for x, value in ((prompts, self.pad_id), ([[1] * len(p) for p in prompts], 0)))
+        own, self.actor.generation_config = self.actor.generation_config, GenerationConfig()
+        try:
+            with self.autocast():
+                out = self.actor.generate(ids, attention_mask=mask, generation_config=GenerationConfig(
+                    num_beams=BEAMS, num_return_sequences=BEAMS, do_sample=False, early_stopping=True, max_new_tokens=MAX_NEW_TOKENS,
+                    eos_token_id=self.eos_ids.tolist(), pad_token_id=self.pad_id))
+        finally:
+            self.actor.generation_config = own
+        eos, responses = set(self.eos_ids.tolist()), []
+        for row in out[:, ids.shape[1]:].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+            responses.append(row[:end])
+        return responses
+
+    @torch.no_grad()
+    def token_logprobs(self, prompts, responses):
+        """Log-probabilities of the responses' ids under the policy, a float32 tensor (rows, R) on the CPU, 0 after each end."""
+        batch = pack(prompts, responses, self.pad_id, self.device)
+        logprobs = torch.zeros_like(batch.response_mask)
+        with self.autocast():
+            for rows in micro_batches(batch, torch.arange(len(responses), device=self.device), BATCH_SIZE * GROUP_SIZE):
+                width = int(batch.response_lengths[rows].max())
+                logprobs[rows, :width] = response_logprobs(self.actor, batch, rows, TEMPERATURE)[0]
+        return (logprobs * batch.response_mask).cpu()
+
+    def sequence_logprobs(self, prompts, responses):
+        return self.token_logprobs(prompts, responses).double().sum(1).tolist()
+
+    def gold_ids(self, row):
+        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark, with what ends them: the rest of
+        ANSWER_FORM, or EOS."""
+        mark, after = (part.rstrip() if i == 0 else part for i, part in enumerate(ANSWER_FORM.split("{answer}")))
+        start, ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"], Counter()
+        for answer in rewards.gold_answers(row["answer"]) if row["answer"] is not None else ():
+            if answer.strip():
+                full = self.tokenizer(ANSWER_FORM.replace("{answer}", answer.strip()), add_special_tokens=False)["input_ids"]
+                ids[tuple(full[len(start):]) + (() if after else (self.tokenizer.eos_token_id,))] += 1
+        return [(list(x), min(1.0, count / GOLD_FULL_COUNT)) for x, count in ids.items()]
+
+    def working(self, token_ids):
+        """The candidate's ids up to and with ANSWER_FORM's mark; one without it gets it on a line of its own."""
+        mark = ANSWER_FORM.split("{answer}")[0].rstrip()
+        if not mark:
+            return []
+        ids = token_ids[:-1] if token_ids[-1] in self.eos_ids.tolist() else token_ids
+        decode = lambda n: self.tokenizer.decode(ids[:n], skip_special_tokens=True)
+        position = decode(len(ids)).rfind(mark)
+        if position < 0:
+            return list(ids) + self.tokenizer(f"\n{mark}", add_special_tokens=False)["input_ids"]
+        low, high = 0, len(ids)  # fewest ids whose text reaches the mark's end
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(decode(middle)) >= position + len(mark) else (middle + 1, high)
+        return ids[:low]
+
+    def score_gold(self, by_id, candidates, prompts):
+        """gt_prob of each candidate; None where the row has no gold answer."""
+        golds, rows = {key: self.gold_ids(row) for key, row in by_id.items()}, []
+        for i, c in enumerate(candidates):
+            before = self.working(c["token_ids"])
+            rows += [(i, before, ids, weight) for ids, weight in golds[c["prompt_id"]]]
+            c["gt_prob"] = 0.0 if golds[c["prompt_id"]] else None
+        if rows:
+            logprobs = self.token_logprobs([prompts[i] for i, *_ in rows], [before + ids for _, before, ids, _ in rows]).double()
+            found = defaultdict(lambda: ([], []))
+            for (i, before, ids, weight), row in zip(rows, logprobs):
+                found[i][0].append(row[len(before):len(before) + len(ids)].sum().item())
+                found[i][1].append(weight)
+            for i, (sums, weights) in found.items():
+                candidates[i]["gt_prob"] = gold_probability(sums, weights)
+
+    def verify(self, candidates, by_id):
+        """Score candidates with the reward, all at once; where that raises, one by one, and those that raise by themselves are
+        marked as failed."""
+        def score(some):
+            texts = [c["prompt"] for c in some], [c["text"] for c in some], [by_id[c["prompt_id"]]["answer"] for c in some]
+            scores, parts = self.rewards_of(*texts)
+            parts = {key: torch.as_tensor(values).flatten().tolist() for key, values in parts.items()}
+            for key, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
+                if name not in parts:
+                    raise KeyError(f"{key} = {name!r} is no part of the reward: it has {', '.join(parts)}")
+            for i, c in enumerate(some):
+                c.update({f"reward/{key}": values[i] for key, values in parts.items()}, eval_mode="verified")
+                c["hard"] = parts[HARD_REWARD][i]
+                c["soft"] = 1 / (1 + math.exp(-parts[SOFT_REWARD][i])) if SOFT_REWARD == "reward_model" else parts[SOFT_REWARD][i]
+                if c["hard"] not in (0, 1) or not 0 <= c["soft"] <= 1:
+                    raise KeyError(f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {HARD_REWARD} gave {c['hard']:g}, {SOFT_REWARD} {c['soft']:g}")
+        try:
+            if candidates:
+                score(candidates)
+        except KeyError as error:
+            raise UserError(error.args[0]) from None
+        except Exception:  # a reward function may raise anything
+            failed = []
+            for c in candidates:
+                try:
+                    score([c])
+                except Exception as error:
+                    c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}", hard=None, soft=None)
+                    failed.append(c)
+            if len(failed) == len(candidates):
+                raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {failed[0]['eval_error']}") from None
+            self.say(f"WARNING: the reward failed for {len(failed)} of {len(candidates)} candidates, kept but not trained on: {failed[0]['eval_error']}")
+
+    # ------------------------------------------------------------ training
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def next_rows(self, count=None):
+        """The next prompts, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS or fewer at an epoch's end; each epoch has its own permutation."""
+        state = self.state
+        if state.cursor == 0:
+            state.epoch += 1
+            state.order = torch.randperm(len(self.train_rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
+        chosen = state.order[state.cursor:state.cursor + (count or BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)].tolist()
+        state.cursor = (state.cursor + len(chosen)) % len(self.train_rows)
+        return [self.train_rows[i] for i in chosen]
+
+    def next_batch(self):
+        """The next prompts' candidates with their weights; those that weigh nothing are left out."""
+        state, rows = self.state, self.next_rows()
+        progress = state.step / max(1, self.total_steps - 1)
+        batch_rows, weights, effective, best = [], [], [], []
+        tau = TAU * (TAU_END / TAU) ** progress if TAU_END else TAU
+        for row in rows:
+            w = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
+            effective.append(torch.special.entr(w).sum().exp().item())
+            best.append(w.max().item())
+            batch_rows += [(row, c, r) for c, r, x in zip(row["candidates"], row["rewards"], w) if x > 0]
+            weights += [x for x in w.tolist() if x > 0]
+        batch = pack([row["ids"] for row, _, _ in batch_rows], [c["token_ids"] for _, c, _ in batch_rows], self.pad_id, self.device)
+        batch.rows, batch.candidates, batch.rewards = ([x[k] for x in batch_rows] for k in range(3))
+        batch.weights, batch.prompts = torch.tensor(weights, device=self.device), len(rows)  # (rows,)
+        batch.facts = {"tau": tau, "effective_candidates": sum(effective) / len(rows), "weight_on_best": sum(best) / len(rows)}
+        return batch
+
+    def update(self, batch):
+        """One optimizer step on the batch, in micro-batches whose gradients add up to that of the whole."""
+        started, state, metrics = time.perf_counter(), self.state, defaultdict(float)
+        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(state.step, self.total_steps, WARMUP_STEPS, kind, state.halvings)
+        for optimizer in self.optimizers.values():
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
+        every, tokens = torch.arange(len(batch.rows), device=self.device), batch.response_mask.sum()
+        self.recompute(True)
+        for rows in micro_batches(batch, every, BATCH_SIZE * GROUP_SIZE):
+            mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())]
+            with self.autocast():
+                logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
+            loss = rce_loss(logprobs, mask, batch.weights[rows], batch.prompts, LENGTH_NORMALISE)
+            loss.backward()
+            metrics["policy_loss"] += loss.item()
+            metrics["entropy"] += ((entropy.detach() * mask).sum() / tokens).item()
+        self.recompute(False)
+        metrics["grad_norm"], = self.clip_and_step(metrics["policy_loss"], batch, every)
+        batch.seconds = {"update": time.perf_counter() - started}
+        return {**metrics, "learning_rate": LEARNING_RATE * scale}
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def clip_and_step(self, loss, batch, rows):
+        """Clip and step each optimizer, return the gradient norms. Where loss or gradient is not finite the weights stay
+        as they are and the prompts are named; five in a row end the run."""
+        norms = [torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM).item() for optimizer in self.optimizers.values()]
+        finite = all(map(math.isfinite, (loss, *norms)))
+        for optimizer in self.optimizers.values():
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        self.state.skipped = 0 if finite else self.state.skipped + 1
+        if not finite:
+            ids = sorted({batch.rows[i]["id"] for i in rows.tolist()})
+            self.say(f"WARNING: step {self.state.step + 1}: loss or gradient not finite, optimizer step skipped; prompts {' '.join(ids)}")
+        if self.state.skipped == 5:
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE, or look at the prompts named in the log")
+        return norms
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if DTYPE == "bfloat16" else nullcontext()
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def recompute(self, on):
+        """Gradient checkpointing is for layers in training mode: only they are put into it, so dropout stays off."""
+        for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
+            for layer in (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
+                layer.training = on
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def rewards_of(self, prompts, responses, answers):
+        """compute_rewards(), checked, and the parts it left behind."""
+        self.reward_parts = {}
+        return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def compute_rewards(self, prompts, responses, answers):
+        """Score of each response, (rows,); edit or override freely. What is put into self.reward_parts is logged."""
+        total = torch.zeros(len(responses))
+        if self.reward_model:
+            self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
+            total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
+        for name, function, weight in self.reward_functions:
+            try:
+                self.reward_parts[name] = check_scores(f"REWARD_FUNCTIONS: {name}", function(prompts, responses, answers), len(responses))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"REWARD_FUNCTIONS: {name}: {error}") from error
+            total += weight * self.reward_parts[name]
+        return total
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    @torch.no_grad()
+    def reward_model_score(self, prompts, responses):
+        """The reward model's score of each response (rows,), read at its last real token; two strings give one number."""
+        if isinstance(prompts, str):
+            return self.reward_model_score([prompts], [responses])[0]
+        tokenizer, rows, scores = self.reward_tokenizer, [], torch.zeros(len(responses), device=self.device)
+        for prompt, response in zip(prompts, responses):
+            text = PROMPT_TEMPLATE.replace("{input}", prompt)
+            chat = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else text + response + tokenizer.eos_token
+            rows.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+        with self.autocast():
+            for chunk in torch.tensor([len(row) for row in rows]).argsort(stable=True).split(BATCH_SIZE * GROUP_SIZE):
+                ids = pad_left([rows[i] for i in chunk], 0).to(self.device)  # padded left: the last column is always a real token
+                mask = pad_left([[1] * len(rows[i]) for i in chunk], 0).to(self.device)
+                out = self.reward_model.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+                scores[chunk.to(self.device)] = self.reward_model.score(out.last_hidden_state[:, -1]).squeeze(-1).float()
+        return scores
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def respond(self, prompts, uniform, group_size=1, temperature=None):
+        """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy."""
+        parts, size = [], BATCH_SIZE * group_size
+        with self.autocast():
+            for i in range(0, len(prompts), BATCH_SIZE):
+                chunk = None if uniform is None else uniform[i * group_size:i * group_size + size].to(self.device)
+                parts.append(generate(self.actor, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE, self.eos_ids, self.pad_id))
+        ids, lengths, logprobs = (torch.cat(x) for x in zip(*parts))
+        ids, logprobs = ids[:, :lengths.max()], logprobs[:, :lengths.max()]
+        responses = self.tokenizer.batch_decode([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())], skip_special_tokens=True)
+        return SimpleNamespace(
+            response_ids=ids, response_lengths=lengths, logprobs=logprobs, responses=responses,
+            response_mask=(torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).float(),
+            truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), self.eos_ids))
+
+    # ------------------------------------------------------------ evaluation
+
+    # same in: grpo/grpo.py, rce/rce.py
+    def evaluate(self, prompts=None, answers=None):
+        """Metrics of greedy and sampled responses to prompts (texts; default: the held-out set). Override to add yours.
+        The sampled responses have their own random stream, so evaluating never changes training."""
+        rows = self.eval_rows
+        if prompts is not None:
+            rows = self.encode([{"prompt": p, "answer": a} for p, a in zip(prompts, answers or [None] * len(prompts))], "evaluate")
+        if not rows:
+            return {}
+        prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
+        metrics, uniform = {}, torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=torch.Generator().manual_seed(SEED + 1))
+        greedy, batch = self.respond(ids, None), self.respond(ids, uniform, EVAL_SAMPLES)
+        many, golds = ([x for x in xs for _ in range(EVAL_SAMPLES)] for xs in (prompts, answers))
+        if None not in answers:
+            right = np.array(self.accuracy_function(many, batch.responses, golds)).reshape(-1, EVAL_SAMPLES)
+            metrics = {"accuracy_greedy": float(np.mean(self.accuracy_function(prompts, greedy.responses, answers))),
+                       "accuracy_sampled": float(right.mean()), "pass@1": float(right.mean()), f"pass@{EVAL_SAMPLES}": float(right.max(1).mean())}
+        scores, parts = self.rewards_of(many, batch.responses, golds)
+        return {**metrics, "reward": scores.mean().item(), **{f"reward/{k}": v.mean().item() for k, v in parts.items()},
+                "response_length": batch.response_lengths.float().mean().item(), "truncated_fraction": batch.truncated.float().mean().item()}
+
+    def validate(self):
+        """How often the policy's own pick, its likeliest verified candidate, is right on the prompts held back; no reward is called."""
+        flat = [(row["ids"], c["token_ids"]) for row, candidates in self.validation for c in candidates]
+        if not flat:
+            return {}
+        logprobs, right = iter(self.sequence_logprobs(*zip(*flat))), []
+        for _, candidates in self.validation:
+            scores = [next(logprobs) / (len(c["token_ids"]) if LENGTH_NORMALISE else 1) for c in candidates]
+            right.append(candidates[max(range(len(scores)), key=scores.__getitem__)]["hard"])
+        return {"pick_accuracy": float(np.mean(right))}
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def generate_response(self, prompt, greedy=True):
+        """One response to one prompt text; greedy=False samples from the global random stream."""
+        rows = self.encode([{"prompt": prompt}], "generate_response")
+        if not rows:
+            raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
+        return self.respond([rows[0]["ids"]], None if greedy else torch.rand(1, MAX_NEW_TOKENS)).responses[0]
+
+    def evaluate_and_log(self):
+        """Evaluate, log, keep the best policy by its pick's accuracy (of equal ones the later), count patience."""
+        started, state, metrics = time.perf_counter(), self.state, {**self.validate(), **self.evaluate()}
+        if metrics:
+            self.write_metrics("eval", {**metrics, "responses": state.responses, "seconds/evaluate": time.perf_counter() - started})
+            self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+            value = metrics.get("pick_accuracy", metrics.get("reward"))
+            better = value > state.best_reward + EARLY_STOPPING_THRESHOLD
+            state.evals_since_best = 0 if better else state.evals_since_best + 1
+            state.halvings += not better and state.evals_since_best % PLATEAU_PATIENCE == 0
+            if value >= state.best_reward:
+                state.best_reward = value
+                self.save_best(metrics)
+        return metrics
+
+    # ------------------------------------------------------------ the run's files
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def say(self, text, terminal=True):
+        """One line to the terminal, above the bar, and to the log file."""
+        if terminal:
+            tqdm.write(text)
+            sys.stdout.flush()
+        if self.log:
+            self.log.write(text + "\n")
+            self.log.flush()
+        else:
+            self.unlogged.append(text)  # until there is a log file
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def open_run(self):
+        """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the files."""
+        out, state = Path(OUTPUT_DIR), self.state
+        logs = out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        for stale in (*out.glob("step_*.tmp"), *out.glob("best.tmp"), *out.glob("*.png.tmp")):  # what a kill left half written
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        if self.checkpoint and self.checkpoint.resolve().parent == out.resolve():
+            # a broken checkpoint beyond this one, or one of a future given up, would be found by the next resume
+            move_aside([path for step, path in list_checkpoints(out) if step > state.step], out, self.say)
+            for name, size in state.log_bytes.items():
+                if (logs / name).exists() and (logs / name).stat().st_size > size:
+                    os.truncate(logs / name, size)
+        else:
+            earlier = [path for pattern in self.run_files for path in out.glob(pattern)]
+            move_aside(earlier + [logs] * any(logs.iterdir()), out, self.say)
+            logs.mkdir(exist_ok=True)
+            state.log_bytes = {}
+        log_name = next((n for n in state.log_bytes if n.startswith("training_")), time.strftime("training_%Y%m%d_%H%M%S.log"))
+        self.log, self.metrics_file, self.samples_file = (open(logs / name, "a") for name in (log_name, "metrics.jsonl", "samples.jsonl"))
+        self.log.writelines(text + "\n" for text in self.unlogged)
+        (out / "training_config.json").write_text(json.dumps({"constants": constants(), **run_facts(self.device)}, indent=1, default=plain_name))
+        if USE_WANDB:
+            import wandb
+            self.wandb = wandb.init(project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=state.wandb_id, resume="allow")
+            state.wandb_id = self.wandb.id
+        self.say(self.headline())
+        self.bar = tqdm(total=self.total_steps, initial=state.step, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False,
+                        bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started, self.first_step = time.perf_counter(), state.step
+
+    def headline(self):
+        return (f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}; {len(self.rows)} prompts to mine, "
+                f"{len(self.eval_rows)} held out; round {min(self.state.round, self.rounds)} of {self.rounds}, steps {self.state.step} to {self.total_steps} at most; writing to {OUTPUT_DIR}")
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def write_metrics(self, phase, metrics):
+        metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is not JSON
+        self.metrics_file.write(json.dumps({"phase": phase, "step": self.state.step, **metrics}) + "\n")
+        self.metrics_file.flush()
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.state.step)
+
+    def log_step(self, batch, metrics):
+        """The step's line on the terminal, its object in metrics.jsonl and a few of its candidates in samples.jsonl."""
+        step, lengths, rewards_ = self.state.step, batch.response_lengths.float(), torch.tensor(batch.rewards)
+        metrics = {
+            "epoch": self.state.epoch, "round": self.state.round, **metrics, **batch.facts, "reward": rewards_.mean().item(),
+            "weighted_reward": (batch.weights.cpu() * rewards_).sum().item() / batch.prompts, "candidates": len(batch.rows), "response_length": lengths.mean().item(),
+            "tokens_per_second": lengths.sum().item() / sum(batch.seconds.values()), **{f"seconds/{k}": v for k, v in batch.seconds.items()}}
+        self.write_metrics("train", metrics)
+        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+            c = batch.candidates[i]
+            self.samples_file.write(json.dumps({
+                "step": step, "id": batch.rows[i]["id"], "prompt": batch.rows[i]["prompt"], "response": c["text"], "answer": batch.rows[i]["answer"], "source": c["source"],
+                "hard": c["hard"], "soft": c.get("soft"), "gt_prob": c.get("gt_prob"), "reward": batch.rewards[i], "weight": batch.weights[i].item()}) + "\n")
+        self.samples_file.flush()
+        line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} N:{effective_candidates:.1f} E:{entropy:.3f} "
+                "LR:{learning_rate:.2e}").format(epochs=NUM_EPOCHS * self.rounds, **metrics)
+        self.bar.set_description_str(line, refresh=False)
+        self.bar.update(1)
+        left = (time.perf_counter() - self.round_clock) / (step - self.first_step) * (min(self.round_end, self.total_steps) - step)
+        self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left in round {self.state.round}", terminal=self.bar.disable)
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def save_checkpoint(self):
+        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        folder = Path(OUTPUT_DIR) / f"step_{self.state.step}"
+        if not folder.exists():
+            self.say(f"Saving {folder}")
+            write_checkpoint(folder, self.fill_checkpoint)
+            for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
+                shutil.rmtree(old)
+            self.draw_plots()
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def fill_checkpoint(self, folder):
+        for name, model in self.models.items():
+            model.save_pretrained(folder / name)
+            self.tokenizer.save_pretrained(folder / name)
+        logs = [Path(file.name) for file in (self.log, self.metrics_file, self.samples_file)]
+        for path in logs:
+            fsync(path)
+        self.state.log_bytes = {path.name: path.stat().st_size for path in logs}
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        torch.save({**vars(self.state), "optimizers": optimizers, "rng": [get_rng_state()]}, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def load_checkpoint(self, folder):
+        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        if saved["prompts"] != self.state.prompts:
+            raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(saved["optimizers"][name])
+            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
+        set_rng_state(saved["rng"][0])
+        self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
+        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=plain_name))
+        for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
+            if then.get(key) != now.get(key):
+                self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def save_best(self, metrics):
+        """best/policy/, each file replaced in one move, so that it loads at any moment."""
+        best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
+        self.actor.save_pretrained(tmp / "policy")
+        self.tokenizer.save_pretrained(tmp / "policy")
+        (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
+        (best / "policy").mkdir(parents=True, exist_ok=True)
+        for path in [p for p in tmp.rglob("*") if p.is_file()]:
+            fsync(path)
+            os.replace(path, best / path.relative_to(tmp))
+        shutil.rmtree(tmp)
+
+    def draw_plots(self):
+        """The run's plots, from metrics.jsonl alone."""
+        records = [r for r in map(json.loads, open(self.metrics_file.name)) if r["phase"] != "mine"]
+        units = {"entropy": " (nats a token)", "response_length": " (tokens)"}
+        label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
+        title, keys = f"RCE ({REWARD_MODE}, tau {TAU:g}), {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
+        if records:
+            draw_plot(records, f"{OUTPUT_DIR}/training_metrics_detailed.png", f"{title}: every metric", [(label(key), [key]) for key in keys])
+            draw_plot(records, f"{OUTPUT_DIR}/rce_metrics_with_entropy.png", title, [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])] + [
+                (label(key), [key]) for key in "pick_accuracy entropy policy_loss grad_norm effective_candidates weight_on_best reward response_length".split()])
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def catch_signals(self):
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        def handler(number, frame):
+            if self.stop_signal and number == signal.SIGINT:
+                os._exit(130)
+            self.stop_signal = number
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+        main = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
+        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM) if main}
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def finish(self):
+        why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
+        self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
+                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+        if self.wandb:
+            self.wandb.finish()
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def run_main(trainer_class):
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or SIGTERM."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        text = str(error) if isinstance(error, UserError) else f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+        print(f"\n{Path(__file__).name}: {text}", file=sys.stderr)
+        sys.exit(2)
+
+def train_main():
+    run_main(RCETrainer)
+
+
+if __name__ == "__main__":
+    train_main()

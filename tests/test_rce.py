@@ -1,0 +1,677 @@
+"""RCE's maths against hand-worked numbers and independent sums; mining, the check-up, training; its runs, killed and unbroken."""
+import csv
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, TINY, load_script
+from conftest import SMALL as SHARED
+from test_run import read, untimed, walk
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SMALL = {**{k: v for k, v in SHARED.items() if k not in ("KL_COEF", "MAX_STEPS")}, "MINE_PROMPTS": 15, "GROUP_SIZE": 6, "BEAMS": 2, "ROUNDS": 1, "NUM_EPOCHS": 1}
+module = load_script("rce/rce.py")
+
+
+@pytest.fixture
+def rce(tmp_path):
+    return lambda **constants: load_script("rce/rce.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+
+
+def command(*words):
+    return [sys.executable, str(ROOT / "rce/rce.py"), *(f"{k}={v}" for k, v in SMALL.items()), *map(str, words)]
+
+
+def run(*words):
+    return subprocess.run(command(*words), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240)
+
+
+def candidate(hard, soft=0.0, gt_prob=0.0, source=("sample",), temperature=(1.0,), **more):
+    return {"prompt_id": "p", "prompt": "q", "token_ids": [5, 1], "text": "", "hard": hard, "soft": soft, "gt_prob": gt_prob, "source": list(source), "temperature": list(temperature),
+            "logprob": -1.0, "eval_mode": "verified", "eval_failed": False, **more}
+
+
+@pytest.fixture(scope="module")
+def mined(tmp_path_factory):
+    """A finished STAGE=mine of 15 prompts, every candidate verified."""
+    out = tmp_path_factory.mktemp("mined") / "run"
+    load_script("rce/rce.py", **{**SMALL, "STAGE": "mine", "OUTPUT_DIR": str(out), "SAVE_EVERY_N_STEPS": 0}).RCETrainer().train()
+    return out / "candidates_round_1.parquet"
+
+
+def prepared(script):
+    """A trainer whose first round is ready to train."""
+    trainer = script.RCETrainer()
+    trainer.open_run()
+    trainer.prepare_round()
+    return trainer
+
+
+# ---------------------------------------------------------------- weights and loss
+
+def test_weights_sum_to_one_and_a_constant_changes_nothing():
+    r = [0.3, 2.0, -1.0, 0.3]
+    for kind in ("raw", "zscore"):
+        w = module.rce_weights(r, 0.7, kind)
+        assert w.sum().item() == pytest.approx(1) and w[0] == w[3] and not w.requires_grad
+        assert torch.allclose(w, module.rce_weights([x + 100 for x in r], 0.7, kind))
+    e = [math.exp(x / 0.7) for x in r]
+    assert module.rce_weights(r, 0.7).tolist() == pytest.approx([x / sum(e) for x in e])
+
+
+def test_a_small_tau_takes_the_best_alone_and_a_large_one_all_alike():
+    assert module.rce_weights([0.0, 1.0, 0.5], 1e-6).tolist() == [0, 1, 0]
+    assert module.rce_weights([0.0, 1.0, 0.5], 1e6).tolist() == pytest.approx([1 / 3] * 3, abs=1e-6)
+
+
+def test_zscore_normalises_once_by_the_prompts_own_deviation():
+    r = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    expected = ((r - 3) / (math.sqrt(7) + 1e-4) / 0.5).softmax(0)  # ddof 1
+    assert torch.allclose(module.rce_weights(r, 0.5, "zscore"), expected)
+    assert torch.allclose(module.rce_weights(r * 10, 0.5, "zscore"), expected, atol=1e-3)
+    assert not torch.allclose(module.rce_weights(r * 10, 5), module.rce_weights(r, 5), atol=0.1)
+
+
+@pytest.fixture
+def step(rce, mined):
+    def make(**constants):
+        trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), BATCH_SIZE=8, EVAL_DATASETS=[], **constants))
+        trainer.optimizers["policy"].step = lambda: trainer.__setattr__("gradient", torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
+        return trainer, trainer.next_batch()
+    return make
+
+
+def alone(trainer, row, c):
+    """log pi of one candidate, by itself: no padding, no sharing."""
+    ids = torch.tensor([row["ids"] + c["token_ids"]])
+    logits = trainer.actor(ids).logits[0, len(row["ids"]) - 1:-1].double()
+    return logits.log_softmax(-1).gather(1, torch.tensor(c["token_ids"])[:, None]).sum()
+
+
+@pytest.mark.parametrize("length_normalise", [False, True])
+@pytest.mark.parametrize("tau", [1e-6, 0.3, 1e6])
+def test_the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy(step, tau, length_normalise):
+    trainer, batch = step(TAU=tau, LENGTH_NORMALISE=length_normalise, REWARD_MODE="hard_plus_soft", MAX_GRAD_NORM=1e9)
+    rows = trainer.train_rows
+    assert batch.prompts == 8 and len({row["id"] for row in batch.rows}) == 8
+    chosen = [row for row in rows if row["id"] in {r["id"] for r in batch.rows}]
+    expected = 0
+    for row in chosen:
+        ce = torch.stack([-alone(trainer, row, c) / (len(c["token_ids"]) if length_normalise else 1) for c in row["candidates"]])
+        r = torch.tensor(row["rewards"], dtype=torch.float64)
+        if tau == 1e-6:
+            expected = expected + ce[r >= r.max() - 1e-9].mean() / 8  # the top candidate's own cross entropy; equal ones share it
+        elif tau == 1e6:
+            expected = expected + ce.mean() / 8
+        else:
+            expected = expected + (ce * (r / tau).softmax(0)).sum() / 8
+    trainer.actor.zero_grad()
+    expected.backward()
+    wanted = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
+    trainer.actor.zero_grad()
+    metrics = trainer.update(batch)
+    assert metrics["policy_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(trainer.gradient, wanted, atol=1e-5)
+    if tau == 1e-6:
+        assert len(batch.rows) == sum(row["rewards"].count(max(row["rewards"])) for row in chosen)
+
+
+def test_how_a_step_is_cut_changes_nothing(rce, mined):
+    found = []
+    for size, steps in ((1, 8), (4, 2), (8, 1)):
+        trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=steps, GROUP_SIZE=2, EVAL_DATASETS=[], RESUME="no"))
+        trainer.optimizers["policy"].step = lambda: found.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
+        metrics = trainer.update(trainer.next_batch())
+        found[-1] = found[-1], metrics["policy_loss"]
+    for gradient, loss in found[1:]:
+        assert torch.allclose(gradient, found[0][0], atol=1e-6) and loss == pytest.approx(found[0][1], rel=1e-6)
+
+
+def test_facts_of_the_weights(step):
+    trainer, batch = step(TAU=0.5)
+    weights = {}
+    for row, w in zip(batch.rows, batch.weights.tolist()):
+        weights.setdefault(row["id"], []).append(w)
+    assert all(sum(w) == pytest.approx(1) for w in weights.values())
+    assert batch.facts["effective_candidates"] == pytest.approx(sum(math.exp(-sum(x * math.log(x) for x in w)) for w in weights.values()) / 8, rel=1e-5)
+    assert batch.facts["weight_on_best"] == pytest.approx(sum(max(w) for w in weights.values()) / 8, rel=1e-6)
+
+
+def test_tau_moves_by_equal_factors_to_its_end(step):
+    trainer, _ = step(TAU=1.0, TAU_END=0.01, NUM_EPOCHS=3)
+    seen = []
+    for trainer.state.step in range(trainer.total_steps):
+        seen.append(trainer.next_batch().facts["tau"])
+    assert seen[0] == 1.0 and seen[-1] == pytest.approx(0.01) and all(b / a == pytest.approx(seen[1] / seen[0]) for a, b in zip(seen, seen[1:])) and len(seen) > 2
+
+
+# ---------------------------------------------------------------- gt_prob
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A random model over pad, EOS, a, b and a mark, small enough to enumerate every answer."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, decoders
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "#": 4, "\n": 5}, unk_token="<pad>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex(r"."), "isolated"), decoders.Fuse()
+    folder = tmp_path_factory.mktemp("toy")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder / "model")
+    torch.manual_seed(3)
+    config = LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=0)
+    LlamaForCausalLM(config).apply(lambda m: torch.nn.init.normal_(m.weight, std=0.6) if isinstance(m, torch.nn.Linear) else None).save_pretrained(folder / "model")
+    answers = ["".join(x) for n in (1, 2, 3) for x in itertools.product("ab", repeat=n)]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"problem": p, "solution": s}) + "\n" for p, s in (("ab", answers), ("ba", ["a", "a", "b"]), ("bb", "a"))))
+    data = [{"path": str(folder / "data.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
+    return dict(ACTOR_MODEL=str(folder / "model"), TRAIN_DATASETS=data, EVAL_DATASETS=[], ANSWER_FORM="#{answer}", MAX_NEW_TOKENS=5)
+
+
+def probability(trainer, before, ids):
+    """Product of next-token probabilities, one forward pass each."""
+    p = 1.0
+    for i, token in enumerate(ids):
+        p *= trainer.actor(torch.tensor([before + ids[:i]])).logits[0, -1].double().softmax(-1)[token].item()
+    return p
+
+
+@torch.no_grad()
+def test_gt_prob_of_a_toy_model_by_enumeration(rce, toy):
+    trainer = rce(**toy).RCETrainer()
+    rows = trainer.train_rows
+    candidates = [{"prompt_id": row["id"], "token_ids": ids} for row in rows for ids in ([3, 4, 2, 1], [2, 2, 3, 1], [4, 4, 3])]
+    trainer.score_gold({row["id"]: row for row in rows}, candidates, [row["ids"] for row in rows for _ in range(3)])
+    workings = [[3, 4], [2, 2, 3, 5, 4], [4, 4]]  # up to the last mark; without one, the mark on a line of its own
+    for i, row in enumerate(rows):
+        for c, working in zip(candidates[3 * i:3 * i + 3], workings):
+            golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+            each = {g: probability(trainer, row["ids"] + working, [{"a": 2, "b": 3}[x] for x in g] + [1]) for g in golds}  # distinct, ended by EOS
+            assert c["gt_prob"] == pytest.approx(sum(each.values()), rel=1e-5)
+    # all answers of one to three letters, and every other way the text could go on, are the whole of probability
+    first, others = candidates[0], 0.0
+    before = rows[0]["ids"] + workings[0]
+    for n in range(4):
+        for middle in itertools.product((2, 3), repeat=n):
+            for last in (0, 4, 5) + ((2, 3) if n == 3 else ()) + ((1,) if n == 0 else ()):
+                others += probability(trainer, before, [*middle, last])
+    assert first["gt_prob"] + others == pytest.approx(1, rel=1e-5) and 0 < first["gt_prob"] < 1
+
+
+def test_gold_answers_weigh_by_their_count_and_never_reach_above_one(rce, toy):
+    trainer = rce(**toy, GOLD_FULL_COUNT=3).RCETrainer()
+    assert trainer.gold_ids(trainer.train_rows[1]) == [([2, 1], 2 / 3), ([3, 1], 1 / 3)]
+    assert module.gold_probability([math.log(0.5), math.log(0.25)], [1.0, 0.5]) == pytest.approx(0.625)
+    assert module.gold_probability([math.log(0.75), math.log(0.25) + 1e-9], [1.0, 1.0]) == 1.0
+    assert module.gold_probability([2 * math.log(0.1)], [1.0]) == pytest.approx(0.01)  # the product, not its root
+
+
+@pytest.mark.parametrize("text, working", [
+    ("2+2=4\n#### 4", "2+2=4\n####"), ("#### 1 2\n#### 3", "#### 1 2\n####"), ("2+2=4\n", "2+2=4\n\n####"), ("", "\n####"), ("2+2=4\n####", "2+2=4\n####")])
+def test_the_working_ends_with_the_mark(rce, text, working):
+    trainer = rce().RCETrainer()
+    ids = trainer.tokenizer(text)["input_ids"] + [trainer.tokenizer.eos_token_id]
+    assert trainer.tokenizer.decode(trainer.working(ids)) == working
+    gold, weight = trainer.gold_ids({"answer": "1+1=2\n#### 42"})[0]
+    assert trainer.tokenizer.decode(gold) == " 42<eos>" and weight == 1
+
+
+def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
+    trainer = rce(**{**toy, "ANSWER_FORM": "{answer}"}).RCETrainer()
+    row = trainer.train_rows[2]
+    candidates = [{"prompt_id": row["id"], "token_ids": ids} for ids in ([2, 1], [3, 3, 1])]
+    trainer.score_gold({row["id"]: row}, candidates, [row["ids"]] * 2)
+    assert [c["gt_prob"] for c in candidates] == pytest.approx([probability(trainer, row["ids"], [2, 1])] * 2, rel=1e-5)
+
+
+# ---------------------------------------------------------------- mining
+
+def test_candidates_have_the_columns_that_are_promised(mined):
+    table = pq.read_table(mined)
+    records = table.to_pylist()
+    assert set(module._COLUMNS.names) | {"reward/exact_answer", "reward/rouge_l"} == set(table.column_names)
+    groups = {}
+    for c in records:
+        groups.setdefault(c["prompt_id"], []).append(c)
+    assert len(groups) == 15
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
+    for group in groups.values():
+        ways = [(s, t) for c in group for s, t in zip(c["source"], c["temperature"])]
+        assert sorted(ways, key=str) == sorted([("greedy", None)] + [("beam", None)] * 2 + [("sample", t) for t in (0.7, 0.7, 1.0, 1.0, 1.3, 1.3)], key=str)  # merged, none forgotten
+        assert len({tuple(c["token_ids"]) for c in group}) == len(group)
+        for c in group:
+            assert c["text"] == tokenizer.decode(c["token_ids"], skip_special_tokens=True) and c["truncated"] == (c["token_ids"][-1] != tokenizer.eos_token_id)
+            assert c["hard"] == c["reward/exact_answer"] and c["soft"] == c["reward/rouge_l"] and 0 <= c["gt_prob"] <= 1 and c["eval_mode"] == "verified" and not c["eval_failed"]
+    assert sum(len(c["source"]) for c in records) == 15 * 9 > len(records)
+
+
+def test_the_logprob_is_the_policys_own(rce, mined):
+    trainer = rce().RCETrainer()
+    for c in pq.read_table(mined).to_pylist()[::7]:
+        assert c["logprob"] == pytest.approx(alone(trainer, trainer.rows[c["prompt_id"]], c).item(), abs=1e-3)
+
+
+def test_equal_candidates_merge_and_keep_every_source(rce):
+    trainer = rce(TEMPERATURE=1e-3, SAMPLE_TEMPERATURES=[0.001], BEAMS=1).RCETrainer()  # all ways give the greedy response
+    group, = trainer.propose(trainer.train_rows[:1])
+    assert [c["source"] for c in group] == [["greedy", "beam"] + ["sample"] * 6] and group[0]["temperature"] == [None, None] + [0.001] * 6
+
+
+def test_a_beam_is_one_of_the_likeliest_and_no_filter_of_the_model_touches_it(rce, toy):
+    trainer = rce(**{**toy, "MAX_NEW_TOKENS": 2}, BEAMS=3).RCETrainer()
+    trainer.actor.generation_config.repetition_penalty, trainer.actor.generation_config.no_repeat_ngram_size = 50.0, 1
+    prompts = [row["ids"] for row in trainer.train_rows]
+    beams = trainer.beam_search(prompts)
+    assert len(beams) == 9
+    for i, prompt in enumerate(prompts):
+        ended = [[1]] + [[x, y] for x in (0, 2, 3, 4, 5) for y in range(6)]
+        got = beams[3 * i:3 * i + 3]
+        assert all(x in ended for x in got) and len(set(map(tuple, got))) == 3
+    assert trainer.actor.generation_config.repetition_penalty == 50.0  # put back
+    trainer = rce(**{**toy, "MAX_NEW_TOKENS": 5}, BEAMS=1).RCETrainer()
+    greedy = trainer.respond(prompts, None)
+    assert trainer.beam_search(prompts) == [ids[:n] for ids, n in zip(greedy.response_ids.tolist(), greedy.response_lengths.tolist())]
+
+
+def test_how_prompts_are_cut_changes_no_sample(rce):
+    found = []
+    for size in (2, 5):
+        trainer = rce(BATCH_SIZE=size).RCETrainer()
+        found.append([[c["token_ids"] for c in group] for i in range(0, 10, size) for group in trainer.propose(trainer.train_rows[i:i + size])])
+    assert found[0] == found[1]
+    trainer.state.round = 2
+    assert [[c["token_ids"] for c in group] for group in trainer.propose(trainer.train_rows[:5])] != found[0][:5]  # another round draws anew
+
+
+def test_the_datas_own_solution_is_a_candidate_when_wanted(rce):
+    trainer = rce(INCLUDE_REFERENCE=True, GREEDY=False, BEAMS=0, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+    rows = trainer.train_rows[:4]
+    records = trainer.mine_part(rows)
+    references = [c for c in records if "reference" in c["source"]]
+    assert [c["text"] for c in references] == [row["answer"] for row in rows] and all(c["hard"] == 1 and not c["truncated"] for c in references)
+    trainer = rce(INCLUDE_REFERENCE=True, GREEDY=False, BEAMS=0, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0], MAX_NEW_TOKENS=3).RCETrainer()
+    assert not [c for group in trainer.propose(rows) for c in group if "reference" in c["source"]]  # longer than MAX_NEW_TOKENS
+
+
+def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mined):
+    script = rce(VERIFY_TOP=2, VERIFY_RANDOM=1)
+    trainer = script.RCETrainer()
+    calls = []
+    compute = trainer.compute_rewards
+    trainer.compute_rewards = lambda prompts, responses, answers: calls.append(len(responses)) or compute(prompts, responses, answers)
+    truth = {(c["prompt_id"], tuple(c["token_ids"])): c["hard"] for c in pq.read_table(mined).to_pylist()}
+    rows = trainer.round_rows()[:4]  # as STAGE=mine cut them
+    records, cheap = trainer.mine_part(rows), 0
+    for row in rows:
+        group = [c for c in records if c["prompt_id"] == row["id"]]
+        ranked = sorted(group, key=lambda c: -c["gt_prob"])
+        verified = [c for c in group if c["eval_mode"] == "verified"]
+        cheap += len(group) - len(verified)
+        assert all(c in verified for c in ranked[:2]) and all("greedy" not in c["source"] or c in verified for c in group)
+        assert all(c["hard"] is None and c["soft"] is None and not c["eval_failed"] for c in group if c not in verified)
+        hards, possible = {c["hard"] for c in verified}, {truth[c["prompt_id"], tuple(c["token_ids"])] for c in group}
+        assert hards == possible  # a right and a wrong one, where they exist
+        if len(verified) < len(group):
+            assert len(verified) <= 4
+    assert cheap > 0 and calls[0] <= 4 * 4
+    again = rce(VERIFY_TOP=2, VERIFY_RANDOM=1).RCETrainer()
+    assert [c["eval_mode"] for c in again.mine_part(rows)] == [c["eval_mode"] for c in records]
+
+
+def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_path, capsys):
+    def picky(prompts, responses, answers):
+        if any(len(r) % 5 == 0 for r in responses):
+            raise ZeroDivisionError("a length of five")
+        return [float(len(r) % 2) for r in responses]
+    script = rce(REWARD_FUNCTIONS=[(picky, 1.0)], HARD_REWARD="picky", SOFT_REWARD="picky", EVAL_DATASETS=[])
+    trainer = prepared(script)
+    records = pq.read_table(tmp_path / "run/candidates_round_1.parquet").to_pylist()
+    failed = [c for c in records if c["eval_failed"]]
+    assert failed == [c for c in records if len(c["text"]) % 5 == 0] and failed and all(c["hard"] is None and c["eval_mode"] == "failed" and "five" in c["eval_error"] for c in failed)
+    assert all(not c["eval_failed"] for row in trainer.train_rows for c in row["candidates"])
+    figures, _ = script.check_up([[c for c in records if c["prompt_id"] == key] for key in trainer.rows if any(c["prompt_id"] == key for c in records)])
+    good = [c for c in records if not c["eval_failed"]]
+    assert figures["positive rate"] == pytest.approx(sum(c["hard"] for c in good) / len(good)) and figures["eval mode failed"] == pytest.approx(len(failed) / len(records))
+    assert f"the reward failed for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function, constants, says", [
+    (lambda p, r, a: 1 / 0, {}, "the reward failed for every one of .*division by zero"), (lambda p, r, a: [0.5] * len(r), {}, "HARD_REWARD must give 0 or 1.*gave 0.5"),
+    (lambda p, r, a: [math.nan] * len(r), {}, "finite"), (lambda p, r, a: [1.0] * len(r), {"SOFT_REWARD": "rouge"}, "SOFT_REWARD = 'rouge' is no part of the reward: it has mine"),
+    (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"), (lambda p, r, a: [1.0] * len(r), {"REWARD_FUNCTIONS": [("f1", 1.0)], "HARD_REWARD": "f1", "SOFT_REWARD": "f1"}, "HARD_REWARD must give 0 or 1"),
+])
+def test_a_reward_that_cannot_be_used_ends_the_run_with_a_sentence(rce, function, constants, says):
+    function.__name__ = "mine"
+    script = rce(**{"REWARD_FUNCTIONS": [(function, 1.0)], "HARD_REWARD": "mine", "SOFT_REWARD": "mine", "EVAL_DATASETS": [], **constants})
+    with pytest.raises(script.UserError, match=says):
+        prepared(script)
+
+
+def test_the_reward_model_is_squashed_into_the_soft_reward(rce):
+    trainer = rce(REWARD_MODEL=str(TINY / "reward_model"), SOFT_REWARD="reward_model").RCETrainer()
+    for c in trainer.mine_part(trainer.train_rows[:2]):
+        assert c["soft"] == pytest.approx(1 / (1 + math.exp(-c["reward/reward_model"])))
+
+
+def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
+    script = rce()
+    trainer = script.RCETrainer()
+    compute = trainer.sequence_logprobs
+    trainer.sequence_logprobs = lambda *x: [value - 1 for value in compute(*x)]
+    with pytest.raises(script.UserError, match="scores a response otherwise"):
+        trainer.mine_part(trainer.train_rows[:2])
+
+
+# ---------------------------------------------------------------- the check-up
+
+def table():
+    one = [candidate(1, 0.9, 0.8, ["greedy", "sample"], [None, 1.0]), candidate(0, 0.5, 0.1), candidate(0, 0.2, 0.0, ["beam"], [None])]  # the pick is right
+    two = [candidate(0, 0.6, 0.3, ["greedy"], [None]), candidate(1, 1.0, 0.9, ["sample", "sample"], [0.5, 1.0]), candidate(None, None, None, eval_failed=True, eval_mode="failed")]
+    three = [candidate(0, 0.1, 0.0, ["greedy"], [None]), candidate(0, 0.4, 0.2, ["beam"], [None]), candidate(None, None, 0.05, eval_mode="cheap")]
+    return [one, two, three]
+
+
+def test_check_up_figures_of_a_hand_made_table(rce):
+    script = rce(REWARD_MODE="hard_only")
+    figures, verdict = script.check_up(table())
+    wanted = {
+        "prompts": 3, "candidates": 9, "proposed": 11, "duplicate rate": 2 / 11, "verified": 7, "positive rate": 2 / 7, "positive rate, greedy": 1 / 3, "positive rate, beam": 0.0,
+        "positive rate, sample at 1": 2 / 3, "positive rate, sample at 0.5": 1.0, "positives a prompt, min": 0, "positives a prompt, p25": 0.5, "positives a prompt, median": 1,
+        "positives a prompt, p75": 1, "positives a prompt, max": 1, "prompts without a positive": 1 / 3, "prompts with flat reward": 1 / 3, "accuracy of the policy's pick": 1 / 3,
+        "accuracy of the oracle": 2 / 3, "oracle's reward above the pick's, mean": 1 / 3, "oracle above the pick by .2, prompts": 1 / 3, "eval mode cheap": 1 / 9, "eval mode failed": 1 / 9,
+        "eval mode verified": 7 / 9}
+    for key, value in wanted.items():
+        assert figures.pop(key) == pytest.approx(value), key
+    # ranks of soft .9 .5 .2 .6 1. .1 .4 are 6 4 2 5 7 1 3, of hard 1 0 0 0 1 0 0 they are 6.5 3 3 3 6.5 3 3
+    assert figures.pop("Spearman of soft with hard") == pytest.approx(17.5 / math.sqrt(28 * 17.5))
+    # gt_prob .8 .1 0 .3 .9 0 .2: ranks 6 3 1.5 5 7 1.5 4
+    assert figures.pop("Spearman of gt_prob with hard") == pytest.approx(17.5 / math.sqrt(27.5 * 17.5))
+    assert not figures and verdict.startswith("fix the reward: scoring failed for 11%")
+    soft, _ = rce(REWARD_MODE="hard_plus_soft").check_up(table())
+    assert soft["prompts with flat reward"] == 0 and soft["oracle's reward above the pick's, mean"] == pytest.approx((0 + (2.0 - 0.6) + 0.3) / 3)
+
+
+@pytest.mark.parametrize("mode, groups, says", [
+    ("hard_only", [[candidate(1, source=["greedy"], temperature=[None]), candidate(0)]] * 2 + [[candidate(0, source=["greedy"], temperature=[None]), candidate(1)]], "train: the best candidate is right for 100%"),
+    ("hard_only", [[candidate(0), candidate(0)]] * 3 + [[candidate(1), candidate(0)]], "mine more: 75% of the prompts have no right candidate"),
+    ("hard_only", [[candidate(1, source=["greedy"], temperature=[None]), candidate(0)]] * 4, "mine more: the candidates are hardly better"),
+    ("hard_only", [[candidate(1), candidate(1)]] * 3 + [[candidate(0, source=["greedy"], temperature=[None]), candidate(1)]], "fix the reward: 75% of the prompts have equal rewards"),
+    ("hard_plus_soft", [[candidate(0, 0.9), candidate(1, 0.1)]] * 4, "fix the reward: soft hardly goes with being right \\(Spearman -1.00\\)"),
+])
+def test_the_verdict_names_what_to_do(rce, mode, groups, says):
+    assert re.match(says, rce(REWARD_MODE=mode).check_up(groups)[1])
+
+
+def test_check_stage_prints_and_saves_it_without_a_model(rce, mined, tmp_path, capsys):
+    figures = rce(STAGE="check", CANDIDATES=str(mined), ACTOR_MODEL="/no/such/model").RCETrainer().train()
+    said, out = capsys.readouterr().out, tmp_path / "run"
+    saved = dict(csv.reader(open(out / "candidates_round_1.csv")))
+    assert "Verdict: " in said and saved["verdict"] in said and {k for k in saved if k not in ("figure", "verdict")} == figures.keys()
+    assert all(math.isclose(float(saved[k]), v) or math.isnan(v) for k, v in figures.items()) and (out / "candidates_round_1.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(module.UserError.__mro__[1], match="run STAGE=mine first"):
+        rce(STAGE="check", OUTPUT_DIR=str(tmp_path / "nothing")).RCETrainer().train()
+
+
+def test_spearman_of_what_does_not_vary_is_not_a_number():
+    assert math.isnan(module.spearman([1, 1, 1], [1, 2, 3])) and module.spearman([1, 2, 2, 9], [0.1, 0.2, 0.2, 0.3]) == pytest.approx(1)
+    assert module.spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+
+
+# ---------------------------------------------------------------- what is trained on
+
+def test_the_mapping_is_strict(rce, mined, tmp_path):
+    records = pq.read_table(mined).to_pylist()
+    faults = [({"prompt_id": "train.jsonl:99999"}, "row 3: prompt_id 'train.jsonl:99999' with this prompt is not in TRAIN_DATASETS"), ({"prompt": "another"}, "row 3: prompt_id"),
+              ({"token_ids": [5, 82]}, "row 3: token_ids must be 1 or more ids below 82"), ({"token_ids": []}, "row 3: token_ids"), ({"token_ids": [-1]}, "row 3: token_ids"), ({"hard": 0.5}, "row 3: hard is 0.5")]
+    script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"))
+    for change, says in faults:
+        script.write_parquet([{**c, **change} if i == 2 else c for i, c in enumerate(records)], tmp_path / "c.parquet", {})
+        with pytest.raises(script.UserError, match=says):
+            script.RCETrainer().prepare_round()
+    for table, says in ((pq.read_table(mined).drop_columns(["hard"]), "there is no column 'hard'"), (pq.read_table(mined).slice(0, 0), "there are no candidates in it")):
+        pq.write_table(table, tmp_path / "c.parquet")
+        with pytest.raises(script.UserError, match=says):
+            script.RCETrainer().prepare_round()
+    data = bytearray(mined.read_bytes())
+    data[200] ^= 1
+    for broken in (data, data[:1000], b""):
+        (tmp_path / "c.parquet").write_bytes(broken)
+        with pytest.raises(script.UserError, match="c.parquet cannot be read as parquet"):
+            script.RCETrainer().prepare_round()
+
+
+def test_prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on(rce, tmp_path):
+    lines = [json.dumps({"problem": f"Tom has {i // 2} apples.", "solution": f"#### {i // 2}"}) for i in range(40)]  # each prompt twice
+    (tmp_path / "twice.jsonl").write_text("\n".join(lines))
+    data = [{"path": str(tmp_path / "twice.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
+    trainer = prepared(rce(TRAIN_DATASETS=data, MAX_TRAIN_PROMPTS=None, MINE_PROMPTS=None, REWARD_MODE="soft_only", EVAL_DATASETS=[], BATCH_SIZE=8))
+    assert len(trainer.held_back) == 4 and len(trainer.validation) == 8  # a fifth of 20 texts, both rows of each
+    trained = {trainer.next_rows()[0]["prompt"] for _ in range(20)} | {row["prompt"] for row in trainer.train_rows}
+    assert trained and not trained & trainer.held_back
+
+
+def test_flat_prompts_are_skipped_and_two_with_one_difference_are_not(rce, mined):
+    hard, soft = (prepared(rce(STAGE="train", CANDIDATES=str(mined), REWARD_MODE=mode, RESUME="no", EVAL_DATASETS=[])) for mode in ("hard_only", "soft_only"))
+    assert all(len({c["hard"] for c in row["candidates"]}) == 2 for row in hard.train_rows)
+    assert len(hard.train_rows) < len(soft.train_rows) and all(len(set(row["rewards"])) > 1 for row in soft.train_rows)
+
+
+def test_candidates_that_are_all_alike_are_said_to_teach_nothing(rce, mined, tmp_path):
+    script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"), EVAL_DATASETS=[])
+    script.write_parquet([{**c, "hard": 1.0} for c in pq.read_table(mined).to_pylist()], tmp_path / "c.parquet", {})
+    with pytest.raises(script.UserError, match="nothing to train on"):
+        prepared(script)
+
+
+def test_the_pick_is_the_likeliest_candidate(rce):
+    trainer = rce(EVAL_DATASETS=[]).RCETrainer()
+    rows = trainer.train_rows[:2]
+    trainer.validation = [(rows[0], [candidate(0), candidate(1)]), (rows[1], [candidate(1), candidate(0, token_ids=[5, 6, 7, 1]), candidate(0)])]
+    trainer.sequence_logprobs = lambda prompts, responses: [-5.0, -4.0, -3.0, -2.0, -9.0]
+    assert trainer.validate() == {"pick_accuracy": 0.5}
+    trainer = rce(EVAL_DATASETS=[], LENGTH_NORMALISE=True).RCETrainer()
+    trainer.validation = [(rows[1], [candidate(1), candidate(0, token_ids=[5, 6, 7, 1])])]
+    trainer.sequence_logprobs = lambda prompts, responses: [-1.5, -2.0]  # -.75 and -.5 a token
+    assert trainer.validate() == {"pick_accuracy": 0.0}
+
+
+def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path, monkeypatch):
+    trainer = prepared(rce(EVAL_DATASETS=[]))
+    saved = []
+    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
+    trainer.state.best_reward, trainer.state.evals_since_best = 0.1, 0
+    for value in (0.5, 0.4, 0.5, 0.6):
+        monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
+        trainer.evaluate_and_log()
+    assert saved == [0.5, 0.5, 0.6] and trainer.state.evals_since_best == 0
+
+
+# ---------------------------------------------------------------- runs
+
+def words(out, **more):
+    return [f"{k}={v}" for k, v in {"OUTPUT_DIR": out, "MINE_PROMPTS": 12, "ROUNDS": 2, "BATCH_SIZE": 3, "SAVE_EVERY_N_STEPS": 2, "EVAL_EVERY_N_STEPS": 2, "USE_LR_SCHEDULER": True,
+                                    "REWARD_MODE": "hard_plus_soft", "VERIFY_TOP": 3, **more}.items()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    done = run(*words(out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def assert_same_run(a, b):
+    last, = {max(int(p.name[5:]) for p in x.glob("step_*")) for x in (a, b)}
+    for name in (f"step_{last}/policy/model.safetensors", "best/policy/model.safetensors", "candidates_round_1.parquet", "candidates_round_2.parquet", "candidates_round_2.csv", "logs/samples.jsonl"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+    states = [dict(walk({k: v for k, v in torch.load(x / f"step_{last}/training_state.pt", weights_only=True).items() if k != "log_bytes"})) for x in (a, b)]
+    assert states[0].keys() == states[1].keys() and all(torch.equal(x, states[1][k]) if isinstance(x, torch.Tensor) else x == states[1][k] for k, x in states[0].items())
+    assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl")
+
+
+MOMENTS = {  # when the run is killed
+    "while it mines": lambda out: (out / "candidates_round_1.parts/00000003.parquet").exists(),
+    "while it trains": lambda out: (out / "logs/metrics.jsonl").exists() and '"phase": "train", "step": 3,' in (out / "logs/metrics.jsonl").read_text(),
+    "while it mines again": lambda out: (out / "candidates_round_2.parts/00000000.parquet").exists(),
+}
+
+
+@pytest.mark.parametrize("number, moment", [*((signal.SIGKILL, moment) for moment in MOMENTS), (signal.SIGTERM, "while it mines again")])
+def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, tmp_path, moment, number):
+    out = tmp_path / "run"
+    process = subprocess.Popen(command(*words(out)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not MOMENTS[moment](out):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.002)
+    process.send_signal(number)
+    said, code = process.communicate()[0], process.wait()
+    assert code == (-9 if number == signal.SIGKILL else 143) and "Traceback" not in said, said
+    assert not any((out / f"candidates_round_{n}.parquet").exists() for n in (1, 2) if "mines" in moment and (out / f"candidates_round_{n}.parts").exists())
+    done = run(*words(out))
+    assert done.returncode == 0 and "Found checkpoint" in done.stdout and "Changed" not in done.stdout, done.stdout + done.stderr
+    assert_same_run(unbroken, out)
+
+
+def test_what_an_unbroken_run_wrote(unbroken):
+    last = max(int(p.name[5:]) for p in unbroken.glob("step_*"))
+    names = {p.name for p in unbroken.iterdir() if not p.name.startswith("step_")}
+    assert names == {"best", "logs", "training_config.json", "training_metrics_detailed.png", "rce_metrics_with_entropy.png", *(f"candidates_round_{n}.{e}" for n in (1, 2) for e in ("parquet", "csv", "png"))}
+    records = read(unbroken / "logs/metrics.jsonl")
+    assert [(r["step"], r["round"]) for r in records if r["phase"] == "mine"][0] == (0, 1) and [r["round"] for r in records if r["phase"] == "mine"] == [1, 2]
+    assert [r["step"] for r in records if r["phase"] == "train"] == list(range(1, last + 1)) and records[1]["phase"] == "eval" and records[1]["step"] == 0
+    wanted = ("step epoch round policy_loss entropy grad_norm learning_rate tau effective_candidates weight_on_best reward weighted_reward candidates response_length "
+              "tokens_per_second seconds/update").split()
+    train = [r for r in records if r["phase"] == "train"]
+    assert set(wanted) <= train[0].keys() and all(math.isfinite(r[key]) for r in train for key in wanted)
+    evals = [r for r in records if r["phase"] == "eval"]
+    assert {"pick_accuracy", "accuracy_greedy", "accuracy_sampled", "pass@4", "reward"} <= evals[0].keys() and evals[-1]["step"] == last
+    assert evals[-1]["responses"] == sum(r["proposed"] for r in records if r["phase"] == "mine")
+    first, second = ({c["prompt"]: c for c in pq.read_table(unbroken / f"candidates_round_{n}.parquet").to_pylist()} for n in (1, 2))
+    assert not first.keys() & second.keys() and len(second) == 10  # as many as the first trained on: 12 without the 2 held back
+    AutoModelForCausalLM.from_pretrained(unbroken / "best/policy")
+
+
+def test_the_second_round_is_mined_with_the_policy_so_far(unbroken, rce):
+    steps = [r for r in read(unbroken / "logs/metrics.jsonl") if r["phase"] == "mine"][1]["step"]
+    assert steps > 0
+    states = {int(p.name[5:]): p for p in unbroken.glob("step_*")}
+    records = pq.read_table(unbroken / "candidates_round_2.parquet").to_pylist()[:5]
+    base = rce(BATCH_SIZE=3).RCETrainer()
+    before = [alone(base, base.rows[c["prompt_id"]], c).item() for c in records]
+    assert max(abs(c["logprob"] - x) for c, x in zip(records, before)) > 0.01  # not the base
+    if steps in states:
+        base.actor = AutoModelForCausalLM.from_pretrained(states[steps] / "policy")
+        assert [c["logprob"] for c in records] == pytest.approx([alone(base, base.rows[c["prompt_id"]], c).item() for c in records], abs=1e-3)
+
+
+def test_stage_by_stage_is_the_same_as_all_at_once(tmp_path):
+    a, b = tmp_path / "all", tmp_path / "stages"
+    for out, stage in ((a, "all"), (b, "mine"), (b, "check"), (b, "train")):
+        done = run(*words(out, ROUNDS=1, STAGE=stage))
+        assert done.returncode == 0, done.stderr
+    last = max(int(p.name[5:]) for p in a.glob("step_*"))
+    assert (a / f"step_{last}/policy/model.safetensors").read_bytes() == (b / f"step_{last}/policy/model.safetensors").read_bytes()
+    # another training on the same candidates keeps them and puts the first one aside
+    done = run(*words(b, ROUNDS=1, STAGE="train", RESUME="no", TAU=1.0))
+    assert done.returncode == 0 and (b / "candidates_round_1.parquet").exists() and list(b.glob(f"old_*/step_{last}")), done.stderr
+
+
+def test_going_back_to_an_earlier_checkpoint_puts_later_candidates_aside(unbroken, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(unbroken, out)
+    boundary = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "mine"][1]["step"]
+    for p in list(out.glob("step_*")):
+        if int(p.name[5:]) >= boundary:
+            os.truncate(p / "manifest.json", 3)
+    if not [p for p in out.glob("step_*") if int(p.name[5:]) < boundary]:
+        done = run(*words(out, KEEP_LAST_N_CHECKPOINTS=99, RESUME="no"))
+        for p in list(out.glob("step_*")):
+            if int(p.name[5:]) >= boundary:
+                os.truncate(p / "manifest.json", 3)
+    done = run(*words(out))
+    assert done.returncode == 0 and "skipping the broken checkpoint" in done.stdout, done.stderr
+    assert list(out.glob("old_*/candidates_round_2.parquet"))
+    assert_same_run(unbroken, out)
+
+
+def test_parts_mined_under_other_constants_are_refused_and_a_broken_part_is_mined_again(rce, mined, tmp_path):
+    out = tmp_path / "run"
+    script = rce(STAGE="mine")
+    trainer = script.RCETrainer()
+    trainer.open_run()
+    trainer.save_checkpoint()
+    trainer.stop_signal = signal.SIGTERM
+    assert not trainer.mine(out / "candidates_round_1.parquet")
+    done = run("STAGE=mine", f"OUTPUT_DIR={out}", "GROUP_SIZE=5")
+    assert done.returncode == 2 and "was mined with GROUP_SIZE = 6, it is 5 now" in done.stderr and "Traceback" not in done.stderr
+    os.truncate(out / "candidates_round_1.parts/00000000.parquet", 100)
+    done = run("STAGE=mine", f"OUTPUT_DIR={out}")
+    assert done.returncode == 0 and "mining it again" in done.stdout, done.stderr
+    assert pq.read_table(out / "candidates_round_1.parquet").equals(pq.read_table(mined))
+
+
+def test_candidates_changed_under_a_run_are_refused(rce, tmp_path, mined):
+    out = tmp_path / "run"
+    assert run(*words(out, ROUNDS=1, MAX_STEPS=2)).returncode == 0
+    path = out / "candidates_round_1.parquet"
+    path.write_bytes(path.read_bytes() + b" ")
+    done = run(*words(out, ROUNDS=1, MAX_STEPS=3))
+    assert done.returncode == 2 and "is not the file this run was trained on" in done.stderr
+
+
+def test_more_rounds_go_on_from_a_finished_run(unbroken, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(unbroken, out)
+    done = run(*words(out))
+    assert done.returncode == 0 and "Done at step" in done.stdout, done.stderr
+    done = run(*words(out, ROUNDS=3))
+    assert done.returncode == 0 and "Changed since the checkpoint: ROUNDS was 2, is 3" in done.stdout and (out / "candidates_round_3.parquet").exists(), done.stderr
+
+
+@pytest.mark.parametrize("word, says", [
+    ("STAGE=train", "run STAGE=mine first"), ("STAGE=check", "run STAGE=mine first"), ("STAGE=dig", "STAGE = 'dig' is unknown"), ("REWARD_MODE=hard", "hard_only or soft_only"),
+    ("SAMPLE_TEMPERATURES=[0]", "SAMPLE_TEMPERATURES = [0]"), ("ANSWER_FORM=####", "must contain {answer} once"), ("TAU=0", "TAU = 0.0 is out of range"),
+    ("CANDIDATES=/no/such.parquet", "there are no candidates at /no/such.parquet"), ("TEMPERATURES=[1]", "did you mean")])
+def test_errors_are_one_sentence(rce, word, says):
+    script = rce()
+    with pytest.raises(script.UserError, match=re.escape(says)):
+        script.apply_overrides([word])
+        script.RCETrainer().train()
+
+
+def test_an_error_at_the_command_line_is_one_sentence_and_exit_code_2(tmp_path):
+    done = run(f"OUTPUT_DIR={tmp_path / 'run'}", "STAGE=train")
+    assert done.returncode == 2 and "run STAGE=mine first" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_data_without_answers_is_said_to_need_them(rce):
+    data = [{"path": str(TINY / "train.jsonl"), "type": "jsonl", "input": "problem"}]
+    script = rce(TRAIN_DATASETS=data, EVAL_DATASETS=[])
+    with pytest.raises(script.UserError, match="CHEAP_SIGNAL = 'gt_prob' needs gold answers"):
+        script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2])
+    script = rce(TRAIN_DATASETS=data, EVAL_DATASETS=[], CHEAP_SIGNAL="logprob", REWARD_FUNCTIONS=[("answer_format", 1.0)], HARD_REWARD="answer_format", SOFT_REWARD="answer_format")
+    assert all(c["gt_prob"] is None and c["hard"] in (0, 1) for c in script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2]))
+
+
+def test_grpo_goes_on_from_its_checkpoint(unbroken, tmp_path):
+    small = [f"{k}={v}" for k, v in SHARED.items()]
+    done = subprocess.run([sys.executable, str(ROOT / "grpo/grpo.py"), *small, f"ACTOR_MODEL={unbroken / 'best/policy'}", f"OUTPUT_DIR={tmp_path / 'run'}"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and (tmp_path / "run/step_2/policy/model.safetensors").exists(), done.stderr
+
+
+def test_the_file_and_rewards_alone_are_a_working_trainer(tmp_path):
+    shutil.copy(ROOT / "rce/rce.py", tmp_path)
+    shutil.copytree(ROOT / "rewards", tmp_path / "rewards")
+    data = f"[{{'path': '{TINY}/train.jsonl', 'type': 'jsonl', 'input': 'problem', 'output': 'solution'}}]"
+    done = subprocess.run([sys.executable, "rce.py", *(f"{k}={v}" for k, v in SMALL.items()), f"ACTOR_MODEL={TINY}/policy", f"TRAIN_DATASETS={data}", f"EVAL_DATASETS={data}", "MAX_STEPS=1"],
+                          cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0 and (tmp_path / "checkpoints/rce/step_1/policy").exists(), done.stderr
