@@ -20,7 +20,7 @@ from conftest import SMALL as SHARED
 from test_run import read, untimed, walk
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SMALL = {**{k: v for k, v in SHARED.items() if k not in ("KL_COEF", "MAX_STEPS")}, "MINE_PROMPTS": 15, "GROUP_SIZE": 6, "BEAMS": 2, "ROUNDS": 1, "NUM_EPOCHS": 1}
+SMALL = {**{k: v for k, v in SHARED.items() if k not in ("KL_COEF", "MAX_STEPS")}, "MINE_PROMPTS": 15, "GROUP_SIZE": 6, "SAMPLE_TEMPERATURES": [0.7, 1.0, 1.3], "BEAMS": 2, "ROUNDS": 1, "NUM_EPOCHS": 1}
 module = load_script("rce/rce.py")
 
 

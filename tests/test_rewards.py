@@ -69,3 +69,44 @@ def test_answer_format(response, score):
 
 def test_length_penalty_is_minus_the_characters():
     assert rewards.length_penalty(["", ""], ["", "abc"], [None, None]) == [0, -3] and math.copysign(1, rewards.length_penalty([""], ["a"], [None])[0]) < 0
+
+
+@pytest.mark.parametrize("function, response, golds, score", [
+    ("exact_answer", "#### 4", ["5", "so\n#### 4"], 1.0), ("exact_answer", "#### 4", ["5", "6"], 0.0), ("exact_answer", "#### ", ["####", ""], 0.0), ("em", "The cat", ["dog", "cat"], 1.0),
+    ("f1", "a red cat", ["dog", "cat"], 2 / 3), ("rouge_l", "red cat", ["dog", "red cat"], 1.0),
+])
+def test_of_several_gold_answers_the_best_counts(function, response, golds, score):
+    assert getattr(rewards, function)([""], [response], [golds]) == [pytest.approx(score)]
+
+
+def test_gold_answers_are_bare_and_keep_repeats():
+    assert rewards.gold_answers("1+1=2\n#### 2") == ["2"] and rewards.gold_answers(["2", "#### 2", r"\boxed{3}", "#### "]) == ["2", "2", "3", ""]
+
+
+# ---------------------------------------------------------------- reward modes: hard, soft, gt_prob and score of one prompt's candidates
+
+HARD, SOFT, GT, SCORE = [1, 0, 0, 1], [0.25, 1.0, 0.0, 1.0], [0.5, 0.0, 1.0, 1.0], [-4.0, 2.0, 4.0, 0.0]
+
+
+@pytest.mark.parametrize("mode, wanted", [
+    ("hard_only", [1, 0, 0, 1]), ("soft_only", SOFT), ("hard_plus_soft", [1.25, 1.0, 0.0, 2.0]), ("hard_plus_soft_v2", [2.25, 1.0, 0.0, 3.0]), ("separated", [2.25, 1.0, 0.0, 3.0]),
+    ("hard_plus_gtprob", [1.5, 0.0, 1.0, 2.0]), ("hard_plus_gtprob_separated", [2.5, 0.0, 1.0, 3.0]), ("hybrid", [0.5, 0.375, 0.5, 0.75]),
+])
+def test_reward_modes_by_hand(mode, wanted):
+    assert getattr(rewards, mode)(HARD, SOFT, GT, SCORE) == pytest.approx(wanted)
+
+
+def test_hybrid_scales_within_the_prompt_and_mixes():
+    assert rewards.hybrid([0, 1], [], [], [10.0, 30.0], mix=0.25) == [0.0, 1.0] and rewards.hybrid([1, 0], [], [], [10.0, 30.0], mix=0.25) == [0.75, 0.25]
+    assert rewards.hybrid([0, 1], [], [], [7.0, 7.0]) == [0.0, 0.5]  # equal scores tell nothing, and are no division by zero
+
+
+def test_similarity_orders_wrong_candidates_and_leaves_right_ones_alone():
+    assert rewards.shape_wrong([2.0, 0.0, 0.5], [1, 0, 0], [1.0, 0.5, 1.0], 0.2) == pytest.approx([2.0, 0.1, 0.7])
+
+
+@pytest.mark.parametrize("mode", ["hard_plus_soft_v2", "separated", "hard_plus_gtprob_separated"])
+def test_separated_modes_keep_every_right_one_above_every_wrong_one(mode):
+    corners = [(h, s, g) for h in (0, 1) for s in (0.0, 1.0) for g in (0.0, 1.0)]
+    values = getattr(rewards, mode)(*map(list, zip(*corners)), [0.0] * 8)
+    assert min(v for v, c in zip(values, corners) if c[0]) >= max(v for v, c in zip(values, corners) if not c[0]) + 1

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT, SMALL, TINY, run_script
+from conftest import ROOT, SMALL, TINY, load_script, run_script
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
@@ -334,6 +334,44 @@ def test_a_finished_run_says_so_and_other_data_is_refused(unbroken, tmp_path):
     assert done.returncode == 0 and "step 6 of 6" in done.stdout and (out / "logs/metrics.jsonl").read_bytes() == before
     done = run_script("ppo/ppo.py", *words(out, MAX_TRAIN_PROMPTS=20))
     assert done.returncode == 2 and "24 training prompts" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path, name", [("ppo/ppo.py", "PPOTrainer"), ("grpo/grpo.py", "GRPOTrainer"), ("rce/rce.py", "RCETrainer")])
+def test_a_step_of_the_default_size_is_the_same_every_time(path, name, tmp_path):
+    """Many rows share a prompt, and threads must not decide in which order their gradients are added."""
+    found = set()
+    for i in range(4):
+        more = {"MINE_PROMPTS": 32, "STAGE": "mine" if i == 0 else "train"} if name == "RCETrainer" else {}
+        script = load_script(path, OUTPUT_DIR=str(tmp_path / "run" if more else tmp_path / str(i)), MAX_EVAL_PROMPTS=2, MAX_TRAIN_PROMPTS=64, RESUME="no", **more)
+        trainer = getattr(script, name)()
+        if i == 0 and more:
+            trainer.train()
+            continue
+        if more:
+            trainer.open_run()
+            trainer.prepare_round()
+            trainer.update(trainer.next_batch())
+        else:
+            batch = trainer.rollout(trainer.next_rows())
+            trainer.score(batch)
+            trainer.compute_advantages(batch)
+            trainer.update(batch)
+        found.add(torch.cat([p.detach().flatten() for model in trainer.models.values() for p in model.parameters()]).numpy().tobytes())
+    assert len(found) == 1
+
+
+def test_runs_put_aside_within_a_second_do_not_meet(ppo, tmp_path):
+    script = ppo()
+    for text in "abc":
+        (tmp_path / "best").mkdir()
+        (tmp_path / "best/file").write_text(text)
+        script.move_aside([tmp_path / "best"], tmp_path, print)
+    assert sorted(p.read_text() for p in tmp_path.glob("old_*/best/file")) == ["a", "b", "c"]
+
+
+def test_several_gold_answers_stay_a_list(ppo, tmp_path):
+    data = jsonl(tmp_path / "a.jsonl", {"problem": "Tom has 1 apples.", "solution": ["1", 2]}, {"problem": "Tom has 2 apples.", "solution": []})
+    assert [row["answer"] for row in ppo(TRAIN_DATASETS=[data]).PPOTrainer().train_rows] == [["1", "2"], "[]"]
 
 
 def test_generators_of_python_numpy_and_torch_are_restored(ppo):
