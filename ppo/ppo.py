@@ -20,9 +20,9 @@ Means run over every response token of the optimizer step, whatever the micro-ba
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints,
 best/policy/, training_metrics_detailed.png and ppo_metrics_with_entropy.png. The README defines every metric.
 """
-import ast, copy, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
+import ast, copy, difflib, fcntl, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +65,7 @@ REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # >= 0, taken from the score of a response cut at MAX_NEW_TOKENS
 ACCURACY_FUNCTION = "exact_answer"  # what evaluation calls right, in rewards/; used where the data has answers
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch of responses may take; None: any
 
 # Rollout
 BATCH_SIZE = 16  # prompts in memory at a time, with GROUP_SIZE responses each
@@ -121,7 +122,7 @@ _RANGES = {  # least and greatest value of each number, or the words that a cons
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
     "LEARNING_RATE CRITIC_LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE KL_COEF MISSING_EOS_PENALTY "
     "EARLY_STOPPING_THRESHOLD": (0, 1e6), "REWARD_MODEL_WEIGHT ENTROPY_COEF": (-1e6, 1e6), "GAMMA LAM": (0, 1),
-    "CLIP_RANGE": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM KL_TARGET": (1e-12, 1e12),
+    "CLIP_RANGE": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM KL_TARGET": (1e-12, 1e12), "REWARD_TIMEOUT": (1e-3, 1e6),
     "DTYPE": ["float32", "bfloat16"], "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
 }
 
@@ -140,6 +141,15 @@ def constants():
 def plain_name(value):
     """What stands for a value that is not JSON: a function's name stays the same from run to run."""
     return getattr(value, "__name__", repr(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def printable(text):
+    """Text without control characters and terminal escapes: data and errors may hold them, and a terminal obeys them."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def apply_overrides(words):
@@ -169,12 +179,19 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} " + (f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"))
+    for key, value in constants().items():
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
+    if "{input}" not in PROMPT_TEMPLATE:
+        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{input}}, where the prompt goes")
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
     rows = []
     for spec in datasets:
+        if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
+            raise UserError(f"{constant}: a data set is a dict of texts, such as {{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}}, not {spec!r}")
         where, before, columns = f"{constant}: {spec.get('path')}", len(rows), [c for c in (spec.get("input"), spec.get("output")) if c]
         if odd := set(spec) - {"path", "type", "input", "output", "name", "split"} or {"path", "type", "input"} - set(spec):
             raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
@@ -188,6 +205,10 @@ def load_rows(datasets, constant, limit=None):
                 raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
             answer = record[spec["output"]] if spec.get("output") else None
             answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+            try:
+                "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{where} line {number}: half of a surrogate pair, such as \\ud800, is no character; mend or delete it") from None
             rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": prompt, "answer": answer})
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
@@ -206,7 +227,7 @@ def read_records(spec, columns, where):
                 try:
                     if line.strip():
                         yield number, json.loads(line.decode("utf-8-sig"))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{where} line {number}: not a line of JSON ({getattr(error, 'msg', error)}); mend or delete it") from None
         return
     try:
@@ -217,17 +238,17 @@ def read_records(spec, columns, where):
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
     except Exception as error:  # both libraries raise many kinds
-        raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
     yield from enumerate(records, 1)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_pretrained(auto_class, path, constant, **options):
     """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
     try:
-        return auto_class.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
         there = Path(path).exists()
-        why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
+        why = f"cannot be loaded ({first_line(error)})" if there else "there is no such folder, and the hub gave no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
@@ -255,20 +276,72 @@ def load_tokenizer(path, constant):
     return tokenizer
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
-def resolve_rewards(functions):
+def resolve_rewards(functions, constant):
     """[(name, function, weight)] of names in rewards/ or functions."""
-    for function, _ in functions:
-        if not callable(function) and not callable(getattr(rewards, function, None)):
-            raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
+    for pair in functions:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and (callable(pair[0]) or isinstance(pair[0], str))
+                and isinstance(pair[1], (int, float)) and math.isfinite(pair[1])):
+            raise UserError(f"{constant}: it takes pairs (function, or its name in rewards/; weight), not {pair!r}")
+        if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
+            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
     return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def check_scores(name, values, count):
     """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
-    values = torch.as_tensor(values, dtype=torch.float32)
-    if values.shape != (count,) or not values.isfinite().all():
-        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
-    return values
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {repr(values)[:100]}") from None
+    if numbers.shape != (count,) or not numbers.isfinite().all():
+        shape = f"{len(numbers)}" if numbers.dim() == 1 else f"a shape of {tuple(numbers.shape)}"
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {shape}, {int((~numbers.isfinite()).sum())} of them not finite")
+    return numbers
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def guarded(name, function, *lists):
+    """What a reward function gives within REWARD_TIMEOUT, checked, (rows,); whatever it raises becomes one sentence that says where."""
+    try:
+        with time_limit(REWARD_TIMEOUT, name):
+            return check_scores(name, function(*lists), len(lists[1]))
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename and not f.filename.startswith(sys.base_prefix)] or traceback.extract_tb(error.__traceback__)
+        raise UserError(f"{name} raised {type(error).__name__}: {' '.join(str(error).split())[:300]} ({frames[-1].filename} line {frames[-1].lineno})") from error
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+@contextmanager
+def time_limit(seconds, name):
+    """TimeoutError inside the block after so many seconds. A block that heeds it not (it hangs outside Python) ends the program
+    when it has taken twice that. Only a main thread can be interrupted; SIGALRM is left to others (math-verify uses it)."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over, late, text = threading.Event(), [], f"it took longer than REWARD_TIMEOUT = {seconds:g} s"
+
+    def interrupt(number, frame):
+        if not over.is_set():
+            raise TimeoutError(text)
+
+    def watch():
+        if not over.wait(seconds):
+            late.append(True)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGVTALRM)
+            if not over.wait(max(seconds, 5)):
+                print(f"\n{Path(__file__).name}: {name}: {text} and could not be interrupted", file=sys.stderr, flush=True)
+                os._exit(2)
+
+    before, watcher = signal.signal(signal.SIGVTALRM, interrupt), threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGVTALRM, before)
+    if late:  # the function caught it
+        raise TimeoutError(text)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def pad_left(rows, value):
@@ -419,6 +492,11 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def not_saved(path, error):
+    why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
+    return UserError(f"{path} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint")
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def write_checkpoint(folder, fill):
     """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
     tmp = folder.with_name(folder.name + ".tmp")
@@ -432,10 +510,9 @@ def write_checkpoint(folder, fill):
             fsync(path)
         os.rename(tmp, folder)
         fsync(folder.parent)
-    except (OSError, RuntimeError) as error:  # RuntimeError is how torch.save reports a failed write
+    except Exception as error:  # a failed write is an OSError, torch.save's a RuntimeError, safetensors' its own
         shutil.rmtree(tmp, ignore_errors=True)
-        why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
-        raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
+        raise not_saved(folder, error) from None
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def checkpoint_fault(folder):
@@ -446,8 +523,25 @@ def checkpoint_fault(folder):
         for name in sorted({"training_state.pt", *manifest, *files}):
             if name not in files or file_digest(files[name]) != manifest.get(name):
                 return f"{name} is {'not what was saved' if name in files else 'missing'}"
+            if folder.resolve() not in files[name].resolve().parents:
+                return f"{name} points out of the checkpoint"
     except (OSError, ValueError, AttributeError) as error:
         return f"manifest.json: {error}"
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def lock_folder(folder):
+    """An open file whose lock says that this process writes into the folder. The kernel lets go of it when the process ends, however it ends."""
+    file = open(Path(folder) / ".lock", "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise UserError(f"OUTPUT_DIR = {str(folder)!r} is in use by another run (process {file.read(20).strip() or '?'}): wait for it, stop it, or set another OUTPUT_DIR") from None
+    except OSError:
+        pass  # a file system without locks
+    file.truncate(0)
+    print(os.getpid(), file=file, flush=True)
+    return file
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def list_checkpoints(output_dir):
@@ -461,7 +555,8 @@ def choose_checkpoint(resume, output_dir, say):
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
         return Path(resume)
-    for _, folder in reversed(list_checkpoints(output_dir) if resume != "no" else []):
+    found = list_checkpoints(output_dir) if resume != "no" else []
+    for _, folder in reversed(found):
         if fault := checkpoint_fault(folder):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
@@ -472,6 +567,8 @@ def choose_checkpoint(resume, output_dir, say):
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
             pass
         return folder if reply == "y" else None
+    if found:
+        raise UserError(f"no checkpoint in {output_dir} is whole: put a good copy back, or start afresh with RESUME=no, which keeps the run in {output_dir}/old_<time>/")
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def move_aside(paths, output_dir, say):
@@ -492,6 +589,20 @@ def run_facts(device):
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
             "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def read_metrics(path):
+    """The records of metrics.jsonl with their finite numbers; a line that is none, by a hand's or a disk's doing, is left out."""
+    records = []
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and record.get("phase") in ("train", "eval", "mine"):
+                records.append({k: v for k, v in record.items() if k == "phase" or isinstance(v, (int, float)) and abs(v) < 1e300})
+    return [r for r in records if "step" in r]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def draw_plot(records, path, title, panels):
@@ -570,12 +681,13 @@ class PPOTrainer:
         check_constants()
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.log, self.unlogged, self.wandb, self.stop_signal = None, [], None, None
+        self.log, self.unlogged, self.wandb, self.stop_signal, self.lock = None, [], None, None, None
         found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         try:
             self.device = torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
         except (RuntimeError, AssertionError):
             raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+        self.lock = lock_folder(OUTPUT_DIR) if Path(OUTPUT_DIR).is_dir() else None
         self.checkpoint = choose_checkpoint(resume_from_checkpoint or RESUME, OUTPUT_DIR, self.say)
         seed_everything(SEED)
         self.load_models()
@@ -607,7 +719,8 @@ class PPOTrainer:
                 raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must be a decoder with a classification head of one label, not {self.reward_model.config.num_labels}")
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
-        self.reward_functions, self.accuracy_function = resolve_rewards(REWARD_FUNCTIONS), resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
+        self.reward_functions, right = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS"), resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        self.accuracy_function = lambda *lists: guarded("ACCURACY_FUNCTION", right, *lists).tolist()
         ends = self.actor.generation_config.eos_token_id  # chat models may have several
         self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
         self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
@@ -633,6 +746,8 @@ class PPOTrainer:
             if tokenizer.chat_template:
                 text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
             row["ids"] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            if not row["ids"]:
+                raise UserError(f"{constant}: {row.get('id', 'the prompt')}: its tokenizer makes no token of it; mend or delete it")
             longest = max(longest, len(row["ids"]))
         kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
         if len(kept) < len(rows):
@@ -664,6 +779,7 @@ class PPOTrainer:
             self.finish()
         finally:
             self.bar.close()
+            self.lock.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return metrics
@@ -731,7 +847,7 @@ class PPOTrainer:
     def rewards_of(self, prompts, responses, answers):
         """compute_rewards(), checked, and the parts it left behind."""
         self.reward_parts = {}
-        return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
+        return guarded("compute_rewards", self.compute_rewards, prompts, responses, answers).to(self.device), self.reward_parts
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def compute_rewards(self, prompts, responses, answers):
@@ -741,10 +857,7 @@ class PPOTrainer:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
             total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
         for name, function, weight in self.reward_functions:
-            try:
-                self.reward_parts[name] = check_scores(f"REWARD_FUNCTIONS: {name}", function(prompts, responses, answers), len(responses))
-            except (ValueError, TypeError) as error:
-                raise UserError(f"REWARD_FUNCTIONS: {name}: {error}") from error
+            self.reward_parts[name] = guarded(f"REWARD_FUNCTIONS: {name}", function, prompts, responses, answers)
             total += weight * self.reward_parts[name]
         return total
 
@@ -794,7 +907,7 @@ class PPOTrainer:
         if state.step == 0 and DTYPE == "float32" and metrics["ratio_max_first"] > 1e-3:
             raise UserError(f"the first update sees a ratio {metrics['ratio_max_first']:.2g} away from 1: ACTOR_MODEL scores a response otherwise than it sampled it")
         metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
-        if self.reference and KL_TARGET:
+        if self.reference and KL_TARGET and math.isfinite(metrics["kl"]):
             state.kl_coef = adapt_kl_coef(state.kl_coef, metrics["kl"], KL_TARGET, len(batch.rows), KL_HORIZON)
         batch.seconds["update"] = time.perf_counter() - started
         return metrics
@@ -901,6 +1014,7 @@ class PPOTrainer:
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
+        text = printable(text)
         if terminal:
             tqdm.write(text)
             sys.stdout.flush()
@@ -916,14 +1030,18 @@ class PPOTrainer:
         out, state = Path(OUTPUT_DIR), self.state
         logs = out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_folder(out) if self.lock is None or self.lock.closed else self.lock
         for stale in (*out.glob("step_*.tmp"), *out.glob("best.tmp"), *out.glob("*.png.tmp")):  # what a kill left half written
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         if self.checkpoint and self.checkpoint.resolve().parent == out.resolve():
             # a broken checkpoint beyond this one, or one of a future given up, would be found by the next resume
             move_aside([path for step, path in list_checkpoints(out) if step > state.step], out, self.say)
             for name, size in state.log_bytes.items():
-                if (logs / name).exists() and (logs / name).stat().st_size > size:
+                has = (logs / name).stat().st_size if (logs / name).exists() else 0
+                if has > size:
                     os.truncate(logs / name, size)
+                elif has < size:
+                    self.say(f"WARNING: {logs / name} has lost {size - has} bytes since the checkpoint; what they said is gone")
         else:
             earlier = [path for pattern in self.run_files for path in out.glob(pattern)]
             move_aside(earlier + [logs] * any(logs.iterdir()), out, self.say)
@@ -1005,7 +1123,14 @@ class PPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def load_checkpoint(self, folder):
-        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        try:  # weights_only: nothing in the file is run
+            saved, then = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True), json.loads((folder / "config.json").read_text())
+            kind = {key: type(value) for key, value in vars(self.state).items() if value is not None}
+            if not isinstance(then, dict) or set(saved) != {*vars(self.state), "optimizers", "rng"} or set(saved["optimizers"]) != set(self.optimizers) or any(
+                    not isinstance(saved[key], known) for key, known in kind.items()):
+                raise ValueError(f"it is no state of {Path(__file__).name}")
+        except Exception as error:
+            raise UserError(f"{folder}/training_state.pt or config.json cannot be used ({first_line(error)}): take a checkpoint that this trainer made") from None
         if saved["prompts"] != self.state.prompts:
             raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
         for name, optimizer in self.optimizers.items():
@@ -1013,7 +1138,7 @@ class PPOTrainer:
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
-        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=plain_name))
+        now = json.loads(json.dumps(constants(), default=plain_name))
         for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
             if then.get(key) != now.get(key):
                 self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
@@ -1022,18 +1147,22 @@ class PPOTrainer:
     def save_best(self, metrics):
         """best/policy/, each file replaced in one move, so that it loads at any moment."""
         best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
-        self.actor.save_pretrained(tmp / "policy")
-        self.tokenizer.save_pretrained(tmp / "policy")
-        (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
-        (best / "policy").mkdir(parents=True, exist_ok=True)
-        for path in [p for p in tmp.rglob("*") if p.is_file()]:
-            fsync(path)
-            os.replace(path, best / path.relative_to(tmp))
-        shutil.rmtree(tmp)
+        try:
+            self.actor.save_pretrained(tmp / "policy")
+            self.tokenizer.save_pretrained(tmp / "policy")
+            (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
+            (best / "policy").mkdir(parents=True, exist_ok=True)
+            for path in [p for p in tmp.rglob("*") if p.is_file()]:
+                fsync(path)
+                os.replace(path, best / path.relative_to(tmp))
+            shutil.rmtree(tmp)
+        except Exception as error:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise not_saved(best, error) from None
 
     def draw_plots(self):
         """The step's plots, from metrics.jsonl alone."""
-        records = [json.loads(line) for line in open(self.metrics_file.name)]
+        records = read_metrics(self.metrics_file.name)
         units = {"entropy": " (nats a token)", "kl": " (nats a token)", "approx_kl": " (nats a token)", "response_length": " (tokens)"}
         label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
         title, keys = f"PPO, {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
@@ -1070,9 +1199,13 @@ def run_main(trainer_class):
         sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
-    except (UserError, OSError) as error:
-        text = str(error) if isinstance(error, UserError) else f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-        print(f"\n{Path(__file__).name}: {text}", file=sys.stderr)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        text = str(error) if isinstance(error, UserError) else f"{getattr(error, 'filename', None) or OUTPUT_DIR}: {getattr(error, 'strerror', None) or error}"
+        if not isinstance(error, (UserError, OSError)):
+            if isinstance(error, RuntimeError) and not any(words in str(error) for words in ("out of memory", "not enough memory", "t allocate memory", "Storage size calculation overflowed")):
+                raise
+            text = f"out of memory ({first_line(error)}): lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS, or lower GROUP_SIZE or MAX_NEW_TOKENS"
+        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
         sys.exit(2)
 
 def train_main():

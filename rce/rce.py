@@ -27,9 +27,9 @@ their weights. What ends each makes them exclude one another, so it is never abo
 Writes into OUTPUT_DIR: candidates_round_N.parquet, .csv and .png, training_config.json, logs/ (training_*.log, metrics.jsonl,
 samples.jsonl), step_N/ checkpoints, best/policy/, training_metrics_detailed.png and rce_metrics_with_entropy.png.
 """
-import ast, copy, csv, difflib, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time
+import ast, copy, csv, difflib, fcntl, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import Counter, defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +85,7 @@ SIMILARITY = "rouge_l"
 ANSWER_FORM = "#### {answer}"  # how a response states its answer: where gt_prob puts the gold one
 GOLD_FULL_COUNT = 1  # a gold answer listed so often weighs 1, one listed less a share of it (VQA's accuracy: 3)
 ACCURACY_FUNCTION = "exact_answer"  # what evaluation calls right, in rewards/; used where the data has answers
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch of responses may take; None: any
 
 # Mining
 MINE_PROMPTS: int | None = 320  # prompts of the first round; None: all. Later rounds take as many as it trained on
@@ -138,7 +139,7 @@ _RANGES = {  # least and greatest value of each number, or the words that a cons
     "KEEP_LAST_N_CHECKPOINTS MAX_STEPS MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS MINE_PROMPTS VERIFY_TOP GOLD_FULL_COUNT": (1, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED BEAMS VERIFY_RANDOM": (0, 2**62),
     "LEARNING_RATE WEIGHT_DECAY EARLY_STOPPING_THRESHOLD SIMILARITY_WEIGHT": (0, 1e6), "REWARD_MODEL_WEIGHT": (-1e6, 1e6),
-    "VALIDATION_FRACTION": (0, 0.9), "TAU TAU_END": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM": (1e-12, 1e12),
+    "VALIDATION_FRACTION": (0, 0.9), "TAU TAU_END": (1e-6, 1e6), "TEMPERATURE": (1e-3, 1e3), "MAX_GRAD_NORM": (1e-12, 1e12), "REWARD_TIMEOUT": (1e-3, 1e6),
     "DTYPE": ["float32", "bfloat16"], "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"], "STAGE": ["all", "mine", "check", "train"],
     "CHEAP_SIGNAL": ["gt_prob", "logprob"], "WEIGHT_REWARDS": ["raw", "zscore"],
     "REWARD_MODE": "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob hard_plus_gtprob_separated hybrid".split(),
@@ -169,6 +170,15 @@ def plain_name(value):
     return getattr(value, "__name__", repr(value))
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def printable(text):
+    """Text without control characters and terminal escapes: data and errors may hold them, and a terminal obeys them."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     for word in words:
@@ -196,12 +206,19 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} " + (f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"))
+    for key, value in constants().items():
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
+    if "{input}" not in PROMPT_TEMPLATE:
+        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{input}}, where the prompt goes")
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output column."""
     rows = []
     for spec in datasets:
+        if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
+            raise UserError(f"{constant}: a data set is a dict of texts, such as {{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}}, not {spec!r}")
         where, before, columns = f"{constant}: {spec.get('path')}", len(rows), [c for c in (spec.get("input"), spec.get("output")) if c]
         if odd := set(spec) - {"path", "type", "input", "output", "name", "split"} or {"path", "type", "input"} - set(spec):
             raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
@@ -215,6 +232,10 @@ def load_rows(datasets, constant, limit=None):
                 raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
             answer = record[spec["output"]] if spec.get("output") else None
             answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+            try:
+                "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{where} line {number}: half of a surrogate pair, such as \\ud800, is no character; mend or delete it") from None
             rows.append({"id": f"{Path(spec['path']).name}:{number}", "prompt": prompt, "answer": answer})
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
@@ -233,7 +254,7 @@ def read_records(spec, columns, where):
                 try:
                     if line.strip():
                         yield number, json.loads(line.decode("utf-8-sig"))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{where} line {number}: not a line of JSON ({getattr(error, 'msg', error)}); mend or delete it") from None
         return
     try:
@@ -244,17 +265,17 @@ def read_records(spec, columns, where):
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
     except Exception as error:  # both libraries raise many kinds
-        raise UserError(f"{where}: cannot be read as {spec['type']} ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
     yield from enumerate(records, 1)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_pretrained(auto_class, path, constant, **options):
     """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
     try:
-        return auto_class.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
         there = Path(path).exists()
-        why = f"cannot be loaded ({str(error).splitlines()[0]})" if there else "there is no such folder, and the hub gave no such model"
+        why = f"cannot be loaded ({first_line(error)})" if there else "there is no such folder, and the hub gave no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
@@ -282,20 +303,72 @@ def load_tokenizer(path, constant):
     return tokenizer
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
-def resolve_rewards(functions):
+def resolve_rewards(functions, constant):
     """[(name, function, weight)] of names in rewards/ or functions."""
-    for function, _ in functions:
-        if not callable(function) and not callable(getattr(rewards, function, None)):
-            raise UserError(f"REWARD_FUNCTIONS: rewards/ has no function {function!r}")
+    for pair in functions:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and (callable(pair[0]) or isinstance(pair[0], str))
+                and isinstance(pair[1], (int, float)) and math.isfinite(pair[1])):
+            raise UserError(f"{constant}: it takes pairs (function, or its name in rewards/; weight), not {pair!r}")
+        if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
+            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
     return [(getattr(f, "__name__", f), f if callable(f) else getattr(rewards, f), weight) for f, weight in functions]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def check_scores(name, values, count):
     """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
-    values = torch.as_tensor(values, dtype=torch.float32)
-    if values.shape != (count,) or not values.isfinite().all():
-        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {values.numel()}, {int((~values.isfinite()).sum())} of them not finite")
-    return values
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {repr(values)[:100]}") from None
+    if numbers.shape != (count,) or not numbers.isfinite().all():
+        shape = f"{len(numbers)}" if numbers.dim() == 1 else f"a shape of {tuple(numbers.shape)}"
+        raise UserError(f"{name} must return {count} finite numbers, one a response; it returned {shape}, {int((~numbers.isfinite()).sum())} of them not finite")
+    return numbers
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def guarded(name, function, *lists):
+    """What a reward function gives within REWARD_TIMEOUT, checked, (rows,); whatever it raises becomes one sentence that says where."""
+    try:
+        with time_limit(REWARD_TIMEOUT, name):
+            return check_scores(name, function(*lists), len(lists[1]))
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename and not f.filename.startswith(sys.base_prefix)] or traceback.extract_tb(error.__traceback__)
+        raise UserError(f"{name} raised {type(error).__name__}: {' '.join(str(error).split())[:300]} ({frames[-1].filename} line {frames[-1].lineno})") from error
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+@contextmanager
+def time_limit(seconds, name):
+    """TimeoutError inside the block after so many seconds. A block that heeds it not (it hangs outside Python) ends the program
+    when it has taken twice that. Only a main thread can be interrupted; SIGALRM is left to others (math-verify uses it)."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over, late, text = threading.Event(), [], f"it took longer than REWARD_TIMEOUT = {seconds:g} s"
+
+    def interrupt(number, frame):
+        if not over.is_set():
+            raise TimeoutError(text)
+
+    def watch():
+        if not over.wait(seconds):
+            late.append(True)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGVTALRM)
+            if not over.wait(max(seconds, 5)):
+                print(f"\n{Path(__file__).name}: {name}: {text} and could not be interrupted", file=sys.stderr, flush=True)
+                os._exit(2)
+
+    before, watcher = signal.signal(signal.SIGVTALRM, interrupt), threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGVTALRM, before)
+    if late:  # the function caught it
+        raise TimeoutError(text)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def pad_left(rows, value):
@@ -446,6 +519,11 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def not_saved(path, error):
+    why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
+    return UserError(f"{path} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint")
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def write_checkpoint(folder, fill):
     """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not at all."""
     tmp = folder.with_name(folder.name + ".tmp")
@@ -459,10 +537,9 @@ def write_checkpoint(folder, fill):
             fsync(path)
         os.rename(tmp, folder)
         fsync(folder.parent)
-    except (OSError, RuntimeError) as error:  # RuntimeError is how torch.save reports a failed write
+    except Exception as error:  # a failed write is an OSError, torch.save's a RuntimeError, safetensors' its own
         shutil.rmtree(tmp, ignore_errors=True)
-        why = "the disk is full" if shutil.disk_usage(folder.parent).free < 2**26 else str(error).splitlines()[0]
-        raise UserError(f"{folder} could not be saved: {why}; make room and start again, training goes on from the last good checkpoint") from None
+        raise not_saved(folder, error) from None
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def checkpoint_fault(folder):
@@ -473,8 +550,25 @@ def checkpoint_fault(folder):
         for name in sorted({"training_state.pt", *manifest, *files}):
             if name not in files or file_digest(files[name]) != manifest.get(name):
                 return f"{name} is {'not what was saved' if name in files else 'missing'}"
+            if folder.resolve() not in files[name].resolve().parents:
+                return f"{name} points out of the checkpoint"
     except (OSError, ValueError, AttributeError) as error:
         return f"manifest.json: {error}"
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def lock_folder(folder):
+    """An open file whose lock says that this process writes into the folder. The kernel lets go of it when the process ends, however it ends."""
+    file = open(Path(folder) / ".lock", "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise UserError(f"OUTPUT_DIR = {str(folder)!r} is in use by another run (process {file.read(20).strip() or '?'}): wait for it, stop it, or set another OUTPUT_DIR") from None
+    except OSError:
+        pass  # a file system without locks
+    file.truncate(0)
+    print(os.getpid(), file=file, flush=True)
+    return file
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def list_checkpoints(output_dir):
@@ -488,7 +582,8 @@ def choose_checkpoint(resume, output_dir, say):
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
         return Path(resume)
-    for _, folder in reversed(list_checkpoints(output_dir) if resume != "no" else []):
+    found = list_checkpoints(output_dir) if resume != "no" else []
+    for _, folder in reversed(found):
         if fault := checkpoint_fault(folder):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
@@ -499,6 +594,8 @@ def choose_checkpoint(resume, output_dir, say):
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
             pass
         return folder if reply == "y" else None
+    if found:
+        raise UserError(f"no checkpoint in {output_dir} is whole: put a good copy back, or start afresh with RESUME=no, which keeps the run in {output_dir}/old_<time>/")
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def move_aside(paths, output_dir, say):
@@ -519,6 +616,20 @@ def run_facts(device):
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
             "git_commit": (git.stdout.strip() or None) if git else None, "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"}
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def read_metrics(path):
+    """The records of metrics.jsonl with their finite numbers; a line that is none, by a hand's or a disk's doing, is left out."""
+    records = []
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and record.get("phase") in ("train", "eval", "mine"):
+                records.append({k: v for k, v in record.items() if k == "phase" or isinstance(v, (int, float)) and abs(v) < 1e300})
+    return [r for r in records if "step" in r]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def draw_plot(records, path, title, panels):
@@ -560,7 +671,7 @@ def read_parquet(path):
         table = pq.read_table(path, page_checksum_verification=True)
         return table.to_pylist(), json.loads((table.schema.metadata or {}).get(b"mined_with", b"{}"))
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} cannot be read as parquet ({first_line(error)})") from None
 
 def read_candidates(path, rows, vocabulary):
     """[(row, its candidates)] in the file's order. The mapping is strict: a prompt or token id that is not known is an error."""
@@ -720,7 +831,7 @@ class RCETrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        self.log, self.unlogged, self.wandb, self.stop_signal = None, [], None, None
+        self.log, self.unlogged, self.wandb, self.stop_signal, self.lock = None, [], None, None, None
         if STAGE == "check":
             return  # needs no model
         if not SAMPLE_TEMPERATURES or not all(isinstance(t, (int, float)) and 1e-3 <= t <= 1e3 for t in SAMPLE_TEMPERATURES):
@@ -734,6 +845,7 @@ class RCETrainer:
             self.device = torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
         except (RuntimeError, AssertionError):
             raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+        self.lock = lock_folder(OUTPUT_DIR) if Path(OUTPUT_DIR).is_dir() else None
         self.checkpoint = choose_checkpoint(resume_from_checkpoint or RESUME, OUTPUT_DIR, self.say)
         seed_everything(SEED)
         self.load_models()
@@ -766,7 +878,8 @@ class RCETrainer:
                 raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} must be a decoder with a classification head of one label, not {self.reward_model.config.num_labels}")
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
-        self.reward_functions, self.accuracy_function = resolve_rewards(REWARD_FUNCTIONS), resolve_rewards([(ACCURACY_FUNCTION, 1.0)])[0][1]
+        self.reward_functions, right = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS"), resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        self.accuracy_function = lambda *lists: guarded("ACCURACY_FUNCTION", right, *lists).tolist()
         ends = self.actor.generation_config.eos_token_id  # chat models may have several
         self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
         self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
@@ -791,6 +904,8 @@ class RCETrainer:
             if tokenizer.chat_template:
                 text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
             row["ids"] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            if not row["ids"]:
+                raise UserError(f"{constant}: {row.get('id', 'the prompt')}: its tokenizer makes no token of it; mend or delete it")
             longest = max(longest, len(row["ids"]))
         kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
         if len(kept) < len(rows):
@@ -836,6 +951,7 @@ class RCETrainer:
                 self.finish()
         finally:
             self.bar.close()
+            self.lock.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return metrics
@@ -963,6 +1079,8 @@ class RCETrainer:
         by_id = {row["id"]: row for row in rows}
         prompts = [by_id[c["prompt_id"]]["ids"] for c in candidates]
         for c, logprob in zip(candidates, self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])):
+            if not math.isfinite(logprob):
+                raise UserError(f"the policy gives {c['prompt_id']} a response with log-probability {logprob}: its weights are broken, or DTYPE does not suit it")
             if DTYPE == "float32" and "greedy" in c["source"] and abs(c.pop("sampler_logprob") - logprob) > 1e-3 * max(10, len(c["token_ids"])):
                 raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} scores a response otherwise than it gave it ({c['prompt_id']}): no reward could be trusted")
             c["logprob"] = logprob
@@ -1118,13 +1236,16 @@ class RCETrainer:
         except KeyError as error:
             raise UserError(error.args[0]) from None
         except Exception:  # a reward function may raise anything
-            failed = []
+            failed, hung = [], 0
             for c in candidates:
                 try:
                     score([c])
                 except Exception as error:
-                    c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}", hard=None, soft=None)
+                    c.update(eval_failed=True, eval_mode="failed", eval_error=str(error), hard=None, soft=None)
                     failed.append(c)
+                    hung += "REWARD_TIMEOUT" in str(error)
+                    if hung == 5:  # each costs REWARD_TIMEOUT
+                        raise UserError(f"the reward took too long for five candidates: {error}") from None
             if len(failed) == len(candidates):
                 raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {failed[0]['eval_error']}") from None
             self.say(f"WARNING: the reward failed for {len(failed)} of {len(candidates)} candidates, kept but not trained on: {failed[0]['eval_error']}")
@@ -1215,7 +1336,7 @@ class RCETrainer:
     def rewards_of(self, prompts, responses, answers):
         """compute_rewards(), checked, and the parts it left behind."""
         self.reward_parts = {}
-        return check_scores("compute_rewards", self.compute_rewards(prompts, responses, answers), len(responses)).to(self.device), self.reward_parts
+        return guarded("compute_rewards", self.compute_rewards, prompts, responses, answers).to(self.device), self.reward_parts
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def compute_rewards(self, prompts, responses, answers):
@@ -1225,10 +1346,7 @@ class RCETrainer:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
             total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
         for name, function, weight in self.reward_functions:
-            try:
-                self.reward_parts[name] = check_scores(f"REWARD_FUNCTIONS: {name}", function(prompts, responses, answers), len(responses))
-            except (ValueError, TypeError) as error:
-                raise UserError(f"REWARD_FUNCTIONS: {name}: {error}") from error
+            self.reward_parts[name] = guarded(f"REWARD_FUNCTIONS: {name}", function, prompts, responses, answers)
             total += weight * self.reward_parts[name]
         return total
 
@@ -1330,6 +1448,7 @@ class RCETrainer:
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
+        text = printable(text)
         if terminal:
             tqdm.write(text)
             sys.stdout.flush()
@@ -1345,14 +1464,18 @@ class RCETrainer:
         out, state = Path(OUTPUT_DIR), self.state
         logs = out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_folder(out) if self.lock is None or self.lock.closed else self.lock
         for stale in (*out.glob("step_*.tmp"), *out.glob("best.tmp"), *out.glob("*.png.tmp")):  # what a kill left half written
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         if self.checkpoint and self.checkpoint.resolve().parent == out.resolve():
             # a broken checkpoint beyond this one, or one of a future given up, would be found by the next resume
             move_aside([path for step, path in list_checkpoints(out) if step > state.step], out, self.say)
             for name, size in state.log_bytes.items():
-                if (logs / name).exists() and (logs / name).stat().st_size > size:
+                has = (logs / name).stat().st_size if (logs / name).exists() else 0
+                if has > size:
                     os.truncate(logs / name, size)
+                elif has < size:
+                    self.say(f"WARNING: {logs / name} has lost {size - has} bytes since the checkpoint; what they said is gone")
         else:
             earlier = [path for pattern in self.run_files for path in out.glob(pattern)]
             move_aside(earlier + [logs] * any(logs.iterdir()), out, self.say)
@@ -1430,7 +1553,14 @@ class RCETrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def load_checkpoint(self, folder):
-        saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+        try:  # weights_only: nothing in the file is run
+            saved, then = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True), json.loads((folder / "config.json").read_text())
+            kind = {key: type(value) for key, value in vars(self.state).items() if value is not None}
+            if not isinstance(then, dict) or set(saved) != {*vars(self.state), "optimizers", "rng"} or set(saved["optimizers"]) != set(self.optimizers) or any(
+                    not isinstance(saved[key], known) for key, known in kind.items()):
+                raise ValueError(f"it is no state of {Path(__file__).name}")
+        except Exception as error:
+            raise UserError(f"{folder}/training_state.pt or config.json cannot be used ({first_line(error)}): take a checkpoint that this trainer made") from None
         if saved["prompts"] != self.state.prompts:
             raise UserError(f"{folder} was made with {saved['prompts']} training prompts, TRAIN_DATASETS now gives {self.state.prompts}: a resumed run needs the same data (RESUME=no starts afresh)")
         for name, optimizer in self.optimizers.items():
@@ -1438,7 +1568,7 @@ class RCETrainer:
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
-        then, now = json.loads((folder / "config.json").read_text()), json.loads(json.dumps(constants(), default=plain_name))
+        now = json.loads(json.dumps(constants(), default=plain_name))
         for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
             if then.get(key) != now.get(key):
                 self.say(f"Changed since the checkpoint: {key} was {then.get(key)!r}, is {now.get(key)!r}")
@@ -1447,18 +1577,22 @@ class RCETrainer:
     def save_best(self, metrics):
         """best/policy/, each file replaced in one move, so that it loads at any moment."""
         best, tmp = Path(OUTPUT_DIR) / "best", Path(OUTPUT_DIR) / "best.tmp"
-        self.actor.save_pretrained(tmp / "policy")
-        self.tokenizer.save_pretrained(tmp / "policy")
-        (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
-        (best / "policy").mkdir(parents=True, exist_ok=True)
-        for path in [p for p in tmp.rglob("*") if p.is_file()]:
-            fsync(path)
-            os.replace(path, best / path.relative_to(tmp))
-        shutil.rmtree(tmp)
+        try:
+            self.actor.save_pretrained(tmp / "policy")
+            self.tokenizer.save_pretrained(tmp / "policy")
+            (tmp / "metrics.json").write_text(json.dumps({"step": self.state.step, **metrics}, indent=1))
+            (best / "policy").mkdir(parents=True, exist_ok=True)
+            for path in [p for p in tmp.rglob("*") if p.is_file()]:
+                fsync(path)
+                os.replace(path, best / path.relative_to(tmp))
+            shutil.rmtree(tmp)
+        except Exception as error:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise not_saved(best, error) from None
 
     def draw_plots(self):
         """The run's plots, from metrics.jsonl alone."""
-        records = [r for r in map(json.loads, open(self.metrics_file.name)) if r["phase"] != "mine"]
+        records = [r for r in read_metrics(self.metrics_file.name) if r["phase"] != "mine"]
         units = {"entropy": " (nats a token)", "response_length": " (tokens)"}
         label = lambda key: key + units.get(key, " (s)" if key.startswith("seconds/") else "")
         title, keys = f"RCE ({REWARD_MODE}, tau {TAU:g}), {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}", dict.fromkeys(key for r in records for key in r if key not in ("phase", "step"))
@@ -1496,9 +1630,13 @@ def run_main(trainer_class):
         sys.exit(128 + trainer.stop_signal if trainer.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
-    except (UserError, OSError) as error:
-        text = str(error) if isinstance(error, UserError) else f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-        print(f"\n{Path(__file__).name}: {text}", file=sys.stderr)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        text = str(error) if isinstance(error, UserError) else f"{getattr(error, 'filename', None) or OUTPUT_DIR}: {getattr(error, 'strerror', None) or error}"
+        if not isinstance(error, (UserError, OSError)):
+            if isinstance(error, RuntimeError) and not any(words in str(error) for words in ("out of memory", "not enough memory", "t allocate memory", "Storage size calculation overflowed")):
+                raise
+            text = f"out of memory ({first_line(error)}): lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS, or lower GROUP_SIZE or MAX_NEW_TOKENS"
+        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
         sys.exit(2)
 
 def train_main():

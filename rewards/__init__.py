@@ -40,7 +40,7 @@ def _number(text):
     text = text.strip()[:_MAX_ANSWER_CHARS]
     match = _NUMBER.match(text)
     digits = re.sub(r"[ \t$,+]", "", match.group()).replace("\u2212", "-") if match else ""
-    if not re.search(r"[0-9]", digits) or re.match(r",[0-9]", text[match.end():]):
+    if not re.match(r"[-+]?\.?[0-9]", digits) or re.match(r",[0-9]", text[match.end():]):
         return None
     return Fraction(digits)
 

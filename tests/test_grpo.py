@@ -289,7 +289,7 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
     trainer = grpo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1, GROUP_SIZE=4).GRPOTrainer()
     trainer.train()
     out = tmp_path / "run"
-    assert sorted(p.name for p in out.iterdir()) == ["best", "grpo_metrics_with_entropy.png", "logs", "step_2", "training_config.json", "training_metrics_detailed.png"]
+    assert sorted(p.name for p in out.glob("[!.]*")) == ["best", "grpo_metrics_with_entropy.png", "logs", "step_2", "training_config.json", "training_metrics_detailed.png"]
     wanted = ("step epoch policy_loss reward reward/exact_answer advantage entropy kl approx_kl clip_fraction ratio_max_first grad_norm learning_rate "
               "response_length truncated_fraction zero_variance_groups tokens_per_second seconds/rollout seconds/score seconds/update").split()
     train = next(r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train")

@@ -161,7 +161,7 @@ def test_a_run_writes_what_the_design_says(ppo, tmp_path, capsys):
     out = tmp_path / "run"
     trainer = ppo(MAX_STEPS=3, SAVE_EVERY_N_STEPS=1, KEEP_LAST_N_CHECKPOINTS=2, EVAL_EVERY_N_STEPS=1, KL_COEF=0.1, REWARD_MODEL=str(TINY / "reward_model")).PPOTrainer()
     metrics = trainer.train()
-    assert sorted(p.name for p in out.iterdir()) == ["best", "logs", "ppo_metrics_with_entropy.png", "step_2", "step_3", "training_config.json", "training_metrics_detailed.png"]
+    assert sorted(p.name for p in out.glob("[!.]*")) == ["best", "logs", "ppo_metrics_with_entropy.png", "step_2", "step_3", "training_config.json", "training_metrics_detailed.png"]
     records = read(out / "logs/metrics.jsonl")
     assert [(r["phase"], r["step"]) for r in records] == [("eval", 0), ("train", 1), ("eval", 1), ("train", 2), ("eval", 2), ("train", 3), ("eval", 3)]
     wanted = ("step epoch policy_loss value_loss reward reward/reward_model reward/exact_answer advantage entropy kl approx_kl clip_fraction ratio_max_first "
