@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -70,9 +71,12 @@ class Run:
                 runpy.run_path(sys.argv[0], run_name="__main__")
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-            except BaseException:
-                import traceback
-                traceback.print_exc()
+            except BaseException as error:
+                frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+                if isinstance(error, KeyboardInterrupt) and "run_main" not in frames:  # while importing: Python's own way of ending
+                    code = 130
+                else:
+                    traceback.print_exc()
             finally:
                 try:
                     sys.stdout.flush(), sys.stderr.flush()
@@ -340,7 +344,7 @@ class Chaos:
             if run.code == 128 + number and steps() and not ((folder / f"step_{steps()[-1]}").is_dir() and list(folder.glob("*_with_entropy.png"))):
                 return "no checkpoint or no plot after the signal"
             return self.end(folder)
-        count = 1 if self.options.quick else 12
+        count = 1 if self.options.quick else 6
         return [lambda n=n, i=i: one(n, f"{self.options.seed} {self.script} {n} {i}") for n in (signal.SIGINT, signal.SIGTERM) for i in range(count)]
 
     def pauses(self):
@@ -464,12 +468,12 @@ class Chaos:
             again = self.run(folder, bad_reward(None, 0), REWARD_FUNCTIONS=functions)
             return again.trouble(0) or difference(want, contents(folder))
         kinds = ("raises", "hangs", "hangs and catches", "hangs and catches for ever", "NaN", "wrong count", "strings", "None", "nested")
-        return [lambda k=k, n=n: one(k, n) for k in (kinds if not self.options.quick else kinds[:2]) for n in ((2,) if self.options.quick else (0, 2, 4))]
+        return [lambda k=k, n=n: one(k, n) for k in (kinds if not self.options.quick else kinds[:2]) for n in ((2,) if self.options.quick else (0, 3))]
 
     def nan(self):
-        def one(first, last, codes):
+        def one(first, last, codes, **constants):
             folder = self.fresh()
-            run = self.run(folder, nan_logits(first, last))
+            run = self.run(folder, nan_logits(first, last), **constants)
             if trouble := run.trouble(*codes):
                 return trouble
             if "not finite" not in run.said:
@@ -478,7 +482,8 @@ class Chaos:
                 from safetensors.torch import load_file
                 if not all(w.isfinite().all() for w in load_file(path).values()):
                     return f"{path.relative_to(folder)} was saved with weights that are not finite"
-        return [lambda: one(2, 3, (0,)), lambda: one(3, 10**9, (0, 2)), lambda: one(1, 10**9, (2,))]
+        long = dict(MAX_STEPS=40, NUM_EPOCHS=40)  # five steps in a row end the run
+        return [lambda: one(2, 3, (0,)), lambda: one(3, 10**9, (2,), **long), lambda: one(1, 10**9, (2,), **long)]
 
     def data(self):
         good = json.dumps({"problem": "Tom has 3 apples. Tom buys 4 more. How many apples are there now?", "solution": "3 + 4 = 7\n#### 7"}).encode() + b"\n"
@@ -529,7 +534,8 @@ class Chaos:
             shutil.rmtree(folder, ignore_errors=True)
             return trouble and f"{key}={word!r}: {trouble}"
         keys = [key for key in module.constants() if key not in endless and key not in ("USE_WANDB", "GROUP_EPOCHS")]
-        trials = [lambda k=k, w=w: one(k, w) for k in keys for w in words if not (isinstance(getattr(module, k), bool) and w == "True")]
+        some = lambda: words if self.options.every else self.random.sample(words, 8)
+        trials = [lambda k=k, w=w: one(k, w) for k in keys for w in some() if not (isinstance(getattr(module, k), bool) and w == "True")]
         trials += [lambda k=k, w=w: one(k, w) for k, w in (("MAX_STEPS", "-1"), ("MAX_STEPS", "nan"), ("OUTPUT_DIR", ""), ("DEVICE", "toaster"), ("DEVICE", ""), ("GROUP_EPOCHS", "0"), ("USE_WANDB", "2"))]
         return trials if not self.options.quick else self.random.sample(trials, 8)
 
@@ -566,7 +572,12 @@ class Chaos:
                 (step / "policy/model.safetensors").rename(folder / "elsewhere")
                 (step / "policy/model.safetensors").symlink_to(folder / "elsewhere")
             run = self.run(folder)
-            return "its code was run" if mark.exists() else run.trouble(2)
+            if mark.exists():
+                return f"{attack}: its code was run"
+            if attack.endswith("outside"):  # is no whole checkpoint: named and skipped, the one before it is used
+                named = f"skipping the broken checkpoint {folder}/{self.last}: " in run.said
+                return run.trouble(0) or (None if named else f"{attack}: it was not named") or difference(self.want, contents(folder))
+            return (trouble := run.trouble(2)) and f"{attack}: {trouble}"
 
         def model(name):
             folder, mark = self.fresh(), self.work / "model.pwned"
@@ -593,7 +604,7 @@ def main():
     parser.add_argument("scripts", nargs="+")
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments, for each trainer")
     parser.add_argument("--quick", action="store_true", help="a few of each")
-    parser.add_argument("--every", action="store_true", help="kill before every single file operation, not before 40 of them")
+    parser.add_argument("--every", action="store_true", help="every single file operation and absurd value, not 40 and 8 a constant")
     parser.add_argument("--only", default=",".join(TRIALS), help="some of: " + ",".join(TRIALS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

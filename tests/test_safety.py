@@ -25,8 +25,8 @@ fuzz = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def test_a_short_chaos_loses_nothing():
-    """Kills at random and at file operations, signals, corruption, full disks, two runs, bad rewards, NaN, bad data, enemies."""
-    done = subprocess.run([sys.executable, ROOT / "bench/chaos.py", *TRAINERS, "--quick", "--kills", "2"], capture_output=True, text=True, timeout=800)
+    """SIGKILL at random moments and between file operations; `python bench/chaos.py --quick` tries a few of every fault."""
+    done = subprocess.run([sys.executable, ROOT / "bench/chaos.py", *TRAINERS, "--quick", "--kills", "2", "--only", "kill,save_points"], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0 and re.search(r"\n\d+ faults tried, 0 lost", done.stdout), done.stdout + done.stderr
 
 
