@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time (pytest.ini): threads of theirs would only wait for each other
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(2)
 _numbers = itertools.count()
 
 SMALL = dict(BATCH_SIZE=4, GRADIENT_ACCUMULATION_STEPS=1, GROUP_SIZE=2, MAX_TRAIN_PROMPTS=24, MAX_EVAL_PROMPTS=4, MAX_NEW_TOKENS=32,

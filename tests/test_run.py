@@ -337,8 +337,11 @@ def test_a_finished_run_says_so_and_other_data_is_refused(unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("path, name", [("ppo/ppo.py", "PPOTrainer"), ("grpo/grpo.py", "GRPOTrainer"), ("rce/rce.py", "RCETrainer")])
-def test_a_step_of_the_default_size_is_the_same_every_time(path, name, tmp_path):
+def test_a_step_of_the_default_size_is_the_same_every_time(path, name, tmp_path, request):
     """Many rows share a prompt, and threads must not decide in which order their gradients are added."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
     found = set()
     for i in range(4):
         more = {"MINE_PROMPTS": 32, "STAGE": "mine" if i == 0 else "train"} if name == "RCETrainer" else {}
