@@ -234,7 +234,7 @@ def section_phases(models):
     print(f"Phases of a step, seconds; matrix products reach {rate / 1e9:,.0f} GFLOP/s here\n\n| | rollout | score | update | step | peak MiB | share of that rate |\n|---|---|---|---|---|---|---|")
     for name, prompts, steps in (("tiny", 32, 10), ("20M", 8, 4)):
         for script in ("grpo", "ppo"):
-            r = child("train_steps", script, models[name], BATCH_SIZE=prompts, GROUP_SIZE=8, MAX_STEPS=2 + steps, GROUP_EPOCHS=1, MINI_BATCHES=1)
+            r = child("train_steps", script, models[name], BATCH_SIZE=prompts, GROUP_SIZE=8, GRADIENT_ACCUMULATION_STEPS=1, MAX_STEPS=2 + steps, GROUP_EPOCHS=1, MINI_BATCHES=1)
             phase_row(f"{script}, {name}, {prompts * 8} samples", r, rate)
     print()
 
