@@ -960,9 +960,13 @@ class PPOTrainer:
         batch.seconds["score"] = time.perf_counter() - started
 
     def response_values(self, batch, rows):
-        """V before each response token is seen, (rows, R): what the critic says at the position before it."""
-        inputs, prompt, _ = response_window(batch, rows)
-        return self.critic(**inputs).logits[:, prompt - 1:-1, 0].float()
+        """V before each response token is seen, (rows, R): what the critic says at the position before it; 64 rows at a time, by length."""
+        order, width, parts = batch.response_lengths[rows].argsort(stable=True), int(batch.response_lengths[rows].max()), []
+        for part in order.split(64):
+            inputs, prompt, n = response_window(batch, rows[part])
+            values = self.critic(**inputs).logits[:, prompt - 1:-1, 0].float()
+            parts.append(torch.nn.functional.pad(values, (0, width - n)))
+        return torch.cat(parts)[order.argsort()]
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def rewards_of(self, prompts, responses, answers):
