@@ -735,6 +735,7 @@ def draw_plot(records, path, title, panels):
     for number, (label, keys) in enumerate(panels, 1):
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
             points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
             if points and phase == "train":
