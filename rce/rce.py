@@ -27,7 +27,7 @@ their weights. What ends each makes them exclude one another, so it is never abo
 Writes into OUTPUT_DIR: candidates_round_N.parquet, .csv and .png, training_config.json, logs/ (training_*.log, metrics.jsonl,
 samples.jsonl), step_N/ checkpoints, best/policy/, training_metrics_detailed.png and rce_metrics_with_entropy.png.
 """
-import ast, copy, csv, difflib, fcntl, hashlib, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
+import ast, csv, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -40,7 +40,7 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -447,9 +447,64 @@ class GroupedLayer(DynamicLayer):
         self.room, self.prompt, self.groups = [x[rows, :, :self.length] for x in self.room], [x[prompts] for x in self.prompt], groups
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+class Packed:
+    """Rows of a batch as one sequence of tokens, almost without padding: each prompt once, then the responses without their last
+    tokens, by length, in blocks of 16 that are padded to their longest. A response attends to its prompt and to itself."""
+
+    def __init__(self, batch, rows):
+        which, device = same_prompt(batch, rows), rows.device
+        one = rows[which.new_zeros(int(which.max()) + 1).scatter_(0, which, torch.arange(len(rows), device=device))]  # a row of each prompt
+        lengths, sizes, wide = batch.prompt_lengths[one], batch.response_lengths[rows], batch.prompt_ids.shape[1]
+        column = torch.arange(int(lengths.max()), device=device)
+        prompts = batch.prompt_ids[one].gather(1, (wide - lengths[:, None] + column).clamp(max=wide - 1))  # padding to the right
+        seen = torch.where(column < lengths[:, None], column, 2**40)  # positions of keys; a padding's is out of sight
+        # Of each block: its ids, the positions of its queries and of the keys they may see, which prompt each row has
+        self.blocks, starts, offset = [(prompts, column.expand_as(prompts), seen, None)], torch.zeros_like(rows), prompts.numel()
+        order = sizes.argsort(stable=True)
+        for part in order.split(16):
+            n = int(sizes[part[-1]]) - 1
+            if n:
+                positions = lengths[which[part], None] + torch.arange(n, device=device)
+                share = torch.nn.functional.one_hot(which[part], len(one)).float()
+                self.blocks.append((batch.response_ids[rows[part], :n], positions, torch.cat([seen[which[part]], positions], 1), share))
+                starts[part] = offset + n * torch.arange(len(part), device=device)
+                offset += n * len(part)
+        step = torch.arange(int(sizes.max()), device=device)
+        self.mask, last = step < sizes[:, None], which * len(column) + lengths[which] - 1  # (rows, R); each row's last prompt token
+        self.said = torch.where(step > 0, starts[:, None] + step - 1, last[:, None])[self.mask]  # where each response token is predicted
+        self.masks, hint = {}, torch.zeros(1, 1, offset, 0, device=device)  # four dimensions: models hand it on; no other attention can take it
+        hint.packed = self
+        ids, positions = (torch.cat([block[i].flatten() for block in self.blocks])[None] for i in (0, 1))
+        self.inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": hint, "use_cache": False}
+
+    def mask_of(self, number, window, dtype):
+        """What is added to a block's scores, (rows, 1, n, keys); one tensor for all layers, since each keeps its own for the backward pass."""
+        if (number, window) not in self.masks:
+            _, at, seen, _ = self.blocks[number]
+            back = (at[:, :, None] - seen[:, None])[:, None]
+            self.masks[number, window] = torch.zeros(back.shape, dtype=dtype, device=back.device).masked_fill_((back < 0) | (back >= (window or 2**40)), -torch.inf)
+        return self.masks[number, window]
+
+    def attend(self, module, query, key, value, sliding_window=None, **options):
+        """Queries (1, heads, tokens, width), keys and values as they are, to (1, tokens, heads, width)."""
+        out, parts = [], zip(*(x[0].split([ids.numel() for ids, *_ in self.blocks], 1) for x in (query, key, value)))
+        for number, ((ids, _, _, share), part) in enumerate(zip(self.blocks, parts)):
+            q, k, v = (x.unflatten(1, ids.shape).transpose(0, 1) for x in part)  # (rows, heads, n, width)
+            if share is None:
+                prompt = k, v
+            else:  # a product with ones and zeros: exact, and its gradient is the same sum on every run
+                k, v = (torch.cat([(share.to(x.dtype) @ p.flatten(1)).unflatten(1, p.shape[1:]), x], 2) for p, x in zip(prompt, (k, v)))
+            mask = None if share is None and not sliding_window else self.mask_of(number, sliding_window, q.dtype)
+            out.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0].flatten(0, 1))
+        return torch.cat(out)[None]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def attend(module, query, key, value, attention_mask, scaling=None, **options):
-    """transformers' sdpa attention; for a GroupedLayer's keys each prompt's are read once for all its rows, which decoding waits for."""
-    layer = getattr(key, "grouped", None)
+    """transformers' sdpa attention, but for two layouts: while decoding, a GroupedLayer's keys of a prompt are read once for all its
+    rows, which decoding waits for; of a Packed sequence each response attends to its prompt and to itself."""
+    layer, packed = getattr(key, "grouped", None), getattr(attention_mask, "packed", None)
+    if packed is not None:
+        return packed.attend(module, query, key, value, scaling=scaling, **options), None
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
@@ -560,37 +615,27 @@ class TokenLogprobs(torch.autograd.Function):
         return (out.div_(ctx.temperature) if ctx.temperature != 1 else out).to(ctx.dtype), None, None
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
-def response_logprobs(model, batch, rows, temperature):
-    """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32.
+def response_logits(model, batch, rows):
+    """What the model says where it predicts a response token, (tokens, labels), row after row, and where those tokens are, (rows, R) of bool.
 
-    Responses go through the model 64 at a time, by length. Rows of one prompt share its pass, forward and backward: its keys
-    and values are computed once and handed to each response (recomputed layers cannot take them: then each row is whole).
+    Packed where tokens meet in attention alone, and that is attend()'s; other models read whole rows, each with its prompt.
     """
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if model._supports_attention_backend and model.config._attn_implementation == "sdpa" and all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=model.config).layers):
+        packed = Packed(batch, rows)
+        logits = model(**packed.inputs, **({"logits_to_keep": packed.said} if keeps else {})).logits[0]
+        return logits if keeps else logits[packed.said], packed.mask
     inputs, prompt, width = response_window(batch, rows)
-    ids, mask, positions = (inputs[key] for key in ("input_ids", "attention_mask", "position_ids"))
-    which = same_prompt(batch, rows)
-    one = which.new_zeros(int(which.max()) + 1).scatter_(0, which, torch.arange(len(rows), device=rows.device))  # a row of each prompt
-    shared = None
-    if len(one) < len(rows) and not GRADIENT_CHECKPOINTING:
-        shared = model(input_ids=ids[one, :prompt], attention_mask=mask[one, :prompt], position_ids=positions[one, :prompt], use_cache=True, logits_to_keep=1)
-    order = batch.response_lengths[rows].argsort(stable=True)
-    parts = []
-    for part in order.split(64):
-        n = int(batch.response_lengths[rows[part]].max())
-        if shared is None:
-            logits = model(input_ids=ids[part, :prompt + n], attention_mask=mask[part, :prompt + n], position_ids=positions[part, :prompt + n],
-                           use_cache=False, logits_to_keep=n + 1).logits[:, :-1]
-        else:
-            logits, cache = shared.logits[which[part]], copy.copy(shared.past_key_values)
-            cache.layers = [copy.copy(layer) for layer in cache.layers]  # the part's own view: selecting rows must not touch the shared one
-            cache.batch_select_indices(which[part])
-            if n > 1:
-                rest = model(input_ids=ids[part, prompt:prompt + n - 1], attention_mask=mask[part, :prompt + n - 1],
-                             position_ids=positions[part, prompt:prompt + n - 1], past_key_values=cache, use_cache=True)
-                logits = torch.cat([logits, rest.logits], 1)
-        chosen, entropy = TokenLogprobs.apply(logits, batch.response_ids[rows[part], :n], temperature)
-        parts.append(torch.nn.functional.pad(torch.stack([chosen, entropy]), (0, width - n)))
-    return tuple(torch.cat(parts, 1)[:, order.argsort()])
+    mask = inputs["attention_mask"][:, prompt:] > 0
+    return model(**inputs, **({"logits_to_keep": width + 1} if keeps else {})).logits[:, -width - 1:-1][mask], mask
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def response_logprobs(model, batch, rows, temperature):
+    """Log-probabilities of the response's own ids and the entropy at each: two (rows, R) tensors, in float32, 0 after the response."""
+    logits, mask = response_logits(model, batch, rows)
+    said = TokenLogprobs.apply(logits, batch.response_ids[rows, :mask.shape[1]][mask], temperature)
+    return tuple(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in said)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def micro_batches(batch, rows, size):
@@ -1449,8 +1494,10 @@ class RCETrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def rows_at_once(self, batch):
-        """Rows of a micro-batch: those of BATCH_SIZE prompts, or fewer where their logits would take more than 256 MiB (a large vocabulary)."""
-        return max(1, min(BATCH_SIZE * GROUP_SIZE, 2**26 // (self.actor.config.get_text_config().vocab_size * batch.response_ids.shape[1])))
+        """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would take more than 64 MiB,
+        on a GPU 1/64 of its memory (a large vocabulary)."""
+        room = torch.cuda.mem_get_info(self.device)[1] // 64 if self.device.type == "cuda" else 2**26
+        return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // (4 * self.actor.config.get_text_config().vocab_size * batch.response_ids.shape[1])))
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def autocast(self):

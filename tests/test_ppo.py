@@ -146,8 +146,10 @@ def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch)
     assert batch.truncated.tolist() == [False, True, False]
 
 
-def test_eos_is_trained_even_where_it_is_also_the_pad(ppo):
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])  # packed and whole rows
+def test_eos_is_trained_even_where_it_is_also_the_pad(ppo, kind):
     trainer = ppo(BATCH_SIZE=2).PPOTrainer()
+    trainer.actor.set_attn_implementation(kind)
     eos = trainer.tokenizer.eos_token_id
     batch = make_batch([[5, 6], [7]], [[8, eos], [8, 9, eos]], pad=eos)
     logits = []
@@ -155,6 +157,9 @@ def test_eos_is_trained_even_where_it_is_also_the_pad(ppo):
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.tensor([0, 1]), 1.0)
     (logprobs * batch.response_mask).sum().backward()
     gradient = logits[0].grad[:, :-1]  # (rows, R, vocabulary): the logits that predict each response token
+    if kind == "sdpa":  # one row after the other, and nothing is predicted after a response
+        assert logits[0].shape[:2] == (1, 5)
+        gradient = torch.nn.utils.rnn.pad_sequence(logits[0].grad[0].split([2, 3]), batch_first=True)
     assert gradient[0, 1, eos] > 0 and gradient[1, 2, eos] > 0  # the first EOS pulls
     assert (gradient[0, 2] == 0).all()  # the pad after it does not
 
@@ -237,14 +242,14 @@ def test_left_padding_with_absolute_positions_changes_nothing():
 
 
 @pytest.mark.parametrize("spread", ["whole groups", "some rows of some groups"])
-def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(ppo, monkeypatch, spread):
+def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(ppo, spread):
     script = ppo(BATCH_SIZE=5, GROUP_SIZE=4)
     trainer = script.PPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:20])
     rows = torch.arange(80) if spread == "whole groups" else torch.tensor([0, 1, 3, 17, 18, 40, 41, 77])
     found = []
-    for checkpointing in (False, True):  # with recomputation nothing is shared
-        monkeypatch.setattr(script, "GRADIENT_CHECKPOINTING", checkpointing)
+    for kind in ("sdpa", "eager"):  # eager shares nothing
+        trainer.actor.set_attn_implementation(kind)
         passes = []
         handle = trainer.actor.register_forward_hook(lambda m, args, kwargs, out: passes.append(kwargs["input_ids"].shape), with_kwargs=True)
         logprobs, entropy = script.response_logprobs(trainer.actor, batch, rows, 1.3)
