@@ -377,13 +377,13 @@ def invert(weights, at):
     return found, (1 - (cumulative.gather(-1, found) - target) / weight).clamp(0, 1 - 2**-40)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
-def sample_tokens(logprobs, uniform):
-    """One id a row by inverting the cumulative distribution: logprobs (rows, vocabulary), uniform (rows,) in [0, 1).
+def sample_tokens(probabilities, uniform):
+    """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform (rows,) in [0, 1).
     First among blocks of 128 ids, then within the block: four times as fast as over a whole large vocabulary."""
-    blocks = torch.nn.functional.pad(logprobs.exp(), (0, -logprobs.shape[1] % 128)).unflatten(1, (-1, 128))
+    blocks = torch.nn.functional.pad(probabilities, (0, -probabilities.shape[1] % 128)).unflatten(1, (-1, 128))
     block, at = invert(blocks.sum(-1), uniform.double().unsqueeze(-1))
     inside, _ = invert(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), at)
-    return (block * 128 + inside).squeeze(-1).clamp(max=logprobs.shape[1] - 1)
+    return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
@@ -512,7 +512,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Each prompt is prefilled once.
-    Returns ids, lengths and log-probabilities under the sampling distribution: (rows, max_new_tokens), (rows,), as the ids.
+    Returns ids (rows, max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the entropy, as the ids.
     A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS.
     """
     device, rows = model.device, len(prompts) * group_size
@@ -534,16 +534,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     positions = prompt_lengths.repeat_interleave(group_size)  # (rows,) of the next token
 
     ids = torch.full((rows, max_new_tokens), pad_id, device=device)
-    logprobs, lengths = torch.zeros(rows, max_new_tokens, device=device), torch.zeros(rows, dtype=torch.long, device=device)
+    lengths, logprobs, entropies = torch.zeros(rows, dtype=torch.long, device=device), *torch.zeros(2, rows, max_new_tokens, device=device)
     rows = torch.arange(rows, device=device)  # which row of the result each row of the cache is
     going = torch.ones_like(rows, dtype=torch.bool)
     for t in range(max_new_tokens):
         scaled = (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)  # (cached rows, vocabulary)
-        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(scaled, uniform[rows, t])
-        live = rows[going]
-        ids[live, t] = tokens[going]
-        logprobs[live, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)[going]
-        lengths[live] += 1
+        probabilities = scaled.exp()
+        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
+        ids[rows, t], logprobs[rows, t] = tokens, scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        entropies[rows, t] = -torch.linalg.vecdot(probabilities, scaled)
+        lengths[rows] += going
         going &= ~torch.isin(tokens, eos_ids)
         left = int(going.sum())
         if left == 0 or t + 1 == max_new_tokens:
@@ -558,7 +558,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         seen = None if grouped else mask[:, :prompt_ids.shape[1] + t + 1]  # a grouped layer hides the padding by itself
         logits = model(input_ids=tokens.unsqueeze(-1), attention_mask=seen, position_ids=positions.unsqueeze(-1), past_key_values=cache, use_cache=True).logits[:, -1]
         positions = positions + 1
-    return ids, lengths, logprobs
+    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what finished rows said while others went on
+    return ids.masked_fill(over, pad_id), lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def response_window(batch, rows):
@@ -1032,28 +1033,25 @@ class GRPOTrainer:
             for i in range(0, len(prompts), BATCH_SIZE):
                 chunk = None if uniform is None else uniform[i * group_size:i * group_size + size].to(self.device)
                 parts.append(generate(self.actor, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE, self.eos_ids, self.pad_id))
-        ids, lengths, logprobs = (torch.cat(x) for x in zip(*parts))
-        ids, logprobs = ids[:, :lengths.max()], logprobs[:, :lengths.max()]
+        ids, lengths, logprobs, entropies = (torch.cat(x) for x in zip(*parts))
+        ids, logprobs, entropies = (x[:, :lengths.max()] for x in (ids, logprobs, entropies))
         responses = self.tokenizer.batch_decode([row[:n] for row, n in zip(ids.tolist(), lengths.tolist())], skip_special_tokens=True)
         return SimpleNamespace(
-            response_ids=ids, response_lengths=lengths, logprobs=logprobs, responses=responses,
+            response_ids=ids, response_lengths=lengths, logprobs=logprobs, entropies=entropies, responses=responses,
             response_mask=(torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).float(),
             truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), self.eos_ids))
 
     @torch.no_grad()
     def score(self, batch):
-        """Scores of the responses; where they are needed, reference log-probabilities and entropies of their tokens."""
+        """Scores of the responses and, where there is a reference, its log-probabilities of their tokens."""
         started, mask = time.perf_counter(), batch.response_mask
         scores, batch.parts = self.rewards_of([r["prompt"] for r in batch.rows], batch.responses, [r["answer"] for r in batch.rows])
         batch.scores = scores + OVERLONG_PENALTY * overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
-        batch.ref_logprobs, batch.entropies = (torch.zeros_like(mask) if self.reference else batch.logprobs), torch.zeros_like(mask)
+        batch.ref_logprobs = torch.zeros_like(mask) if self.reference else batch.logprobs
         with self.autocast():
-            for rows in micro_batches(batch, torch.arange(len(mask), device=self.device), self.rows_at_once(batch)):
+            for rows in micro_batches(batch, torch.arange(len(mask), device=self.device), self.rows_at_once(batch)) if self.reference else ():
                 width = int(batch.response_lengths[rows].max())
-                if self.reference:
-                    batch.ref_logprobs[rows, :width] = response_logprobs(self.reference, batch, rows, TEMPERATURE)[0] * mask[rows, :width]
-                if TOP_ENTROPY_FRACTION < 1:
-                    batch.entropies[rows, :width] = response_logprobs(self.actor, batch, rows, TEMPERATURE)[1] * mask[rows, :width]
+                batch.ref_logprobs[rows, :width] = response_logprobs(self.reference, batch, rows, TEMPERATURE)[0]
         batch.seconds["score"] = time.perf_counter() - started
         return batch
 
@@ -1116,7 +1114,8 @@ class GRPOTrainer:
         self.recompute(True)
         for _ in range(GROUP_EPOCHS):
             rows = torch.randperm(len(batch.rows)) if MINI_BATCHES > 1 else torch.arange(len(batch.rows))
-            steps += [self.optimizer_step(batch, chunk) for chunk in rows.to(self.device).chunk(MINI_BATCHES)]
+            for chunk in rows.to(self.device).chunk(MINI_BATCHES):
+                steps.append(self.optimizer_step(batch, chunk, moved=bool(steps)))
         self.recompute(False)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
         metrics.update(ratio_max_first=steps[0]["ratio_max"], learning_rate=LEARNING_RATE * scale)
@@ -1125,8 +1124,8 @@ class GRPOTrainer:
         batch.seconds["update"] = time.perf_counter() - started
         return metrics
 
-    def optimizer_step(self, batch, rows):
-        """One optimizer step on `rows`, in micro-batches whose gradients add up to that of the whole."""
+    def optimizer_step(self, batch, rows, moved=True):
+        """One optimizer step on `rows`, in micro-batches whose gradients add up to that of the whole; moved: since the rows were sampled."""
         weights = torch.zeros_like(batch.response_mask)
         weights[rows] = token_weights(batch.response_mask[rows], LOSS_TYPE, MAX_NEW_TOKENS)
         tokens, metrics = batch.response_mask[rows].sum(), defaultdict(float)
@@ -1136,8 +1135,10 @@ class GRPOTrainer:
         for micro, learn in parts:
             width, advantages = int(batch.response_lengths[micro].max()), batch.advantages[micro, None]
             mask, old, ref, weight, trained = (x[micro, :width] for x in (batch.response_mask, batch.logprobs, batch.ref_logprobs, weights, batch.trained))
-            with self.autocast(), torch.set_grad_enabled(learn):
-                logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
+            logprobs, entropy = old, batch.entropies[micro, :width]  # what the sampler knew
+            if learn or moved:
+                with self.autocast(), torch.set_grad_enabled(learn):
+                    logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
             losses, ratio = policy_loss(logprobs, old, advantages, mask, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)
             kl = kl_loss(logprobs, ref, KL_ESTIMATOR) if self.reference else torch.zeros_like(losses)
             if learn:

@@ -120,16 +120,16 @@ def test_learning_rate_schedules():
 def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
     logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0]).log()
     uniform = (torch.arange(10000) + 0.5) / 10000
-    counts = torch.bincount(module.sample_tokens(logprobs.expand(10000, 5), uniform), minlength=5)
+    counts = torch.bincount(module.sample_tokens(logprobs.exp().expand(10000, 5), uniform), minlength=5)
     assert counts.tolist() == [5000, 0, 3000, 2000, 0]
-    edge = module.sample_tokens(logprobs.expand(2, 5), torch.tensor([0.0, 1 - 2 ** -24]))
+    edge = module.sample_tokens(logprobs.exp().expand(2, 5), torch.tensor([0.0, 1 - 2 ** -24]))
     assert edge.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("pad", [0, 9])  # 9 is also EOS
 def test_a_response_ends_with_its_first_eos_and_holds_nothing_after_it(pad):
     model = Scripted({1: [3, 9, 4, 4], 2: [9, 9, 9, 9], 3: [4, 5, 6, 7], 4: [5, 5, 5, 9]})
-    ids, lengths, logprobs = module.generate(model, [[5, 1], [2], [3], [4]], torch.full((8, 4), 0.5), 2, 4, 1.0, torch.tensor([9]), pad)
+    ids, lengths, logprobs, _ = module.generate(model, [[5, 1], [2], [3], [4]], torch.full((8, 4), 0.5), 2, 4, 1.0, torch.tensor([9]), pad)
     assert lengths.tolist() == [2, 2, 1, 1, 4, 4, 4, 4]
     want = [[3, 9], [9], [4, 5, 6, 7], [5, 5, 5, 9]]  # the third is cut and has no EOS
     assert ids.tolist() == [row + [pad] * (4 - len(row)) for row in want for _ in range(2)]

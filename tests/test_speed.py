@@ -24,7 +24,7 @@ def test_sampling_by_blocks_inverts_the_same_distribution(vocabulary):
     logprobs[0, 128:256] = -torch.inf  # a block without any mass
     cumulative = logprobs[0].double().exp().cumsum(0)
     uniform = torch.cat([(torch.arange(20000) + 0.5) / 20000, torch.tensor([0.0, 1 - 2**-24])])
-    ids = module.sample_tokens(logprobs.expand(len(uniform), -1), uniform)
+    ids = module.sample_tokens(logprobs.exp().expand(len(uniform), -1), uniform)
     assert logprobs[0, ids].isfinite().all() and len(set(ids.tolist())) > 5
     at = uniform.double() * cumulative[-1]
     below = torch.where(ids > 0, cumulative[(ids - 1).clamp(min=0)], 0)
@@ -41,13 +41,15 @@ def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
     torch.manual_seed(1)
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     assert len({len(p) for p in prompts}) > 2
-    ids, lengths, logprobs = module.generate(model, prompts, torch.rand(20, 32), 4, 32, 1.3, trainer.eos_ids, 0)
+    ids, lengths, logprobs, entropies = module.generate(model, prompts, torch.rand(20, 32), 4, 32, 1.3, trainer.eos_ids, 0)
     assert lengths.min() < 0.7 * lengths.max()  # rows were dropped on the way, of some prompts more than of others
     for i in range(20):
         whole, n = prompts[i // 4] + ids[i, :lengths[i]].tolist(), int(lengths[i])
         with torch.no_grad():
             want = (model(torch.tensor([whole])).logits[0, -n - 1:-1] / 1.3).log_softmax(-1)
         assert torch.allclose(logprobs[i, :n], want.gather(1, ids[i, :n, None])[:, 0], atol=1e-4)
+        assert torch.allclose(entropies[i, :n], -(want.exp() * want).sum(-1), atol=1e-4)
+        assert (ids[i, n:] == 0).all() and (logprobs[i, n:] == 0).all() and (entropies[i, n:] == 0).all()
 
 
 def test_a_prompts_keys_are_kept_once(grpo, monkeypatch):
@@ -102,10 +104,10 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
 
 # ---------------------------------------------------------------- groups that teach nothing
 
-def test_flat_groups_go_forward_only_and_the_update_is_the_same(grpo, monkeypatch):
+def test_flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same(grpo, monkeypatch):
     weights, graded, metrics = [], [], []
     for entropy_coef in (0.0, 1e-12):  # any entropy bonus gives every row a gradient
-        script = grpo(BATCH_SIZE=6, GROUP_SIZE=4, ENTROPY_COEF=entropy_coef, LEARNING_RATE=1e-3)
+        script = grpo(BATCH_SIZE=6, GROUP_SIZE=4, ENTROPY_COEF=entropy_coef, LEARNING_RATE=1e-3, GROUP_EPOCHS=2)
         trainer, seen = script.GRPOTrainer(), []
         batch = trainer.score(trainer.rollout(trainer.train_rows[:6]))
         batch.scores = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]]).flatten()
@@ -115,7 +117,7 @@ def test_flat_groups_go_forward_only_and_the_update_is_the_same(grpo, monkeypatc
         metrics.append(trainer.update(batch))
         graded.append(seen)
         weights.append(torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]))
-    assert graded == [[(True, 12), (False, 12)], [(True, 24)]]
+    assert graded == [[(True, 12), (True, 12), (False, 12)], [(True, 24)] * 2]  # at first the sampler's own figures will do
     before = torch.cat([p.detach().flatten() for p in AutoModelForCausalLM.from_pretrained(module.ACTOR_MODEL).parameters()])
     assert (weights[0] - before).abs().max() > 5e-4  # they did move
     # Adam divides by the gradient's size: a gradient that is zero but for rounding takes a step either way
