@@ -20,7 +20,7 @@ Means run over every response token of the optimizer step, whatever the micro-ba
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints,
 best/policy/, training_metrics_detailed.png and ppo_metrics_with_entropy.png. The README defines every metric.
 """
-import ast, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
+import ast, bisect, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -420,7 +420,7 @@ class GroupedLayer(DynamicLayer):
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 class Packed:
     """Rows of a batch as one sequence of tokens, almost without padding: each prompt once, then the responses without their last
-    tokens, by length, in blocks of 16 that are padded to their longest. A response attends to its prompt and to itself."""
+    tokens, in blocks of like length that are padded to their longest. A response attends to its prompt and to itself."""
 
     def __init__(self, batch, rows):
         which, device = same_prompt(batch, rows), rows.device
@@ -431,9 +431,11 @@ class Packed:
         seen = torch.where(column < lengths[:, None], column, 2**40)  # positions of keys; a padding's is out of sight
         # Of each block: its ids, the positions of its queries and of the keys they may see, which prompt each row has
         self.blocks, starts, offset = [(prompts, column.expand_as(prompts), seen, None)], torch.zeros_like(rows), prompts.numel()
-        order = sizes.argsort(stable=True)
-        for part in order.split(16):
-            n = int(sizes[part[-1]]) - 1
+        order, end = sizes.argsort(stable=True), 0
+        ordered = sizes[order].tolist()
+        while end < len(rows):
+            begin, end = end, bisect.bisect_right(ordered, 1.2 * ordered[end] + 2)
+            part, n = order[begin:end], ordered[end - 1] - 1
             if n:
                 positions = lengths[which[part], None] + torch.arange(n, device=device)
                 share = torch.nn.functional.one_hot(which[part], len(one)).float()
