@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import SMALL, load_script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
 
 module = load_script("grpo/grpo.py")
 
@@ -69,6 +69,53 @@ def test_other_models_attention_is_untouched():
     q, k, v = (torch.randn(2, 4, 5, 8) for _ in range(3))
     owner = SimpleNamespace(num_key_value_groups=1, is_causal=True)
     assert torch.equal(module.attend(owner, q, k, v, None)[0], module.sdpa_attention_forward(owner, q, k, v, None)[0])
+
+
+# ---------------------------------------------------------------- each prompt once, responses without padding
+
+def packed_batch(prompts, responses, share):
+    """Rows with random ids: lengths of the prompts and of the responses, share rows a prompt."""
+    torch.manual_seed(0)
+    prompt_lengths = torch.tensor(prompts).repeat_interleave(share)
+    ids = [torch.randint(3, 80, (n,)).tolist() for n in prompts for _ in range(share)]
+    ids = [ids[i - i % share] for i in range(len(ids))]
+    lengths = torch.tensor(responses)
+    return SimpleNamespace(prompt_ids=module.pad_left(ids, 0), prompt_lengths=prompt_lengths, response_lengths=lengths,
+                           response_ids=torch.randint(3, 80, (len(lengths), int(lengths.max()))))
+
+
+def test_a_packed_sequence_holds_each_prompt_once_and_hardly_any_padding():
+    lengths = (20 / torch.rand(64, generator=torch.Generator().manual_seed(0)) ** (1 / 1.5) - 18).clamp(2, 256).long()  # a heavy tail
+    batch = packed_batch([9, 5, 7, 9, 8, 9, 6, 9], lengths.tolist(), 8)
+    packed = module.Packed(batch, torch.arange(64))
+    tokens, needed = packed.inputs["input_ids"].shape[1], int(lengths.sum()) - 64
+    assert needed + 62 <= tokens < 1.1 * needed + 8 * 9
+    assert packed.mask.sum(1).tolist() == lengths.tolist() and len(packed.said) == lengths.sum()
+
+
+@pytest.mark.parametrize("responses", [[1] * 6, [1, 5, 1, 1, 30, 2], [4] * 6])
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_rows_are_plain_forward_passes(responses, window):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
+    model = AutoModelForCausalLM.from_config(MistralConfig(**shape, sliding_window=window)).eval()
+    batch, rows = packed_batch([1, 6, 3], responses, 2), torch.tensor([3, 0, 5, 2, 4])
+    logprobs, entropy = module.response_logprobs(model, batch, rows, 0.8)
+    for i, row in enumerate(rows.tolist()):
+        p, n = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        ids = torch.cat([batch.prompt_ids[row, -p:], batch.response_ids[row, :n]])
+        want = (model(ids[None]).logits[0, p - 1:-1] / 0.8).log_softmax(-1)
+        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[p:, None])[:, 0], atol=1e-5)
+        assert torch.allclose(entropy[i, :n], -(want.exp() * want).sum(-1), atol=1e-5)
+        assert (logprobs[i, n:] == 0).all() and (entropy[i, n:] == 0).all()
+
+
+def test_no_other_attention_can_take_a_packed_sequence_for_a_row():
+    packed = module.Packed(packed_batch([4, 4], [3, 5, 2, 2], 2), torch.arange(4))
+    tokens = packed.inputs["input_ids"].shape[1]
+    q, k, v = (torch.randn(1, 4, tokens, 8) for _ in range(3))
+    with pytest.raises(RuntimeError):
+        module.sdpa_attention_forward(SimpleNamespace(num_key_value_groups=1, is_causal=True), q, k, v, packed.inputs["attention_mask"])
 
 
 # ---------------------------------------------------------------- log-probabilities of a large vocabulary
