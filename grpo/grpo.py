@@ -477,7 +477,7 @@ class Packed:
 
     def attend(self, module, query, key, value, sliding_window=None, **options):
         """Queries (1, heads, tokens, width), keys and values as they are, to (1, tokens, heads, width)."""
-        out, parts = [], zip(*(x[0].split([ids.numel() for ids, *_ in self.blocks], 1) for x in (query, key, value)))
+        out, parts = [], zip(*(x.squeeze(0).split([ids.numel() for ids, *_ in self.blocks], 1) for x in (query, key, value)))
         for number, ((ids, _, _, share), part) in enumerate(zip(self.blocks, parts)):
             q, k, v = (x.unflatten(1, ids.shape).transpose(0, 1) for x in part)  # (rows, heads, n, width)
             if share is None:
@@ -615,7 +615,7 @@ def response_logits(model, batch, rows):
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa" and all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=model.config).layers):
         packed = Packed(batch, rows)
-        logits = model(**packed.inputs, **({"logits_to_keep": packed.said} if keeps else {})).logits[0]
+        logits = model(**packed.inputs, **({"logits_to_keep": packed.said} if keeps else {})).logits.squeeze(0)
         return logits if keeps else logits[packed.said], packed.mask
     inputs, prompt, width = response_window(batch, rows)
     mask = inputs["attention_mask"][:, prompt:] > 0
