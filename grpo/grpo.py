@@ -405,7 +405,7 @@ class Groups:
     def apart(self, x):
         """The inverse of together()."""
         x = x.unflatten(2, (self.most, -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.full else x[self.slots]
+        return x if self.full else x.index_select(0, self.slots)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 class GroupedLayer(DynamicLayer):
@@ -432,7 +432,8 @@ class GroupedLayer(DynamicLayer):
         return keys, values
 
     def select(self, rows, prompts, groups):
-        self.room, self.prompt, self.groups = [x[rows, :, :self.length] for x in self.room], [x[prompts] for x in self.prompt], groups
+        self.room, self.prompt = ([x.index_select(0, chosen) for x in of] for of, chosen in ((self.room, rows), (self.prompt, prompts)))
+        self.groups = groups
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 class Packed:
