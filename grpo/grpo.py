@@ -281,6 +281,7 @@ def load_model(auto_class, path, constant, new_head=False):
     if wrong:
         raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: missing or unexpected weights {', '.join(sorted(wrong))}")
     for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.clone()  # a file's memory map begins at any byte, and the last bit of a product depends on it
         if name in missing:
             torch.nn.init.zeros_(parameter)
     return model.eval()  # and it stays so: dropout is off in rollout and update alike
@@ -545,7 +546,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t], logprobs[rows, t] = tokens, scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        entropies[rows, t] = -torch.linalg.vecdot(probabilities, scaled)
+        entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += going
         going &= ~torch.isin(tokens, eos_ids)
         left = int(going.sum())
