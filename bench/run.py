@@ -1,6 +1,6 @@
 """Speed and memory side by side, from one run on this machine:
 
-    python bench/run.py                    # everything, about 20 minutes on 2 cores
+    python bench/run.py                    # everything, about 25 minutes on 2 cores
     python bench/run.py rollout growth     # some of: trl rollout phases growth gpu
 
     trl      a GRPO step against trl 1.16.0's on the same work (needs bench/requirements-trl.txt, in an environment of its own)

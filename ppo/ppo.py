@@ -31,7 +31,7 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -444,7 +444,7 @@ class Packed:
                 self.blocks.append((batch.response_ids[rows[part], :n], positions, torch.cat([seen[which[part]], positions], 1), share))
                 starts[part] = offset + n * torch.arange(len(part), device=device)
                 offset += n * len(part)
-        step = torch.arange(int(sizes.max()), device=device)
+        step = torch.arange(ordered[-1], device=device)
         self.mask, last = step < sizes[:, None], which * len(column) + lengths[which] - 1  # (rows, R); each row's last prompt token
         self.said = torch.where(step > 0, starts[:, None] + step - 1, last[:, None])[self.mask]  # where each response token is predicted
         self.masks, hint = {}, torch.zeros(1, 1, offset, 0, device=device)  # four dimensions: models hand it on; no other attention can take it
@@ -595,8 +595,8 @@ def response_logits(model, batch, rows):
     Packed where tokens meet in attention alone, and that is attend()'s; other models read whole rows, each with its prompt.
     """
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if model._supports_attention_backend and model.config._attn_implementation == "sdpa" and all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=model.config).layers):
+    kinds = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
+    if model._supports_attention_backend and model.config._attn_implementation == "sdpa" and {"full_attention", "sliding_attention"}.issuperset(kinds):
         packed = Packed(batch, rows)
         logits = model(**packed.inputs, **({"logits_to_keep": packed.said} if keeps else {})).logits.squeeze(0)
         return logits if keeps else logits[packed.said], packed.mask

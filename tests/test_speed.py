@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import SMALL, load_script
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig, MistralConfig
 
 module = load_script("grpo/grpo.py")
 
@@ -93,12 +93,15 @@ def test_a_packed_sequence_holds_each_prompt_once_and_hardly_any_padding():
     assert packed.mask.sum(1).tolist() == lengths.tolist() and len(packed.said) == lengths.sum()
 
 
+LAYERS = dict(vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.5)
+
+
 @pytest.mark.parametrize("responses", [[1] * 6, [1, 5, 1, 1, 30, 2], [4] * 6])
-@pytest.mark.parametrize("window", [None, 3])
-def test_packed_rows_are_plain_forward_passes(responses, window):
+@pytest.mark.parametrize("config", [MistralConfig(**LAYERS, sliding_window=None), MistralConfig(**LAYERS, sliding_window=3), Llama4TextConfig(
+    **LAYERS, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=32, pad_token_id=0, bos_token_id=None, eos_token_id=1)], ids=["all", "window", "chunks"])
+def test_packed_rows_are_plain_forward_passes(responses, config):  # but chunks cannot be packed
     torch.manual_seed(0)
-    shape = dict(vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
-    model = AutoModelForCausalLM.from_config(MistralConfig(**shape, sliding_window=window)).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     batch, rows = packed_batch([1, 6, 3], responses, 2), torch.tensor([3, 0, 5, 2, 4])
     logprobs, entropy = module.response_logprobs(model, batch, rows, 0.8)
     for i, row in enumerate(rows.tolist()):
@@ -144,6 +147,8 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
     assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
     for micro in micros:
         assert len(micro) == 8 and len({i // 4 for i in micro.tolist()}) == 2
+    monkeypatch.setitem(trainer.rows_at_once.__globals__, "BATCH_SIZE", 100)
+    assert trainer.rows_at_once(batch) == 64
     for vocabulary, rows in ((2**24 // batch.response_ids.shape[1] // 5, 5), (2**40, 1)):
         monkeypatch.setattr(trainer.actor.config, "vocab_size", vocabulary)
         assert trainer.rows_at_once(batch) == rows
