@@ -39,7 +39,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -281,11 +281,26 @@ def load_pretrained(auto_class, path, constant, **options):
         raise UserError(f"{constant} = {str(path)!r}: {why}") from None
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def load_config(path, constant):
+    """The model's config without what differs between one forward pass and the next: dropout, which layers recomputed in training
+    mode would apply, and a router's noise; nor with a router's logits, which not every model can give for a single token."""
+    config = load_pretrained(AutoConfig, path, constant)
+    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or "jitter" in name) and type(value) is float:
+                setattr(part, name, 0.0)
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+    return config
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_model(auto_class, path, constant, new_head=False):
     """The model in float32, every weight accounted for. With new_head, weights outside the base model may be left over
     or absent; the absent ones start at zero."""
-    options = {"num_labels": 1} if new_head else {}
-    model, info = load_pretrained(auto_class, path, constant, dtype=torch.float32, output_loading_info=True, **options)
+    config = load_config(path, constant)
+    if new_head:
+        config.num_labels = 1
+    model, info = load_pretrained(auto_class, path, constant, config=config, dtype=torch.float32, output_loading_info=True)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     wrong = missing | set(info["unexpected_keys"])
     if new_head:
@@ -393,6 +408,8 @@ def invert(weights, at):
 def sample_tokens(probabilities, uniform):
     """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform (rows,) in [0, 1).
     First among blocks of 128 ids, then within the block: four times as fast as over a whole large vocabulary."""
+    if probabilities.device.type == "mps":  # has no float64
+        return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
     blocks = torch.nn.functional.pad(probabilities, (0, -probabilities.shape[1] % 128)).unflatten(1, (-1, 128))
     block, at = invert(blocks.sum(-1), uniform.double().unsqueeze(-1))
     inside, _ = invert(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), at)
@@ -427,6 +444,7 @@ class GroupedLayer(DynamicLayer):
     def __init__(self, layer, groups):
         super().__init__()
         self.is_initialized, self.dtype, self.device = True, layer.dtype, layer.device
+        self.handed_out, self.attended = (None, None), False
         self.groups, self.prompt, self.length = groups, (layer.keys, layer.values), 0
         self.room = [x.new_empty(len(groups.which), x.shape[1], 0, x.shape[3]) for x in self.prompt]
 
@@ -440,21 +458,56 @@ class GroupedLayer(DynamicLayer):
         for room, new in zip(self.room, (keys, values)):
             room[:, :, self.length] = new[:, :, 0]
         self.length += 1
-        keys, values = (room[:, :, :self.length] for room in self.room)
-        keys.grouped = self  # for attend()
-        return keys, values
+        self.handed_out = tuple(room[:, :, :self.length] for room in self.room)
+        self.handed_out[0].grouped = self  # for attend()
+        return self.handed_out
 
     def select(self, rows, prompts, groups):
         self.room, self.prompt = ([x.index_select(0, chosen) for x in of] for of, chosen in ((self.room, rows), (self.prompt, prompts)))
         self.groups = groups
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def shared_windows(model):
+    """How many of the keys before it each layer's query sees (None: all), a number a layer; None where rows of one prompt cannot share
+    it: there tokens meet in something else than transformers' sdpa attention, or the config has a window that no layer is said to have."""
+    try:
+        config = model.config.get_text_config(decoder=True)
+        kinds, options = get_layer_types_and_kwargs(config)
+        if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+            return None
+    except AttributeError:  # such as Mamba's
+        return None
+    if not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        return None
+    windows = [option.get("sliding_window") for option in options]
+    hidden = [v for k, v in vars(config).items() if k.endswith(("window", "window_size")) and type(v) is int and v > 0]
+    return None if hidden and not any(windows) else windows
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+class CopyPrompts(torch.autograd.Function):
+    """A prompt's keys or values (prompts, heads, P, width) for each row: which (rows,) says each row's prompt. The gradient is a product
+    with ones and zeros: the same sum on every run, and quicker than indexing's (bench/README.md)."""
+
+    @staticmethod
+    def forward(ctx, prompts, which):
+        ctx.save_for_backward(which)
+        ctx.prompts = len(prompts)
+        return prompts.index_select(0, which)
+
+    @staticmethod
+    def backward(ctx, grad):
+        which, = ctx.saved_tensors
+        share = torch.nn.functional.one_hot(which, ctx.prompts).to(grad.dtype)
+        return (share.T @ grad.flatten(1)).unflatten(1, grad.shape[1:]), None
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 class Packed:
     """Rows of a batch as one sequence of tokens, almost without padding: each prompt once, then the responses without their last
     tokens, in blocks of like length that are padded to their longest. A response attends to its prompt and to itself."""
 
-    def __init__(self, batch, rows):
+    def __init__(self, batch, rows, windows=()):
         which, device = same_prompt(batch, rows), rows.device
+        self.windows = windows  # a layer's number: its window
         one = rows[which.new_zeros(int(which.max()) + 1).scatter_(0, which, torch.arange(len(rows), device=device))]  # a row of each prompt
         lengths, sizes, wide = batch.prompt_lengths[one], batch.response_lengths[rows], batch.prompt_ids.shape[1]
         column = torch.arange(int(lengths.max()), device=device)
@@ -469,8 +522,7 @@ class Packed:
             part, n = order[begin:end], ordered[end - 1] - 1
             if n:
                 positions = lengths[which[part], None] + torch.arange(n, device=device)
-                share = torch.nn.functional.one_hot(which[part], len(one)).float()
-                self.blocks.append((batch.response_ids[rows[part], :n], positions, torch.cat([seen[which[part]], positions], 1), share))
+                self.blocks.append((batch.response_ids[rows[part], :n], positions, torch.cat([seen[which[part]], positions], 1), which[part]))
                 starts[part] = offset + n * torch.arange(len(part), device=device)
                 offset += n * len(part)
         step = torch.arange(ordered[-1], device=device)
@@ -486,19 +538,25 @@ class Packed:
         if (number, window) not in self.masks:
             _, at, seen, _ = self.blocks[number]
             back = (at[:, :, None] - seen[:, None])[:, None]
-            self.masks[number, window] = torch.zeros(back.shape, dtype=dtype, device=back.device).masked_fill_((back < 0) | (back >= (window or 2**40)), -torch.inf)
+            rows, one, n, keys = back.shape
+            aligned = torch.zeros(rows, one, n, keys + -keys % 8, dtype=dtype, device=back.device)  # a GPU's kernels copy other widths in each layer
+            self.masks[number, window] = aligned[..., :keys].masked_fill_((back < 0) | (back >= (window or 2**40)), -torch.inf)
         return self.masks[number, window]
 
     def attend(self, module, query, key, value, sliding_window=None, **options):
-        """Queries (1, heads, tokens, width), keys and values as they are, to (1, tokens, heads, width)."""
+        """Queries (1, heads, tokens, width), keys and values as they are, to (1, tokens, heads, width). The window is the config's: not
+        every model says it here."""
+        if options.get("position_bias") is not None:
+            raise ValueError("a bias of whole rows cannot be packed")
+        sliding_window = self.windows[module.layer_idx]
         out, parts = [], zip(*(x.squeeze(0).split([ids.numel() for ids, *_ in self.blocks], 1) for x in (query, key, value)))
-        for number, ((ids, _, _, share), part) in enumerate(zip(self.blocks, parts)):
+        for number, ((ids, _, _, which), part) in enumerate(zip(self.blocks, parts)):
             q, k, v = (x.unflatten(1, ids.shape).transpose(0, 1) for x in part)  # (rows, heads, n, width)
-            if share is None:
+            if which is None:
                 prompt = k, v
-            else:  # a product with ones and zeros: exact, and its gradient is the same sum on every run
-                k, v = (torch.cat([(share.to(x.dtype) @ p.flatten(1)).unflatten(1, p.shape[1:]), x], 2) for p, x in zip(prompt, (k, v)))
-            mask = None if share is None and not sliding_window else self.mask_of(number, sliding_window, q.dtype)
+            else:
+                k, v = (torch.cat([CopyPrompts.apply(p, which), x], 2) for p, x in zip(prompt, (k, v)))
+            mask = None if which is None and not sliding_window else self.mask_of(number, sliding_window, q.dtype)
             out.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0].flatten(0, 1))
         return torch.cat(out)[None]
 
@@ -509,8 +567,9 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     layer, packed = getattr(key, "grouped", None), getattr(attention_mask, "packed", None)
     if packed is not None:
         return packed.attend(module, query, key, value, scaling=scaling, **options), None
-    if layer is None:
+    if layer is None or value is not layer.handed_out[1] or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    layer.attended = True
     rows, heads, _, width = query.shape
     query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
     groups, (prompt_keys, prompt_values) = layer.groups, layer.prompt
@@ -520,6 +579,76 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     out = groups.apart(groups.together(of_prompt) @ prompt_values) + of_response @ value
     return out.reshape(rows, 1, heads, -1), None
 
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+class Cached:
+    """Decoding with the model's own cache. Each prompt is prefilled once and its cache expanded to group_size rows; with share,
+    layers that hold all keys keep a prompt's once for all its rows."""
+
+    def __init__(self, model, prompts, group_size, max_new_tokens, pad_id, share):
+        device, rows, names = model.device, len(prompts) * group_size, inspect.signature(model.forward).parameters
+        prompt_ids = pad_left(prompts, pad_id).to(device)  # (prompts, P)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        mask = (torch.arange(prompt_ids.shape[1], device=device) >= prompt_ids.shape[1] - lengths[:, None]).long()
+        self.model, self.positioned = model, "position_ids" in names
+        self.name = "cache_params" if "cache_params" in names else "past_key_values"
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        out = self.forward(prompt_ids, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
+        self.cache, self.logits = out[self.name], out.logits[:, -1].repeat_interleave(group_size, 0)  # (rows, vocabulary)
+        which = torch.arange(rows, device=device) // group_size
+        self.groups = Groups(which, torch.where(mask[:, None, None] > 0, 0, torch.finfo(torch.float32).min))
+        self.layers = getattr(self.cache, "layers", None) or [self.cache]
+        for i, layer in enumerate(self.layers):  # a sliding window's layer stays what it is
+            if share and type(layer) is DynamicLayer and layer.is_initialized:
+                self.layers[i] = GroupedLayer(layer, self.groups)
+            else:
+                layer.reorder_cache(which)
+        self.shared = [layer for layer in self.layers if isinstance(layer, GroupedLayer)]
+        self.mask = torch.cat([mask.repeat_interleave(group_size, 0), mask.new_ones(rows, max_new_tokens)], 1)
+        self.seen, self.positions = prompt_ids.shape[1], lengths.repeat_interleave(group_size)  # (rows,) of the next token
+
+    def forward(self, ids, mask, positions, cache):
+        options = {**self.options, "position_ids": positions} if self.positioned else self.options
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=True, **{self.name: cache}, **options)
+
+    def next(self, tokens):
+        """Logits (rows, vocabulary) after one more token (rows,) a row."""
+        self.seen += 1
+        seen = None if len(self.shared) == len(self.layers) else self.mask[:, :self.seen]  # a grouped layer hides the padding by itself
+        out = self.forward(tokens.unsqueeze(-1), seen, self.positions.unsqueeze(-1), self.cache)
+        self.positions = self.positions + 1
+        return out.logits[:, -1]
+
+    def keep(self, rows):
+        """Go on with these rows alone."""
+        alive, which = self.groups.which[rows].unique(return_inverse=True)
+        self.groups = Groups(which, self.groups.bias[alive])
+        for layer in self.layers:
+            layer.select(rows, alive, self.groups) if isinstance(layer, GroupedLayer) else layer.reorder_cache(rows)
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+class Uncached:
+    """Decoding without a cache: every row anew at every token. Slow, and right for any causal model."""
+
+    def __init__(self, model, prompts, group_size, max_new_tokens, pad_id):
+        width = max(map(len, prompts)) + max_new_tokens
+        rows = [list(p) + [pad_id] * (width - len(p)) for p in prompts for _ in range(group_size)]
+        self.model, self.ids, self.shared = model, torch.tensor(rows, device=model.device), ()
+        self.lengths = torch.tensor([len(p) for p in prompts], device=model.device).repeat_interleave(group_size)
+        self.logits = self.last_logits()
+
+    def last_logits(self):
+        logits = row_logits(self.model, self.ids[:, :int(self.lengths.max())])
+        return logits[torch.arange(len(logits), device=logits.device), self.lengths - 1]
+
+    def next(self, tokens):
+        self.ids.scatter_(1, self.lengths.unsqueeze(-1), tokens.unsqueeze(-1))
+        self.lengths = self.lengths + 1
+        return self.last_logits()
+
+    def keep(self, rows):
+        self.ids, self.lengths = self.ids[rows], self.lengths[rows]
+
 AttentionInterface.register("sdpa", attend)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
@@ -527,67 +656,49 @@ AttentionInterface.register("sdpa", attend)
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
 
-    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Each prompt is prefilled once.
-    Returns ids (rows, max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the entropy, as the ids.
-    A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS.
+    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. model.sampled_by (grouped | cached | uncached) is
+    what choose_sampling() found. Returns ids (rows, max_new_tokens), lengths (rows,), and of the sampling distribution each id's
+    log-probability and the entropy, as the ids. A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS.
     """
-    device, rows = model.device, len(prompts) * group_size
-    prompt_ids = pad_left(prompts, pad_id).to(device)  # (prompts, prompt)
-    prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = (torch.arange(prompt_ids.shape[1], device=device) >= prompt_ids.shape[1] - prompt_lengths[:, None]).long()
-    out = model(input_ids=prompt_ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True, logits_to_keep=1)
-    cache, logits = out.past_key_values, out.logits[:, -1].repeat_interleave(group_size, 0)
-    which = torch.arange(rows, device=device) // group_size
-    groups = Groups(which, torch.where(mask[:, None, None] > 0, 0, torch.finfo(torch.float32).min))
-    layers = getattr(cache, "layers", None) or [cache]
-    for i, layer in enumerate(layers):  # a sliding window's layer stays what it is
-        if type(layer) is DynamicLayer and layer.is_initialized and model._supports_attention_backend and model.config._attn_implementation == "sdpa":
-            layers[i] = GroupedLayer(layer, groups)
-        else:
-            layer.batch_repeat_interleave(group_size)
-    grouped = all(isinstance(layer, GroupedLayer) for layer in layers)
-    mask = torch.cat([mask.repeat_interleave(group_size, 0), mask.new_ones(rows, max_new_tokens)], 1)
-    positions = prompt_lengths.repeat_interleave(group_size)  # (rows,) of the next token
-
+    device, rows, way = model.device, len(prompts) * group_size, getattr(model, "sampled_by", "grouped")
+    if way == "uncached":
+        decoder = Uncached(model, prompts, group_size, max_new_tokens, pad_id)
+    else:
+        decoder = Cached(model, prompts, group_size, max_new_tokens, pad_id, share=way == "grouped" and shared_windows(model) is not None)
     ids = torch.full((rows, max_new_tokens), pad_id, device=device)
     lengths, logprobs, entropies = torch.zeros(rows, dtype=torch.long, device=device), *torch.zeros(2, rows, max_new_tokens, device=device)
-    rows = torch.arange(rows, device=device)  # which row of the result each row of the cache is
-    going = torch.ones_like(rows, dtype=torch.bool)
+    rows = torch.arange(rows, device=device)  # which row of the result each row of the decoder is
+    going, logits = torch.ones_like(rows, dtype=torch.bool), decoder.logits
+    look = 1 if device.type == "cpu" else 16  # a GPU would have to wait for each answer
     for t in range(max_new_tokens):
-        scaled = (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)  # (cached rows, vocabulary)
+        scaled = (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)  # (rows still there, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t], logprobs[rows, t] = tokens, scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += going
         going &= ~torch.isin(tokens, eos_ids)
-        left = int(going.sum())
+        left = int(going.sum()) if t % look == 0 else len(rows)
         if left == 0 or t + 1 == max_new_tokens:
             break
         if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
             keep = going.nonzero().squeeze(-1)
-            alive, which = which[keep].unique(return_inverse=True)
-            groups = Groups(which, groups.bias[alive])
-            for layer in layers:
-                layer.select(keep, alive, groups) if isinstance(layer, GroupedLayer) else layer.batch_select_indices(keep)
-            rows, tokens, mask, positions, going = rows[keep], tokens[keep], mask[keep], positions[keep], going[keep]
-        seen = None if grouped else mask[:, :prompt_ids.shape[1] + t + 1]  # a grouped layer hides the padding by itself
-        logits = model(input_ids=tokens.unsqueeze(-1), attention_mask=seen, position_ids=positions.unsqueeze(-1), past_key_values=cache, use_cache=True).logits[:, -1]
-        positions = positions + 1
+            decoder.keep(keep)
+            rows, tokens, going = rows[keep], tokens[keep], going[keep]
+        logits = decoder.next(tokens)
+        if t == 0 and not all(layer.attended for layer in decoder.shared):
+            # The model changes keys or values before attention sees them: attend() could not add the prompt's
+            model.sampled_by = "cached"
+            return generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id)
     over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what finished rows said while others went on
     return ids.masked_fill(over, pad_id), lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
-def response_window(batch, rows):
-    """Model inputs for some rows, cut to their own longest prompt and response, and those two lengths (P, R).
-    What the model says at columns P-1 to P+R-2 concerns the response's tokens."""
-    prompt, response = int(batch.prompt_lengths[rows].max()), int(batch.response_lengths[rows].max())
-    ids = torch.cat([batch.prompt_ids[rows, -prompt:], batch.response_ids[rows, :response]], 1)  # (rows, P + R)
-    column = torch.arange(prompt + response, device=ids.device)
-    mask = (column >= prompt - batch.prompt_lengths[rows, None]) & (column < prompt + batch.response_lengths[rows, None])
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}, prompt, response
-
+def row_logits(model, ids, last=0):
+    """Logits of whole rows (rows, T), the last so many columns or, with 0, all. Padding stands on the right, where a causal model cannot
+    see it: no mask, no positions, no cache."""
+    wanted, names = {"use_cache": False, "logits_to_keep": last}, inspect.signature(model.forward).parameters
+    return model(input_ids=ids, **{key: value for key, value in wanted.items() if key in names}).logits[:, -last:]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def same_prompt(batch, rows):
@@ -623,17 +734,24 @@ class TokenLogprobs(torch.autograd.Function):
 def response_logits(model, batch, rows):
     """What the model says where it predicts a response token, (tokens, labels), row after row, and where those tokens are, (rows, R) of bool.
 
-    Packed where tokens meet in attention alone, and that is attend()'s; other models read whole rows, each with its prompt.
+    model.scored_by says how: in whole rows, each with its prompt; or packed, where tokens meet in attention alone, and that is attend()'s.
     """
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    kinds = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
-    if model._supports_attention_backend and model.config._attn_implementation == "sdpa" and {"full_attention", "sliding_attention"}.issuperset(kinds):
-        packed = Packed(batch, rows)
+    windows = shared_windows(model)
+    if windows is not None and getattr(model, "scored_by", "packed") == "packed":
+        packed = Packed(batch, rows, windows)
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         logits = model(**packed.inputs, **({"logits_to_keep": packed.said} if keeps else {})).logits.squeeze(0)
         return logits if keeps else logits[packed.said], packed.mask
-    inputs, prompt, width = response_window(batch, rows)
-    mask = inputs["attention_mask"][:, prompt:] > 0
-    return model(**inputs, **({"logits_to_keep": width + 1} if keeps else {})).logits[:, -width - 1:-1][mask], mask
+    prompts, responses, wide = batch.prompt_lengths[rows, None], batch.response_lengths[rows, None], batch.prompt_ids.shape[1]
+    column = torch.arange(int((prompts + responses).max()), device=rows.device).expand(len(rows), -1)
+    in_prompt = batch.prompt_ids[rows].gather(1, (wide - prompts + column).clamp(max=wide - 1))
+    in_response = batch.response_ids[rows].gather(1, (column - prompts).clamp(0, batch.response_ids.shape[1] - 1))
+    first = int(prompts.min()) - 1  # the first column that predicts a response token
+    logits = row_logits(model, torch.where(column < prompts, in_prompt, in_response), column.shape[1] - first)
+    step = torch.arange(int(responses.max()), device=rows.device)
+    mask = step < responses  # (rows, R)
+    row, at = mask.nonzero(as_tuple=True)
+    return logits[row, prompts.squeeze(-1)[row] - 1 - first + at], mask
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def response_logprobs(model, batch, rows, temperature):
@@ -641,6 +759,79 @@ def response_logprobs(model, batch, rows, temperature):
     logits, mask = response_logits(model, batch, rows)
     said = TokenLogprobs.apply(logits, batch.response_ids[rows, :mask.shape[1]][mask], temperature)
     return tuple(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in said)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+@torch.no_grad()
+def single_rows(model, batch):
+    """What model says of each response's tokens when it reads the row alone: no padding, mask, cache or other row; (tokens, labels)."""
+    said = []
+    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())):
+        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
+        said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
+    return torch.cat(said)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def first_that_agrees(model, constant, kind, ways, attempt):
+    """Set model.<kind> to the first of the ways whose attempt() gives (what it found, what it should have found) that agree."""
+    for way in ways:
+        setattr(model, kind, way)
+        try:
+            found, wanted, result = attempt()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a model raises that is not made for this way
+            why = f"it raises {type(error).__name__}: {first_line(error)}"
+            continue
+        apart = (found - wanted).abs().max().item()
+        if apart <= 1e-3 * (1 + wanted.std(correction=0).item()):  # a mistake is of the size of the logits; rounding is not
+            return result
+        why = f"with other tokens around them, the same tokens get values {apart:.2g} apart"
+    raise UserError(f"{constant}: a model of the type {model.config.model_type!r} cannot be used here, {why}. It must be causal; try it in transformers, or take another")
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+@torch.no_grad()
+def choose_sampling(model, constant, prompts, pad_id):
+    """Set model.sampled_by to the fastest way to decode that gives each token the log-probability it has in a forward pass of its row
+    alone. In float32, whatever DTYPE is: a mistake cannot hide in bfloat16's noise. Returns the samples, a batch for choose_scoring()."""
+    ends = torch.arange(0, model.get_input_embeddings().num_embeddings, 7, device=model.device)  # rows leave at different times
+    uniform = torch.rand(2 * len(prompts), 10, generator=torch.Generator().manual_seed(0)).to(model.device)
+
+    def attempt():
+        ids, lengths, logprobs, _ = generate(model, prompts, uniform, 2, 10, 1.5, ends, pad_id)
+        twice = [p for p in prompts for _ in range(2)]
+        batch = SimpleNamespace(prompt_ids=pad_left(twice, pad_id).to(model.device), prompt_lengths=torch.tensor([len(p) for p in twice], device=model.device),
+                                response_ids=ids, response_lengths=lengths)
+        mask = torch.arange(10, device=model.device) < lengths[:, None]
+        wanted = (single_rows(model, batch) / 1.5).log_softmax(-1).gather(1, ids[mask].unsqueeze(-1)).squeeze(-1)
+        return logprobs[mask], wanted, batch
+    return first_that_agrees(model, constant, "sampled_by", ("grouped", "cached", "uncached"), attempt)
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+@torch.no_grad()
+def choose_scoring(model, constant, batch):
+    """Set model.scored_by to "packed" or, where that says something else than single_rows(), to "rows"."""
+    zeros, generator = [p for p in model.parameters() if not p.any()], torch.Generator().manual_seed(0)
+    for parameter in zeros:  # a new value head says 0 whatever it reads
+        parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    rows = torch.arange(len(batch.response_lengths), device=model.device)
+    try:
+        first_that_agrees(model, constant, "scored_by", ("packed", "rows") if shared_windows(model) is not None else ("rows",),
+                          lambda: (response_logits(model, batch, rows)[0].float(), single_rows(model, batch), None))
+    finally:
+        for parameter in zeros:
+            parameter.zero_()
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def positions_of(model):
+    """(How many tokens model can read, why no more); inf where its config knows no bound."""
+    config = model.config.get_text_config(decoder=True)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(x for x in ropes.values() if isinstance(x, dict))):
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            first = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            return first, f"its rotary positions ({rope['rope_type']}) change beyond, so what is sampled and what is trained would differ"
+    most = getattr(config, "max_position_embeddings", None)
+    return (most, "it has no more positions") if isinstance(most, int) and most > 0 else (math.inf, "")
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def micro_batches(batch, rows, size):
@@ -1007,7 +1198,7 @@ class RCETrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        self.log, self.unlogged, self.wandb, self.stop_signal, self.lock = None, [], None, None, None
+        self.log, self.unlogged, self.wandb, self.stop_signal, self.lock, self.strict = None, [], None, None, None, False
         if STAGE == "check":
             return  # needs no model
         if not SAMPLE_TEMPERATURES or not all(isinstance(t, (int, float)) and 1e-3 <= t <= 1e3 for t in SAMPLE_TEMPERATURES):
@@ -1026,6 +1217,7 @@ class RCETrainer:
         seed_everything(SEED)
         self.load_models()
         self.load_data()
+        self.check_models()
         self.rows = {row["id"]: row for row in self.train_rows}
         if len(self.rows) < len(self.train_rows):
             raise UserError("TRAIN_DATASETS: two data sets have the same file name, so candidates could not tell their prompts apart: rename one")
@@ -1058,8 +1250,11 @@ class RCETrainer:
         self.accuracy_function = lambda *lists: guarded("ACCURACY_FUNCTION", right, *lists).tolist()
         ends = self.actor.generation_config.eos_token_id  # chat models may have several
         self.eos_ids = torch.tensor(sorted({self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}), device=self.device)
-        self.pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        self.embeddings, pad = self.actor.get_input_embeddings().num_embeddings, self.tokenizer.pad_token_id
+        self.pad_id = self.tokenizer.eos_token_id if pad is None or pad >= self.embeddings else pad  # no model may look at it, but all look it up
         self.models = {"policy": self.actor}  # what is saved, by its folder's name
+        self.readers = {"ACTOR_MODEL": self.actor}  # what scores responses, by its constant
+        self.set_positions()
         self.optimizers = {"policy": torch.optim.AdamW(self.actor.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=self.device.type != "mps")}
         for model in self.models.values() if GRADIENT_CHECKPOINTING else ():
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -1080,13 +1275,72 @@ class RCETrainer:
             if tokenizer.chat_template:
                 text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
             row["ids"] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            if row["ids"][-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+                row["ids"].pop()  # some tokenizers end every text; a response would begin after the end
             if not row["ids"]:
                 raise UserError(f"{constant}: {row.get('id', 'the prompt')}: its tokenizer makes no token of it; mend or delete it")
+            if max(row["ids"]) >= self.embeddings:
+                raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its tokenizer gives the id {max(row['ids'])} ({constant}: {row.get('id', 'the prompt')}), its model "
+                                f"knows {self.embeddings} ids: take the tokenizer it was trained with, or resize its embeddings")
             longest = max(longest, len(row["ids"]))
         kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
         if len(kept) < len(rows):
             self.say(f"{constant}: left out {len(rows) - len(kept)} of {len(rows)} prompts, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} (longest {longest})")
+        most, whose, why = self.positions
+        needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
+        if needed > most:
+            raise UserError(f"{whose} reads {most} tokens at most ({why}); a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}: lower "
+                            f"MAX_NEW_TOKENS, or MAX_PROMPT_TOKENS, which leaves longer prompts out")
         return kept
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def set_positions(self):
+        """(Most tokens that every model can read, the constant of the one that reads fewest, why no more)."""
+        self.readers = {constant: model for constant, model in self.readers.items() if model is not None}
+        limits = {constant: positions_of(model) for constant, model in self.readers.items()}
+        whose = min(limits, key=lambda constant: limits[constant][0])
+        self.positions = limits[whose][0], whose, limits[whose][1]
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def check_models(self):
+        """Find out how each model samples and scores what it should, on four prompts cut to mixed lengths; draws none of the run's
+        random numbers."""
+        prompts = [self.train_rows[i % len(self.train_rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
+        batch = choose_sampling(self.actor, "ACTOR_MODEL", prompts, self.pad_id)
+        for constant, model in self.readers.items():
+            choose_scoring(model, constant, batch)
+        if self.device.type == "cuda":
+            self.try_strict_kernels(batch)
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def try_strict_kernels(self, batch):
+        """Whether the backward pass can do without any kernel whose sums come in another order on another run. Attention on a GPU has
+        such kernels and takes others only where nothing else is tolerated."""
+        rows, self.strict = torch.arange(len(batch.response_lengths), device=self.device), True
+        self.recompute(True)
+        try:
+            for name in self.optimizers:
+                with self.autocast():
+                    loss = response_logits(self.models[name], batch, rows)[0].float().logsumexp(-1).sum()
+                self.backward(loss)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            self.strict = False
+            self.say(f"WARNING: on this device a resumed run is not the same to the last bit: {first_line(error)}")
+        self.recompute(False)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def backward(self, loss):
+        if not self.strict:
+            return loss.backward()
+        torch.use_deterministic_algorithms(True)
+        try:
+            loss.backward()
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
     # ------------------------------------------------------------ the algorithm
 
@@ -1253,13 +1507,17 @@ class RCETrainer:
         groups = self.propose(rows)
         candidates = [c for group in groups for c in group]
         by_id = {row["id"]: row for row in rows}
-        prompts = [by_id[c["prompt_id"]]["ids"] for c in candidates]
+        prompts, apart = [by_id[c["prompt_id"]]["ids"] for c in candidates], []
         for c, logprob in zip(candidates, self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])):
             if not math.isfinite(logprob):
                 raise UserError(f"the policy gives {c['prompt_id']} a response with log-probability {logprob}: its weights are broken, or DTYPE does not suit it")
-            if DTYPE == "float32" and "greedy" in c["source"] and abs(c.pop("sampler_logprob") - logprob) > 1e-3 * max(10, len(c["token_ids"])):
-                raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} scores a response otherwise than it gave it ({c['prompt_id']}): no reward could be trusted")
+            if "greedy" in c["source"]:
+                apart.append(abs(c.pop("sampler_logprob") - logprob) / max(10, len(c["token_ids"])))
+                if DTYPE == "float32" and apart[-1] > 1e-3:
+                    raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} scores a response otherwise than it gave it ({c['prompt_id']}): no reward could be trusted")
             c["logprob"] = logprob
+        if apart and sum(apart) / len(apart) > 0.05:
+            raise UserError(f"greedy responses are {sum(apart) / len(apart):.2g} nats a token less or more likely when they are scored: DTYPE = {DTYPE!r} does not suit ACTOR_MODEL")
         self.score_gold(by_id, candidates, prompts)
         for row, group in zip(rows, groups):
             if group[0][CHEAP_SIGNAL] is None:
@@ -1471,7 +1729,7 @@ class RCETrainer:
             with self.autocast():
                 logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
             loss = rce_loss(logprobs, mask, batch.weights[rows], batch.prompts, LENGTH_NORMALISE)
-            loss.backward()
+            self.backward(loss)
             metrics["policy_loss"] += loss.item()
             metrics["entropy"] += ((entropy.detach() * mask).sum() / tokens).item()
         self.recompute(False)
@@ -1500,8 +1758,8 @@ class RCETrainer:
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def rows_at_once(self, batch):
         """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would take more than 64 MiB,
-        on a GPU 1/64 of its memory (a large vocabulary)."""
-        room = torch.cuda.mem_get_info(self.device)[1] // 64 if self.device.type == "cuda" else 2**26
+        on a GPU 1/16 of its memory (a large vocabulary)."""
+        room = torch.cuda.mem_get_info(self.device)[1] // 16 if self.device.type == "cuda" else 2**26
         return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // (4 * self.actor.config.get_text_config().vocab_size * batch.response_ids.shape[1])))
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
@@ -1544,13 +1802,19 @@ class RCETrainer:
             text = PROMPT_TEMPLATE.replace("{input}", prompt)
             chat = [{"role": "user", "content": text}, {"role": "assistant", "content": response}]
             text = tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else text + response + tokenizer.eos_token
-            rows.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+            ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+            rows.append(ids[:-1] if ids[-2:] == [tokenizer.eos_token_id] * 2 and not response.endswith(tokenizer.eos_token) else ids)  # some end every text
+        most, why = positions_of(self.reward_model)
+        if max(map(len, rows)) > most:
+            raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} reads {most} tokens at most ({why}); a prompt with its response has {max(map(len, rows))}")
+        lengths = torch.tensor([len(row) for row in rows])
         with self.autocast():
-            for chunk in torch.tensor([len(row) for row in rows]).argsort(stable=True).split(BATCH_SIZE * GROUP_SIZE):
-                ids = pad_left([rows[i] for i in chunk], 0).to(self.device)  # padded left: the last column is always a real token
-                mask = pad_left([[1] * len(rows[i]) for i in chunk], 0).to(self.device)
-                out = self.reward_model.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-                scores[chunk.to(self.device)] = self.reward_model.score(out.last_hidden_state[:, -1]).squeeze(-1).float()
+            for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
+                width = int(lengths[chunk].max())  # padded right, where a causal model cannot see it
+                ids = torch.tensor([rows[i] + [0] * (width - len(rows[i])) for i in chunk], device=self.device)
+                hidden = self.reward_model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                last = hidden[torch.arange(len(chunk), device=self.device), (lengths[chunk] - 1).to(self.device)]
+                scores[chunk.to(self.device)] = self.reward_model.score(last).squeeze(-1).float()
         return scores
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py

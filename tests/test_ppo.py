@@ -36,8 +36,7 @@ class Scripted(torch.nn.Module):
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None, **_):
         if past_key_values is None:
             past_key_values = SimpleNamespace(who=input_ids[:, -1].tolist(), t=0)
-            past_key_values.batch_repeat_interleave = lambda n: setattr(past_key_values, "who", [w for w in past_key_values.who for _ in range(n)])
-            past_key_values.batch_select_indices = lambda keep: setattr(past_key_values, "who", [past_key_values.who[i] for i in keep])
+            past_key_values.reorder_cache = lambda rows: setattr(past_key_values, "who", [past_key_values.who[i] for i in rows])
         said = torch.tensor([self.scripts[w][past_key_values.t] for w in past_key_values.who])
         past_key_values.t += 1
         return SimpleNamespace(logits=torch.nn.functional.one_hot(said, self.vocabulary).float()[:, None] * 50, past_key_values=past_key_values)
@@ -156,10 +155,12 @@ def test_eos_is_trained_even_where_it_is_also_the_pad(ppo, kind):
     trainer.actor.register_forward_hook(lambda m, a, out: (out.logits.retain_grad(), logits.append(out.logits))[2:] or None)
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.tensor([0, 1]), 1.0)
     (logprobs * batch.response_mask).sum().backward()
-    gradient = logits[0].grad[:, :-1]  # (rows, R, vocabulary): the logits that predict each response token
+    # gradient (rows, R, vocabulary) of the logits that predict each response token
     if kind == "sdpa":  # one row after the other, and nothing is predicted after a response
         assert logits[0].shape[:2] == (1, 5)
         gradient = torch.nn.utils.rnn.pad_sequence(logits[0].grad[0].split([2, 3]), batch_first=True)
+    else:  # whole rows: the first response token is predicted at the prompt's last column, 1 and 0
+        gradient = torch.stack([logits[0].grad[0, 1:4], logits[0].grad[1, :3]])
     assert gradient[0, 1, eos] > 0 and gradient[1, 2, eos] > 0  # the first EOS pulls
     assert (gradient[0, 2] == 0).all()  # the pad after it does not
 
