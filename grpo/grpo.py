@@ -583,7 +583,7 @@ class Cached:
         self.name = "cache_params" if "cache_params" in names else "past_key_values"
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         out = self.forward(prompt_ids, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
-        self.cache, self.logits = out[self.name], out.logits[:, -1].repeat_interleave(group_size, 0)  # (rows, vocabulary)
+        self.cache, self.logits = getattr(out, self.name), out.logits[:, -1].repeat_interleave(group_size, 0)  # (rows, vocabulary)
         which = torch.arange(rows, device=device) // group_size
         self.groups = Groups(which, torch.where(mask[:, None, None] > 0, 0, torch.finfo(torch.float32).min))
         self.layers = getattr(self.cache, "layers", None) or [self.cache]
