@@ -256,11 +256,11 @@ def load_pretrained(auto_class, path, constant, **options):
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def load_config(path, constant):
     """The model's config without what differs between one forward pass and the next: dropout, which layers recomputed in training
-    mode would apply, and a router's noise; nor with a router's logits, which not every model can give for a single token."""
+    mode would apply; nor with a router's logits, which the loss of load balancing takes for all tokens of whole rows."""
     config = load_pretrained(AutoConfig, path, constant)
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
         for name, value in list(vars(part).items()):
-            if ("drop" in name or "jitter" in name) and type(value) is float:
+            if "drop" in name and type(value) is float:
                 setattr(part, name, 0.0)
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
@@ -622,6 +622,8 @@ class Uncached:
 
 AttentionInterface.register("sdpa", attend)
 
+_LOOK_EVERY = {"cpu": 1}  # tokens from one look at who has finished to the next; a GPU has to stop and wait for each answer
+
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 @torch.no_grad()
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
@@ -640,7 +642,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     lengths, logprobs, entropies = torch.zeros(rows, dtype=torch.long, device=device), *torch.zeros(2, rows, max_new_tokens, device=device)
     rows = torch.arange(rows, device=device)  # which row of the result each row of the decoder is
     going, logits = torch.ones_like(rows, dtype=torch.bool), decoder.logits
-    look = 1 if device.type == "cpu" else 16  # a GPU would have to wait for each answer
+    look = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
         scaled = (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)  # (rows still there, vocabulary)
         probabilities = scaled.exp()
@@ -774,7 +776,8 @@ def choose_sampling(model, constant, prompts, pad_id):
         mask = torch.arange(10, device=model.device) < lengths[:, None]
         wanted = (single_rows(model, batch) / 1.5).log_softmax(-1).gather(1, ids[mask].unsqueeze(-1)).squeeze(-1)
         return logprobs[mask], wanted, batch
-    return first_that_agrees(model, constant, "sampled_by", ("grouped", "cached", "uncached"), attempt)
+    ways = ("grouped", "cached", "uncached") if shared_windows(model) is not None else ("cached", "uncached")
+    return first_that_agrees(model, constant, "sampled_by", ways, attempt)
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 @torch.no_grad()
@@ -1060,7 +1063,7 @@ class PPOTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, kl_coef=KL_COEF, best_reward=-math.inf,
-            evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
+            evals_since_best=0, halvings=0, log_bytes={}, ways={}, wandb_id=None)
         steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
         if self.checkpoint:
@@ -1566,6 +1569,7 @@ class PPOTrainer:
         for path in logs:
             fsync(path)
         self.state.log_bytes = {path.name: path.stat().st_size for path in logs}
+        self.state.ways = {name: [getattr(model, "sampled_by", None), model.scored_by] for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         torch.save({**vars(self.state), "optimizers": optimizers, "rng": [get_rng_state()]}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
@@ -1576,7 +1580,7 @@ class PPOTrainer:
             saved, then = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True), json.loads((folder / "config.json").read_text())
             kind = {key: type(value) for key, value in vars(self.state).items() if value is not None}
             if not isinstance(then, dict) or set(saved) != {*vars(self.state), "optimizers", "rng"} or set(saved["optimizers"]) != set(self.optimizers) or any(
-                    not isinstance(saved[key], known) for key, known in kind.items()):
+                    not isinstance(saved[key], known) for key, known in kind.items()) or any(len(ways) != 2 for ways in saved["ways"].values()):
                 raise ValueError(f"it is no state of {Path(__file__).name}")
         except Exception as error:
             raise UserError(f"{folder}/training_state.pt or config.json cannot be used ({first_line(error)}): take a checkpoint that this trainer made") from None
@@ -1587,6 +1591,8 @@ class PPOTrainer:
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})
+        for name in self.models.keys() & self.state.ways.keys():  # as the run began, were check_models() to see the trained weights another way
+            self.models[name].sampled_by, self.models[name].scored_by = self.state.ways[name]
         now = json.loads(json.dumps(constants(), default=plain_name))
         for key in sorted({*then, *now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
             if then.get(key) != now.get(key):
