@@ -93,7 +93,7 @@ LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
 
@@ -641,7 +641,8 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1. Linear and cosine
+    would be 0 one step after the last, as transformers' own: a step at rate 0 would teach nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -886,6 +887,9 @@ class GRPOTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
+        if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:
+            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo', whose ratios are bounded by CLIP_RANGE_HIGH "
+                            "whatever the advantage: set DUAL_CLIP to None, or take another LOSS_TYPE")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.log, self.unlogged, self.wandb, self.stop_signal, self.lock = None, [], None, None, None
@@ -902,11 +906,12 @@ class GRPOTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf,
-            evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
-        steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
-        self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
+            patience_reward=-math.inf, evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
+        self.plan_steps()
+        if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and after the {self.total_steps} steps alone")
 
     def load_models(self):
         """The actor comes from the checkpoint when there is one, and the reference too when it follows the actor."""
@@ -973,6 +978,7 @@ class GRPOTrainer:
                 self.compute_advantages(batch)
                 train_metrics = self.update(batch)
                 state.step += 1
+                self.plan_steps()
                 self.sync_reference()
                 self.log_step(batch, train_metrics)
                 if state.step == self.total_steps or EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0:
@@ -999,14 +1005,23 @@ class GRPOTrainer:
         state.cursor = (state.cursor + len(chosen)) % len(self.train_rows)
         return [self.train_rows[i] for i in chosen]
 
+    def plan_steps(self):
+        """The run's last step, as far as is known between two steps: further prompts that RESAMPLE_FLAT_GROUPS took are gone from
+        the epochs, so it comes earlier then. Depends on the state alone: a resumed run plans alike."""
+        per_step, count = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, len(self.train_rows)
+        epochs = max(0, NUM_EPOCHS - self.state.epoch)  # those not begun
+        left = epochs * math.ceil(count / per_step) + math.ceil((-self.state.cursor % count) / per_step)
+        self.total_steps = min(self.state.step + left, MAX_STEPS or math.inf)
+
     def rollout_and_score(self):
         """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal make place for
-        further prompts, so many rounds at most; the share of flat groups before that is what is logged."""
+        further prompts, so many rounds at most and while the run's epochs have prompts; the share of flat groups before that is
+        what is logged."""
         batch = self.score(self.rollout(self.next_rows()))
         batch.flat_groups = self.flat(batch).float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
-            flat = self.flat(batch)
-            if not flat.any():
+            flat, state = self.flat(batch), self.state
+            if not flat.any() or state.cursor == 0 and state.epoch >= NUM_EPOCHS:
                 break
             keep = (~flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1)
             batch = join_batches(batch, keep, self.score(self.rollout(self.next_rows(int(flat.sum())))), self.pad_id)
@@ -1111,6 +1126,7 @@ class GRPOTrainer:
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
         started, state, steps = time.perf_counter(), self.state, []
+        batch.sampled_logprobs = batch.logprobs
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(state.step, self.total_steps, WARMUP_STEPS, kind, state.halvings)
         for optimizer in self.optimizers.values():
@@ -1118,7 +1134,10 @@ class GRPOTrainer:
         self.recompute(True)
         for _ in range(GROUP_EPOCHS):
             rows = torch.randperm(len(batch.rows)) if MINI_BATCHES > 1 else torch.arange(len(batch.rows))
-            for chunk in rows.to(self.device).chunk(MINI_BATCHES):
+            chunks = rows.to(self.device).chunk(MINI_BATCHES)
+            if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":
+                self.rescore(batch, chunks)
+            for chunk in chunks:
                 steps.append(self.optimizer_step(batch, chunk, moved=bool(steps)))
         self.recompute(False)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
@@ -1128,15 +1147,30 @@ class GRPOTrainer:
         batch.seconds["update"] = time.perf_counter() - started
         return metrics
 
+    @torch.no_grad()
+    def rescore(self, batch, chunks):
+        """The old log-probabilities by the update's own path, in its own micro-batches. In bfloat16 the sampler's differ from
+        it by rounding, 1e-3 and more in the mean over a response: beyond gspo's clip range, so a tenth of the tokens would be
+        clipped on policy. What the sampler said stays in batch.sampled_logprobs."""
+        batch.logprobs = torch.zeros_like(batch.sampled_logprobs)
+        for rows in chunks:
+            for micro, _ in self.learning_parts(batch, rows):
+                width = int(batch.response_lengths[micro].max())
+                with self.autocast():
+                    batch.logprobs[micro, :width] = response_logprobs(self.actor, batch, micro, TEMPERATURE)[0]
+
+    def learning_parts(self, batch, rows):
+        """[(micro-batch, whether it has a gradient)] of an optimizer step on `rows`."""
+        teaches = (batch.advantages[rows] != 0) | (self.reference is not None) | (ENTROPY_COEF != 0)  # the others' gradient is exactly zero
+        teaches |= ~teaches.any()  # Adam's momentum moves the weights even where nothing does
+        return [(micro, learn) for learn in (True, False) for micro in micro_batches(batch, rows[teaches == learn], self.rows_at_once(batch))]
+
     def optimizer_step(self, batch, rows, moved=True):
         """One optimizer step on `rows`, in micro-batches whose gradients add up to that of the whole; moved: since the rows were sampled."""
         weights = torch.zeros_like(batch.response_mask)
         weights[rows] = token_weights(batch.response_mask[rows], LOSS_TYPE, MAX_NEW_TOKENS)
         tokens, metrics = batch.response_mask[rows].sum(), defaultdict(float)
-        teaches = (batch.advantages[rows] != 0) | (self.reference is not None) | (ENTROPY_COEF != 0)  # the others' gradient is exactly zero
-        teaches |= ~teaches.any()  # Adam's momentum moves the weights even where nothing does
-        parts = [(micro, learn) for learn in (True, False) for micro in micro_batches(batch, rows[teaches == learn], self.rows_at_once(batch))]
-        for micro, learn in parts:
+        for micro, learn in self.learning_parts(batch, rows):
             width, advantages = int(batch.response_lengths[micro].max()), batch.advantages[micro, None]
             mask, old, ref, weight, trained = (x[micro, :width] for x in (batch.response_mask, batch.logprobs, batch.ref_logprobs, weights, batch.trained))
             logprobs, entropy = old, batch.entropies[micro, :width]  # what the sampler knew
@@ -1237,13 +1271,33 @@ class GRPOTrainer:
         if metrics:
             self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
             self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-            if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:
-                state.best_reward, state.evals_since_best = metrics["reward"], 0
+            self.count_patience(metrics["reward"])
+            if metrics["reward"] > state.best_reward:
+                state.best_reward = metrics["reward"]
                 self.save_best(metrics)
-            else:
-                state.evals_since_best += 1
-                state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+        elif state.step == 0:
+            self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
         return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one that was. best/ is kept
+        apart from this: it follows the highest value, by however little."""
+        state = self.state
+        if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
+            state.patience_reward, state.evals_since_best = value, 0
+        else:
+            state.evals_since_best += 1
+            state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
 
     # ------------------------------------------------------------ the run's files
 
@@ -1326,6 +1380,7 @@ class GRPOTrainer:
         line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage:.2f} E:{entropy:.3f} "
                 "LR:{learning_rate:.2e}").format(epochs=NUM_EPOCHS, **metrics)
         self.bar.set_description_str(line, refresh=False)
+        self.bar.total = self.total_steps
         self.bar.update(1)
         left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.total_steps - step)
         self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
@@ -1416,9 +1471,11 @@ class GRPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
+        best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
+        kept = f"best policy: {best}" if Path(best).exists() else f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
-                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+                 + ("run again to go on" if self.stop_signal else kept))
         if self.wandb:
             self.wandb.finish()
 

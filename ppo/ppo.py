@@ -83,7 +83,7 @@ CRITIC_LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # > 0, for actor and critic each
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
 
@@ -96,7 +96,7 @@ VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # price of a nat a token away from the reference; 0 holds no reference
 KL_TARGET: float | None = None  # nats a token; a number turns on the adaptive coefficient (1909.08593, section 2.2)
-KL_HORIZON = 10000  # responses over which the adaptive coefficient moves
+KL_HORIZON = 10000  # responses over which the adaptive coefficient moves; a step moves it by a fifth at most
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1
 WHITEN_ADVANTAGES = True
@@ -622,7 +622,8 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1. Linear and cosine
+    would be 0 one step after the last, as transformers' own: a step at rate 0 would teach nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -839,8 +840,11 @@ def value_loss(values, old_values, returns, clip_range):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 def adapt_kl_coef(kl_coef, kl, target, responses, horizon):
-    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2."""
-    return kl_coef * (1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon)
+    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2, whose gain of 0.1 a step is
+    responses / horizon here. The paper clips the error so that one step moves the coefficient by a fifth at most: with a gain
+    above 1 the factor itself is clipped to that, or it could be negative, and the penalty a reward."""
+    factor = 1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon
+    return kl_coef * max(0.8, min(1.2, factor))
 
 # ================================================================ the trainer
 
@@ -851,6 +855,9 @@ class PPOTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
+        if KL_TARGET and KL_COEF == 0:
+            raise UserError(f"KL_TARGET = {KL_TARGET} does nothing with KL_COEF = 0, which holds no reference: "
+                            "give KL_COEF a value to start from, such as 0.01, or set KL_TARGET to None")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.log, self.unlogged, self.wandb, self.stop_signal, self.lock = None, [], None, None, None
@@ -867,11 +874,13 @@ class PPOTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, kl_coef=KL_COEF, best_reward=-math.inf,
-            evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
+            patience_reward=-math.inf, evals_since_best=0, halvings=0, log_bytes={}, wandb_id=None)
         steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
+        if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and after the {self.total_steps} steps alone")
 
     def load_models(self):
         """Actor and critic come from the checkpoint when there is one; reference and reward model never change."""
@@ -1180,13 +1189,33 @@ class PPOTrainer:
         if metrics:
             self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
             self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-            if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:
-                state.best_reward, state.evals_since_best = metrics["reward"], 0
+            self.count_patience(metrics["reward"])
+            if metrics["reward"] > state.best_reward:
+                state.best_reward = metrics["reward"]
                 self.save_best(metrics)
-            else:
-                state.evals_since_best += 1
-                state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+        elif state.step == 0:
+            self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
         return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one that was. best/ is kept
+        apart from this: it follows the highest value, by however little."""
+        state = self.state
+        if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
+            state.patience_reward, state.evals_since_best = value, 0
+        else:
+            state.evals_since_best += 1
+            state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
 
     # ------------------------------------------------------------ the run's files
 
@@ -1362,9 +1391,11 @@ class PPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
+        best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
+        kept = f"best policy: {best}" if Path(best).exists() else f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
-                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+                 + ("run again to go on" if self.stop_signal else kept))
         if self.wandb:
             self.wandb.finish()
 

@@ -115,7 +115,7 @@ LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = True
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
 WARMUP_STEPS = 0
 
@@ -653,7 +653,8 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1. Linear and cosine
+    would be 0 one step after the last, as transformers' own: a step at rate 0 would teach nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -928,7 +929,8 @@ def check_up(groups):
     flat, right = [c for g in good for c in g], [sum(c["hard"] for c in g) for g in good]
     shaped = [shaped_rewards(g) for g in good]
     # What the policy takes by itself: its greedy response, else its likeliest candidate
-    picks = [max(range(len(g)), key=lambda i: ("greedy" in g[i]["source"], g[i].get("logprob") or -math.inf)) for g in good]
+    likely = lambda c: -math.inf if c.get("logprob") is None else c["logprob"]  # 0.0 is a log-probability too
+    picks = [max(range(len(g)), key=lambda i: ("greedy" in g[i]["source"], likely(g[i]))) for g in good]
     gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
     mean = lambda values: float(np.mean(values)) if len(values) else math.nan
     figures = {"prompts": len(groups), "candidates": len(every), "proposed": sum(len(c["source"]) for c in every)}
@@ -1036,7 +1038,7 @@ class RCETrainer:
         # candidates is the digest of each round's file, responses how many were proposed
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf, evals_since_best=0, halvings=0,
-            log_bytes={}, wandb_id=None, round=1, round_start=0, total_steps=0, candidates={}, responses=0)
+            patience_reward=-math.inf, log_bytes={}, wandb_id=None, round=1, round_start=0, total_steps=0, candidates={}, responses=0)
         self.plan_steps(math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION)))
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
@@ -1187,6 +1189,8 @@ class RCETrainer:
             self.say(f"Round {state.round}: {len(self.train_rows)} prompts to train on in steps {state.step + 1} to {self.round_end}, {mined - len(self.train_rows)} skipped since "
                      f"their rewards are equal, {len(self.validation)} held back to validate")
             state.candidates[str(state.round)] = digest
+            if self.rounds == 1 and STAGE != "mine" and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and after the {self.total_steps} steps alone")
             if state.step == 0 and STAGE != "mine":
                 metrics = self.evaluate_and_log()
         self.bar.total, self.first_step, self.round_clock = self.total_steps, state.step, time.perf_counter()
@@ -1618,13 +1622,33 @@ class RCETrainer:
             self.write_metrics("eval", {**metrics, "responses": state.responses, "seconds/evaluate": time.perf_counter() - started})
             self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
             value = metrics.get("pick_accuracy", metrics.get("reward"))
-            better = value > state.best_reward + EARLY_STOPPING_THRESHOLD
-            state.evals_since_best = 0 if better else state.evals_since_best + 1
-            state.halvings += not better and state.evals_since_best % PLATEAU_PATIENCE == 0
+            self.count_patience(value)
             if value >= state.best_reward:
                 state.best_reward = value
                 self.save_best(metrics)
+        elif state.step == 0:
+            self.warn_of_idle_patience("EVAL_DATASETS and VALIDATION_FRACTION give nothing to evaluate")
         return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one that was. best/ is kept
+        apart from this: it follows the highest value, by however little."""
+        state = self.state
+        if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
+            state.patience_reward, state.evals_since_best = value, 0
+        else:
+            state.evals_since_best += 1
+            state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
 
     # ------------------------------------------------------------ the run's files
 
@@ -1797,9 +1821,11 @@ class RCETrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
+        best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
+        kept = f"best policy: {best}" if Path(best).exists() else f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
-                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+                 + ("run again to go on" if self.stop_signal else kept))
         if self.wandb:
             self.wandb.finish()
 

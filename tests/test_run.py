@@ -509,3 +509,75 @@ def test_the_shipped_data_is_small_and_its_answers_parse():
         golds = [row["solution"] for row in read(TINY / name)]
         assert rewards.exact_answer(golds, golds, golds) == [1.0] * len(golds)
     assert not {r["problem"] for r in read(TINY / "train.jsonl")} & {r["problem"] for r in read(TINY / "test.jsonl")}
+
+
+# ---------------------------------------------------------------- what an audit found
+
+TRAINERS = [("ppo/ppo.py", "PPOTrainer"), ("grpo/grpo.py", "GRPOTrainer"), ("rce/rce.py", "RCETrainer")]
+
+
+def untrained(path, name, out, **constants):
+    """A trainer, its files open, that has not trained."""
+    small = {key: value for key, value in SMALL.items() if path != "rce/rce.py" or key != "KL_COEF"}
+    script = load_script(path, **{**small, "OUTPUT_DIR": str(out), **constants})
+    trainer = getattr(script, name)()
+    trainer.open_run()
+    trainer.validate = dict  # only rce.py's is asked
+    return trainer
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+def test_best_is_the_highest_and_patience_waits_for_the_threshold(path, name, tmp_path, monkeypatch):
+    trainer = untrained(path, name, tmp_path / "run", EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2)
+    saved, state = [], trainer.state
+    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["reward"]))
+    seen = []
+    for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
+        monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": value})
+        trainer.evaluate_and_log()
+        seen.append((state.best_reward, state.patience_reward, state.evals_since_best, state.halvings))
+    assert saved == [0.5, 0.55, 0.59, 0.65, 0.7, 0.8]  # each the highest so far, by however little
+    assert seen == [(0.5, 0.5, 0, 0), (0.55, 0.5, 1, 0), (0.55, 0.5, 2, 1), (0.59, 0.5, 3, 1), (0.65, 0.65, 0, 1), (0.7, 0.65, 1, 1), (0.7, 0.65, 2, 2), (0.8, 0.8, 0, 2)]
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+def test_best_and_patience_resume_apart(path, name, tmp_path, monkeypatch):
+    trainer = untrained(path, name, tmp_path / "run")
+    state = trainer.state
+    state.step, state.best_reward, state.patience_reward, state.evals_since_best, state.halvings = 1, 0.7, 0.6, 3, 2
+    monkeypatch.setattr(trainer, "draw_plots", lambda: None)
+    trainer.save_checkpoint()
+    trainer.lock.close()
+    again = untrained(path, name, tmp_path / "run", RESUME="yes").state
+    assert (again.best_reward, again.patience_reward, again.evals_since_best, again.halvings) == (0.7, 0.6, 3, 2)
+
+
+@pytest.mark.parametrize("path, name", TRAINERS[:2])
+@pytest.mark.parametrize("constants, says", [
+    ({"EARLY_STOPPING_PATIENCE": 3}, "nothing comes of EARLY_STOPPING_PATIENCE = 3: EVAL_EVERY_N_STEPS = 0 evaluates before and after the 2 steps alone"),
+    ({"EARLY_STOPPING_PATIENCE": 3, "EVAL_EVERY_N_STEPS": 2}, "EVAL_EVERY_N_STEPS = 2 evaluates before and after the 2 steps alone"),
+    ({"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "plateau"}, "nothing comes of LR_SCHEDULER_TYPE = 'plateau': EVAL_EVERY_N_STEPS"),
+    ({"EARLY_STOPPING_PATIENCE": 3, "EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": []}, "EARLY_STOPPING_PATIENCE = 3: EVAL_DATASETS gives nothing to evaluate"),
+    ({"EARLY_STOPPING_PATIENCE": 3, "EVAL_EVERY_N_STEPS": 1}, ""), ({"LR_SCHEDULER_TYPE": "plateau"}, ""), ({}, ""),
+])
+def test_patience_that_nothing_can_try_is_said(path, name, constants, says, tmp_path, capsys):
+    trainer = untrained(path, name, tmp_path / "run", **constants)
+    trainer.evaluate_and_log()
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == bool(says) and says in said
+    trainer.log.flush()
+    assert says in Path(trainer.log.name).read_text()
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+def test_a_run_names_the_policy_that_it_kept(path, name, tmp_path, capsys):
+    for evaluated in (False, True):
+        out = tmp_path / str(evaluated)
+        trainer = untrained(path, name, out)
+        if evaluated:
+            trainer.evaluate = lambda: {"reward": 0.5}
+            trainer.evaluate_and_log()
+        trainer.finish()
+        said = capsys.readouterr().out
+        assert (f"best policy: {out}/best/policy" in said) == evaluated
+        assert (f"no evaluation has kept a best policy here; the last one: {out}/step_0/policy" in said) != evaluated
