@@ -30,6 +30,7 @@ samples.jsonl), step_N/ checkpoints, best/policy/, training_metrics_detailed.png
 import ast, bisect, csv, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
+from numbers import Number
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,7 +65,8 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too; a column may
+# be a path into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -226,14 +228,18 @@ def load_rows(datasets, constant, limit=None):
             raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
         for number, record in read_records(spec, columns, where):
             for column in columns:
-                if not isinstance(record, dict) or record.get(column) is None:
+                if look_up(record, column) is None:
                     has = sorted(record) if isinstance(record, dict) else type(record).__name__
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
-            prompt = record[spec["input"]]
+            prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
-            answer = record[spec["output"]] if spec.get("output") else None
-            answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty{inside(prompt, 'input', spec)}")
+            answer = look_up(record, spec["output"]) if spec.get("output") else None
+            golds = answer if isinstance(answer, list) else [answer]
+            if answer is not None and not (golds and all(map(is_plain, golds))):
+                raise UserError(f"{where} line {number}: {spec['output']!r} holds {repr(answer)[:80]}: write a text, a number or a list "
+                                f"of such that is not empty{inside(answer, 'output', spec)}, or delete the line")
+            answer = answer if answer is None else [str(a) for a in golds] if isinstance(answer, list) else str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -242,6 +248,30 @@ def load_rows(datasets, constant, limit=None):
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def look_up(record, path):
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that has a dot itself wins."""
+    for head, rest in splits(path):
+        if isinstance(record, dict) and head in record:
+            return look_up(record[head], rest) if rest else record[head]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def splits(path):
+    """[(head, rest)] of a path at each of its dots, the longest head first: "a.b" gives ("a.b", "") and ("a", "b")."""
+    words = path.split(".")
+    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def is_plain(value):
+    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
+    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def inside(value, key, spec):
+    """Where a nested record stands in place of a text: how to name what is in it."""
+    names = [name for name in value if name] if isinstance(value, dict) else []
+    return f", or name what is in it, such as {key!r}: {f'{spec[key]}.{names[0]}'!r}" if names else ""
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def read_records(spec, columns, where):
@@ -262,7 +292,9 @@ def read_records(spec, columns, where):
     try:
         if spec["type"] == "parquet":
             import pyarrow.parquet
-            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
+            names = pyarrow.parquet.read_schema(spec["path"]).names
+            heads = [next((head for head, _ in splits(column) if head in names), column) for column in columns]
+            records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))

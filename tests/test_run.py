@@ -373,8 +373,8 @@ def test_runs_put_aside_within_a_second_do_not_meet(ppo, tmp_path):
 
 
 def test_several_gold_answers_stay_a_list(ppo, tmp_path):
-    data = jsonl(tmp_path / "a.jsonl", {"problem": "Tom has 1 apples.", "solution": ["1", 2]}, {"problem": "Tom has 2 apples.", "solution": []})
-    assert [row["answer"] for row in ppo(TRAIN_DATASETS=[data]).PPOTrainer().train_rows] == [["1", "2"], "[]"]
+    data = jsonl(tmp_path / "a.jsonl", {"problem": "Tom has 1 apples.", "solution": ["1", 2, True]}, {"problem": "Tom has 2 apples.", "solution": 2.5})
+    assert [row["answer"] for row in ppo(TRAIN_DATASETS=[data]).PPOTrainer().train_rows] == [["1", "2", "True"], "2.5"]
 
 
 def test_generators_of_python_numpy_and_torch_are_restored(ppo):
@@ -581,3 +581,48 @@ def test_a_run_names_the_policy_that_it_kept(path, name, tmp_path, capsys):
         said = capsys.readouterr().out
         assert (f"best policy: {out}/best/policy" in said) == evaluated
         assert (f"no evaluation has kept a best policy here; the last one: {out}/step_0/policy" in said) != evaluated
+
+
+SQUAD = {"q": {"text": "Tom has 1 apples."}, "answers": {"text": ["1", "one"], "answer_start": [0, 0]}, "answers.start": "dotted", "more": {"a.b": {"c": 3}}}
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
+def test_a_column_may_be_a_path_into_nested_records(path, name, kind, tmp_path):
+    jsonl(tmp_path / "a.jsonl", SQUAD)
+    (tmp_path / "a.hub").mkdir()
+    for file in ("a.parquet", "a.hub/train.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SQUAD]), tmp_path / file)
+    script = load_script(path)
+    for output, answer in (("answers.text", ["1", "one"]), ("answers.start", "dotted"), ("more.a.b.c", "3"), ("q.text", "Tom has 1 apples.")):
+        rows = script.load_rows([{"path": f"{tmp_path}/a.{kind}", "type": kind, "input": "q.text", "output": output}], "TRAIN_DATASETS")
+        assert [(row["prompt"], row["answer"]) for row in rows] == [("Tom has 1 apples.", answer)]
+    with pytest.raises(script.UserError, match="a.jsonl line 1: there is no value for column 'answers.texts'; the row has"):
+        script.load_rows([{"path": f"{tmp_path}/a.jsonl", "type": "jsonl", "input": "q.text", "output": "answers.texts"}], "TRAIN_DATASETS")
+
+
+def test_parquet_reads_only_the_columns_it_needs(tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SQUAD]), tmp_path / "a.parquet")
+    asked, read_table = [], pyarrow.parquet.read_table
+    monkeypatch.setattr(pyarrow.parquet, "read_table", lambda path, columns: (asked.append(columns), read_table(path, columns=columns))[1])
+    for output in ("answers.text", "answers.start"):
+        load_script("ppo/ppo.py").load_rows([{"path": f"{tmp_path}/a.parquet", "type": "parquet", "input": "q.text", "output": output}], "TRAIN_DATASETS")
+    assert asked == [["q", "answers"], ["q", "answers.start"]]
+
+
+@pytest.mark.parametrize("solution, says", [
+    ({"text": ["1"], "answer_start": [0]}, "such as 'output': 'solution.text'"), ([], "that is not empty, or delete the line"), ([["1"]], "a list of such"), (["1", None], "a list of such"),
+    ([{"text": "1"}], "a list of such"), ({}, "that is not empty, or delete"), (float("nan"), "write a text, a number"), ([1.0, float("inf")], "a number"),
+])
+def test_an_answer_that_is_no_text_is_named_with_its_line(ppo, tmp_path, solution, says):
+    data = jsonl(tmp_path / "a.jsonl", {"problem": "x", "solution": 1}, {"problem": "y", "solution": solution})
+    script = ppo(TRAIN_DATASETS=[data])
+    with pytest.raises(script.UserError, match=f"TRAIN_DATASETS: .*a.jsonl line 2: 'solution' holds .*{says}") as error:
+        script.PPOTrainer()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_prompt_that_is_a_record_is_named_with_what_to_write(ppo, tmp_path):
+    script = ppo(TRAIN_DATASETS=[jsonl(tmp_path / "a.jsonl", {"problem": {"text": "x"}, "solution": 1})])
+    with pytest.raises(script.UserError, match="line 1: 'problem' must be a text that is not empty, or name what is in it, such as 'input': 'problem.text'"):
+        script.PPOTrainer()
