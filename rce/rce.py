@@ -14,7 +14,8 @@ Schaal 2007; AWR without the critic, arXiv 1910.00177; as TAU goes to 0, best-of
 
 gt_prob of a candidate is the probability the policy gives to the gold answer after the candidate's own working (up to ANSWER_FORM's mark):
 teacher-forced, the product over the answer's tokens and what ends it, not their geometric mean; summed over distinct gold answers with
-their weights. What ends each makes them exclude one another, so it is never above 1. Deliberate choices:
+their weights. What ends each makes them exclude one another, so it is never above 1. A token that holds the mark's end and the
+answer's beginning, such as `{-`, counts as the answer's, and the working ends before it. Deliberate choices:
 - validation is the accuracy of the policy's own pick, its likeliest candidate, on the first round's held-back prompts; best/ follows it;
 - a prompt without a right and a wrong one among the verified has the rest of its candidates verified too;
 - a candidate whose scoring raised is kept with eval_failed and never trained on: it is not a wrong one;
@@ -1383,38 +1384,79 @@ class RCETrainer:
     def sequence_logprobs(self, prompts, responses):
         return self.token_logprobs(prompts, responses).double().sum(1).tolist()
 
+    def gold_texts(self, row):
+        """[ANSWER_FORM filled in] with each of a row's gold answers, repeats kept."""
+        golds = rewards.gold_answers(row["answer"]) if row["answer"] is not None else []
+        return [ANSWER_FORM.replace("{answer}", gold.strip()) for gold in golds if gold.strip()]
+
+    def token_ends(self, text, limit):
+        """The ids of a text, and {characters: ids} where so many ids are exactly so many of its first characters, up to `limit`."""
+        ids, ends = self.tokenizer(text, add_special_tokens=False)["input_ids"], {}
+        for n in range(len(ids) + 1):
+            said = self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
+            if len(said) > limit:
+                break
+            if text.startswith(said):  # not in the middle of a character of several tokens
+                ends.setdefault(len(said), n)
+        return ids, ends
+
+    def mark_cut(self, row):
+        """How many characters of ANSWER_FORM's mark stand before a row's gold ids. All of them, but where a token holds the mark's
+        end and an answer's beginning, such as `{-` of \\boxed{-5}: then the mark is cut before that token, for all answers of the
+        row, so that their probabilities are of one place and exclude one another."""
+        mark = ANSWER_FORM.split("{answer}")[0].rstrip()
+        shared, texts = {len(mark)}, self.gold_texts(row)
+        if texts:
+            shared = set.intersection(*(set(self.token_ends(text, len(mark))[1]) for text in texts))
+        if mark and max(shared) == 0:
+            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: the tokenizer of ACTOR_MODEL has no place to cut between the mark and "
+                            f"the gold answer of {row.get('id', 'a prompt')}, {texts[0]!r}: put a space or a line end before {{answer}}")
+        return max(shared)
+
     def gold_ids(self, row):
-        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark, with what ends them: the rest of
-        ANSWER_FORM, or EOS."""
-        mark, after = (part.rstrip() if i == 0 else part for i, part in enumerate(ANSWER_FORM.split("{answer}")))
-        start, ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"], Counter()
-        for answer in rewards.gold_answers(row["answer"]) if row["answer"] is not None else ():
-            if answer.strip():
-                full = self.tokenizer(ANSWER_FORM.replace("{answer}", answer.strip()), add_special_tokens=False)["input_ids"]
-                ids[tuple(full[len(start):]) + (() if after else (self.tokenizer.eos_token_id,))] += 1
+        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark (see mark_cut), with what ends them:
+        the rest of ANSWER_FORM, or EOS."""
+        after, cut, ids = ANSWER_FORM.split("{answer}")[1], self.mark_cut(row), Counter()
+        for text in self.gold_texts(row):
+            full, ends = self.token_ends(text, cut)
+            ids[tuple(full[ends[cut]:]) + (() if after else (self.tokenizer.eos_token_id,))] += 1
         return [(list(x), min(1.0, count / GOLD_FULL_COUNT)) for x, count in ids.items()]
 
-    def working(self, token_ids):
-        """The candidate's ids up to and with ANSWER_FORM's mark; one without it gets it on a line of its own."""
+    def working(self, token_ids, cut=None):
+        """The candidate's ids up to and with ANSWER_FORM's mark, of which only `cut` characters are wanted (None: all); a candidate
+        without the mark gets it on a line of its own. Never a part of the candidate's own answer: a token that holds the mark's end
+        and more is left out, and what it said of the mark is spelt anew."""
         mark = ANSWER_FORM.split("{answer}")[0].rstrip()
         if not mark:
             return []
+        wanted = mark[:cut]
         ids = token_ids[:-1] if token_ids[-1] in self.eos_ids.tolist() else token_ids
         decode = lambda n: self.tokenizer.decode(ids[:n], skip_special_tokens=True)
-        position = decode(len(ids)).rfind(mark)
+        text = decode(len(ids))
+        position = text.rfind(mark)
         if position < 0:
-            return list(ids) + self.tokenizer(f"\n{mark}", add_special_tokens=False)["input_ids"]
-        low, high = 0, len(ids)  # fewest ids whose text reaches the mark's end
+            return list(ids) + self.tokenizer(f"\n{wanted}", add_special_tokens=False)["input_ids"]
+        end, low, high = position + len(wanted), 0, len(ids)  # fewest ids whose text reaches the end that is wanted
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if len(decode(middle)) >= position + len(mark) else (middle + 1, high)
-        return ids[:low]
+            low, high = (low, middle) if len(decode(middle)) >= end else (middle + 1, high)
+        while not text.startswith(decode(low)):  # in the middle of a character of several tokens
+            low += 1
+        if len(decode(low)) == end:
+            return ids[:low]
+        while len(decode(low)) > end or not text.startswith(decode(low)):
+            low -= 1
+        begun = len(decode(low)) - position  # characters of the mark that the ids before that token have said
+        form, ends = self.token_ends(wanted, len(wanted))
+        missing = self.tokenizer(text[position + begun:end], add_special_tokens=False)["input_ids"]
+        return ids[:low] + (form[ends[begun]:] if begun in ends else missing)
 
     def score_gold(self, by_id, candidates, prompts):
         """gt_prob of each candidate; None where the row has no gold answer."""
         golds, rows = {key: self.gold_ids(row) for key, row in by_id.items()}, []
+        cuts = {key: self.mark_cut(row) for key, row in by_id.items()}
         for i, c in enumerate(candidates):
-            before = self.working(c["token_ids"])
+            before = self.working(c["token_ids"], cuts[c["prompt_id"]])
             rows += [(i, before, ids, weight) for ids, weight in golds[c["prompt_id"]]]
             c["gt_prob"] = 0.0 if golds[c["prompt_id"]] else None
         if rows:
