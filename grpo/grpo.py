@@ -22,6 +22,7 @@ the other direction, KL(pi_ref || pi); so both get k2's. Deliberate deviations f
 - that gradient; and dapo is the default loss with a symmetric clip unless CLIP_RANGE_HIGH is raised;
 - sampling inverts the cumulative distribution on uniform numbers drawn ahead for the whole step, so how prompts are
   cut into batches changes neither the samples nor, but for rounding, the update;
+- gspo in bfloat16 takes pi_old from the update's own path: the sampler's rounding exceeds its clip range;
 - responses left out by MASK_TRUNCATED or TOP_ENTROPY_FRACTION still count in the loss's denominator.
 
     python grpo/grpo.py                                 # edit the constants below, or override: KEY=VALUE
@@ -62,8 +63,8 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too; a column may
-# be a path into nested records, such as "answers.text"
+# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# "input" and "output" may be paths into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -105,10 +106,10 @@ GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
-RESAMPLE_FLAT_GROUPS = 0  # rounds of further prompts for groups whose scores are all equal; 0: they are kept, and teach nothing
+RESAMPLE_FLAT_GROUPS = 0  # rounds of further prompts, out of NUM_EPOCHS, for groups of equal scores; 0: none
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
-DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where the advantage is negative
+DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where A is negative; not with cispo
 ENTROPY_COEF = 0.0
 TOP_ENTROPY_FRACTION = 1.0  # only this share of tokens, those of highest entropy, is trained (2506.01939 takes 0.2)
 MASK_TRUNCATED = False  # responses cut at MAX_NEW_TOKENS are not trained
@@ -126,7 +127,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # responses a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo"
@@ -221,13 +222,18 @@ def load_rows(datasets, constant, limit=None):
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
             prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty{inside(prompt, 'input', spec)}")
+                must = "must be a text that is not empty" + inside(prompt, "input", spec)
+                raise UserError(f"{where} line {number}: {spec['input']!r} {must}")
             answer = look_up(record, spec["output"]) if spec.get("output") else None
             golds = answer if isinstance(answer, list) else [answer]
             if answer is not None and not (golds and all(map(is_plain, golds))):
-                raise UserError(f"{where} line {number}: {spec['output']!r} holds {repr(answer)[:80]}: write a text, a number or a list "
-                                f"of such that is not empty{inside(answer, 'output', spec)}, or delete the line")
-            answer = answer if answer is None else [str(a) for a in golds] if isinstance(answer, list) else str(answer)
+                must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+                held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+                raise UserError(f"{where} line {number}: {held}: write {must}, or delete the line")
+            if isinstance(answer, list):
+                answer = [str(gold) for gold in golds]
+            elif answer is not None:
+                answer = str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -239,14 +245,16 @@ def load_rows(datasets, constant, limit=None):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def look_up(record, path):
-    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that has a dot itself wins."""
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
     for head, rest in splits(path):
         if isinstance(record, dict) and head in record:
             return look_up(record[head], rest) if rest else record[head]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def splits(path):
-    """[(head, rest)] of a path at each of its dots, the longest head first: "a.b" gives ("a.b", "") and ("a", "b")."""
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
     words = path.split(".")
     return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
 
@@ -281,7 +289,7 @@ def read_records(spec, columns, where):
         if spec["type"] == "parquet":
             import pyarrow.parquet
             names = pyarrow.parquet.read_schema(spec["path"]).names
-            heads = [next((head for head, _ in splits(column) if head in names), column) for column in columns]
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
             records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
@@ -673,8 +681,9 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1. Linear and cosine
-    would be 0 one step after the last, as transformers' own: a step at rate 0 would teach nothing."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1.
+    Linear and cosine would be 0 one step after the last, as transformers' own: a step at rate 0 would teach
+    nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -920,8 +929,8 @@ class GRPOTrainer:
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:
-            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo', whose ratios are bounded by CLIP_RANGE_HIGH "
-                            "whatever the advantage: set DUAL_CLIP to None, or take another LOSS_TYPE")
+            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo', whose ratios "
+                            "CLIP_RANGE_HIGH bounds: set DUAL_CLIP to None, or take another LOSS_TYPE")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.log, self.unlogged, self.wandb, self.stop_signal, self.lock = None, [], None, None, None
@@ -943,7 +952,8 @@ class GRPOTrainer:
             self.load_checkpoint(self.checkpoint)
         self.plan_steps()
         if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
-            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and after the {self.total_steps} steps alone")
+            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and "
+                                       f"after the {self.total_steps} steps alone")
 
     def load_models(self):
         """The actor comes from the checkpoint when there is one, and the reference too when it follows the actor."""
@@ -1038,17 +1048,18 @@ class GRPOTrainer:
         return [self.train_rows[i] for i in chosen]
 
     def plan_steps(self):
-        """The run's last step, as far as is known between two steps: further prompts that RESAMPLE_FLAT_GROUPS took are gone from
-        the epochs, so it comes earlier then. Depends on the state alone: a resumed run plans alike."""
+        """The run's last step, as far as is known between two steps: further prompts that
+        RESAMPLE_FLAT_GROUPS took are gone from the epochs, so it comes earlier then. Depends on the state
+        alone: a resumed run plans alike."""
         per_step, count = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, len(self.train_rows)
         epochs = max(0, NUM_EPOCHS - self.state.epoch)  # those not begun
         left = epochs * math.ceil(count / per_step) + math.ceil((-self.state.cursor % count) / per_step)
         self.total_steps = min(self.state.step + left, MAX_STEPS or math.inf)
 
     def rollout_and_score(self):
-        """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal make place for
-        further prompts, so many rounds at most and while the run's epochs have prompts; the share of flat groups before that is
-        what is logged."""
+        """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal
+        make place for further prompts, so many rounds at most and while the run's epochs have prompts; the
+        share of flat groups before that is what is logged."""
         batch = self.score(self.rollout(self.next_rows()))
         batch.flat_groups = self.flat(batch).float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
@@ -1181,15 +1192,17 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def rescore(self, batch, chunks):
-        """The old log-probabilities by the update's own path, in its own micro-batches. In bfloat16 the sampler's differ from
-        it by rounding, 1e-3 and more in the mean over a response: beyond gspo's clip range, so a tenth of the tokens would be
-        clipped on policy. What the sampler said stays in batch.sampled_logprobs."""
+        """The old log-probabilities by the update's own path, in its own micro-batches. In bfloat16 the
+        sampler's differ from it by rounding, 1e-3 and more in the mean over a response: beyond gspo's clip
+        range, so a tenth of the tokens would be clipped on policy. What the sampler said stays in
+        batch.sampled_logprobs."""
         batch.logprobs = torch.zeros_like(batch.sampled_logprobs)
         for rows in chunks:
             for micro, _ in self.learning_parts(batch, rows):
                 width = int(batch.response_lengths[micro].max())
                 with self.autocast():
-                    batch.logprobs[micro, :width] = response_logprobs(self.actor, batch, micro, TEMPERATURE)[0]
+                    logprobs, _ = response_logprobs(self.actor, batch, micro, TEMPERATURE)
+                batch.logprobs[micro, :width] = logprobs
 
     def learning_parts(self, batch, rows):
         """[(micro-batch, whether it has a gradient)] of an optimizer step on `rows`."""
@@ -1313,8 +1326,8 @@ class GRPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def count_patience(self, value):
-        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one that was. best/ is kept
-        apart from this: it follows the highest value, by however little."""
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
         state = self.state
         if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
             state.patience_reward, state.evals_since_best = value, 0
@@ -1504,7 +1517,9 @@ class GRPOTrainer:
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
         best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
-        kept = f"best policy: {best}" if Path(best).exists() else f"no evaluation has kept a best policy here; the last one: {last}"
+        kept = f"best policy: {best}"
+        if not Path(best).exists():
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
                  + ("run again to go on" if self.stop_signal else kept))

@@ -53,8 +53,8 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too; a column may
-# be a path into nested records, such as "answers.text"
+# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# "input" and "output" may be paths into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -112,7 +112,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # responses a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo"
@@ -206,13 +206,18 @@ def load_rows(datasets, constant, limit=None):
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
             prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty{inside(prompt, 'input', spec)}")
+                must = "must be a text that is not empty" + inside(prompt, "input", spec)
+                raise UserError(f"{where} line {number}: {spec['input']!r} {must}")
             answer = look_up(record, spec["output"]) if spec.get("output") else None
             golds = answer if isinstance(answer, list) else [answer]
             if answer is not None and not (golds and all(map(is_plain, golds))):
-                raise UserError(f"{where} line {number}: {spec['output']!r} holds {repr(answer)[:80]}: write a text, a number or a list "
-                                f"of such that is not empty{inside(answer, 'output', spec)}, or delete the line")
-            answer = answer if answer is None else [str(a) for a in golds] if isinstance(answer, list) else str(answer)
+                must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+                held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+                raise UserError(f"{where} line {number}: {held}: write {must}, or delete the line")
+            if isinstance(answer, list):
+                answer = [str(gold) for gold in golds]
+            elif answer is not None:
+                answer = str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -224,14 +229,16 @@ def load_rows(datasets, constant, limit=None):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def look_up(record, path):
-    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that has a dot itself wins."""
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
     for head, rest in splits(path):
         if isinstance(record, dict) and head in record:
             return look_up(record[head], rest) if rest else record[head]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def splits(path):
-    """[(head, rest)] of a path at each of its dots, the longest head first: "a.b" gives ("a.b", "") and ("a", "b")."""
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
     words = path.split(".")
     return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
 
@@ -266,7 +273,7 @@ def read_records(spec, columns, where):
         if spec["type"] == "parquet":
             import pyarrow.parquet
             names = pyarrow.parquet.read_schema(spec["path"]).names
-            heads = [next((head for head, _ in splits(column) if head in names), column) for column in columns]
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
             records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
@@ -654,8 +661,9 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1. Linear and cosine
-    would be 0 one step after the last, as transformers' own: a step at rate 0 would teach nothing."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1.
+    Linear and cosine would be 0 one step after the last, as transformers' own: a step at rate 0 would teach
+    nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -872,9 +880,10 @@ def value_loss(values, old_values, returns, clip_range):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 def adapt_kl_coef(kl_coef, kl, target, responses, horizon):
-    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2, whose gain of 0.1 a step is
-    responses / horizon here. The paper clips the error so that one step moves the coefficient by a fifth at most: with a gain
-    above 1 the factor itself is clipped to that, or it could be negative, and the penalty a reward."""
+    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2, whose gain of 0.1
+    a step is responses / horizon here. The paper clips the error so that one step moves the coefficient by a
+    fifth at most: with a gain above 1 the factor itself is clipped to that, or it could be negative, and the
+    penalty a reward."""
     factor = 1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon
     return kl_coef * max(0.8, min(1.2, factor))
 
@@ -888,7 +897,7 @@ class PPOTrainer:
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         if KL_TARGET and KL_COEF == 0:
-            raise UserError(f"KL_TARGET = {KL_TARGET} does nothing with KL_COEF = 0, which holds no reference: "
+            raise UserError(f"KL_TARGET = {KL_TARGET} does nothing with KL_COEF = 0 and so no reference: "
                             "give KL_COEF a value to start from, such as 0.01, or set KL_TARGET to None")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -912,7 +921,8 @@ class PPOTrainer:
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
         if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
-            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and after the {self.total_steps} steps alone")
+            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and "
+                                       f"after the {self.total_steps} steps alone")
 
     def load_models(self):
         """Actor and critic come from the checkpoint when there is one; reference and reward model never change."""
@@ -1231,8 +1241,8 @@ class PPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def count_patience(self, value):
-        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one that was. best/ is kept
-        apart from this: it follows the highest value, by however little."""
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
         state = self.state
         if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
             state.patience_reward, state.evals_since_best = value, 0
@@ -1424,7 +1434,9 @@ class PPOTrainer:
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
         best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
-        kept = f"best policy: {best}" if Path(best).exists() else f"no evaluation has kept a best policy here; the last one: {last}"
+        kept = f"best policy: {best}"
+        if not Path(best).exists():
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
                  + ("run again to go on" if self.stop_signal else kept))

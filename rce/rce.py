@@ -14,8 +14,9 @@ Schaal 2007; AWR without the critic, arXiv 1910.00177; as TAU goes to 0, best-of
 
 gt_prob of a candidate is the probability the policy gives to the gold answer after the candidate's own working (up to ANSWER_FORM's mark):
 teacher-forced, the product over the answer's tokens and what ends it, not their geometric mean; summed over distinct gold answers with
-their weights. What ends each makes them exclude one another, so it is never above 1. A token that holds the mark's end and the
-answer's beginning, such as `{-`, counts as the answer's, and the working ends before it. Deliberate choices:
+their weights. What ends each makes them exclude one another, so it is never above 1. A token that holds the
+mark's end and the answer's beginning, such as `{-`, counts as the answer's, and the working ends before it.
+Deliberate choices:
 - validation is the accuracy of the policy's own pick, its likeliest candidate, on the first round's held-back prompts; best/ follows it;
 - a prompt without a right and a wrong one among the verified has the rest of its candidates verified too;
 - a candidate whose scoring raised is kept with eval_failed and never trained on: it is not a wrong one;
@@ -66,8 +67,8 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too; a column may
-# be a path into nested records, such as "answers.text"
+# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# "input" and "output" may be paths into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -131,7 +132,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only after each round
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 8  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
@@ -234,13 +235,18 @@ def load_rows(datasets, constant, limit=None):
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
             prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty{inside(prompt, 'input', spec)}")
+                must = "must be a text that is not empty" + inside(prompt, "input", spec)
+                raise UserError(f"{where} line {number}: {spec['input']!r} {must}")
             answer = look_up(record, spec["output"]) if spec.get("output") else None
             golds = answer if isinstance(answer, list) else [answer]
             if answer is not None and not (golds and all(map(is_plain, golds))):
-                raise UserError(f"{where} line {number}: {spec['output']!r} holds {repr(answer)[:80]}: write a text, a number or a list "
-                                f"of such that is not empty{inside(answer, 'output', spec)}, or delete the line")
-            answer = answer if answer is None else [str(a) for a in golds] if isinstance(answer, list) else str(answer)
+                must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+                held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+                raise UserError(f"{where} line {number}: {held}: write {must}, or delete the line")
+            if isinstance(answer, list):
+                answer = [str(gold) for gold in golds]
+            elif answer is not None:
+                answer = str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -252,14 +258,16 @@ def load_rows(datasets, constant, limit=None):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def look_up(record, path):
-    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that has a dot itself wins."""
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
     for head, rest in splits(path):
         if isinstance(record, dict) and head in record:
             return look_up(record[head], rest) if rest else record[head]
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def splits(path):
-    """[(head, rest)] of a path at each of its dots, the longest head first: "a.b" gives ("a.b", "") and ("a", "b")."""
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
     words = path.split(".")
     return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
 
@@ -294,7 +302,7 @@ def read_records(spec, columns, where):
         if spec["type"] == "parquet":
             import pyarrow.parquet
             names = pyarrow.parquet.read_schema(spec["path"]).names
-            heads = [next((head for head, _ in splits(column) if head in names), column) for column in columns]
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
             records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
@@ -686,8 +694,9 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1. Linear and cosine
-    would be 0 one step after the last, as transformers' own: a step at rate 0 would teach nothing."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1.
+    Linear and cosine would be 0 one step after the last, as transformers' own: a step at rate 0 would teach
+    nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -1071,7 +1080,8 @@ class RCETrainer:
         # candidates is the digest of each round's file, responses how many were proposed
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf, evals_since_best=0, halvings=0,
-            patience_reward=-math.inf, log_bytes={}, wandb_id=None, round=1, round_start=0, total_steps=0, candidates={}, responses=0)
+            patience_reward=-math.inf,
+            log_bytes={}, wandb_id=None, round=1, round_start=0, total_steps=0, candidates={}, responses=0)
         self.plan_steps(math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION)))
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
@@ -1223,7 +1233,8 @@ class RCETrainer:
                      f"their rewards are equal, {len(self.validation)} held back to validate")
             state.candidates[str(state.round)] = digest
             if self.rounds == 1 and STAGE != "mine" and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
-                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and after the {self.total_steps} steps alone")
+                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before "
+                                           f"and after the {self.total_steps} steps alone")
             if state.step == 0 and STAGE != "mine":
                 metrics = self.evaluate_and_log()
         self.bar.total, self.first_step, self.round_clock = self.total_steps, state.step, time.perf_counter()
@@ -1390,7 +1401,8 @@ class RCETrainer:
         return [ANSWER_FORM.replace("{answer}", gold.strip()) for gold in golds if gold.strip()]
 
     def token_ends(self, text, limit):
-        """The ids of a text, and {characters: ids} where so many ids are exactly so many of its first characters, up to `limit`."""
+        """The ids of a text, and {characters: ids} where so many ids are exactly so many of its first
+        characters, up to `limit`."""
         ids, ends = self.tokenizer(text, add_special_tokens=False)["input_ids"], {}
         for n in range(len(ids) + 1):
             said = self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
@@ -1401,21 +1413,23 @@ class RCETrainer:
         return ids, ends
 
     def mark_cut(self, row):
-        """How many characters of ANSWER_FORM's mark stand before a row's gold ids. All of them, but where a token holds the mark's
-        end and an answer's beginning, such as `{-` of \\boxed{-5}: then the mark is cut before that token, for all answers of the
-        row, so that their probabilities are of one place and exclude one another."""
+        """How many characters of ANSWER_FORM's mark stand before a row's gold ids. All of them, but where a
+        token holds the mark's end and an answer's beginning, such as `{-` of \\boxed{-5}: then the mark is
+        cut before that token, for all answers of the row, so that their probabilities are of one place and
+        exclude one another."""
         mark = ANSWER_FORM.split("{answer}")[0].rstrip()
         shared, texts = {len(mark)}, self.gold_texts(row)
         if texts:
             shared = set.intersection(*(set(self.token_ends(text, len(mark))[1]) for text in texts))
         if mark and max(shared) == 0:
-            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: the tokenizer of ACTOR_MODEL has no place to cut between the mark and "
-                            f"the gold answer of {row.get('id', 'a prompt')}, {texts[0]!r}: put a space or a line end before {{answer}}")
+            golds = f"the gold answers of {row.get('id', 'a prompt')}, {', '.join(texts)[:80]!r}"
+            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: the tokenizer of ACTOR_MODEL has no place to cut between "
+                            f"the mark and {golds}: put a space or a line end before {{answer}}")
         return max(shared)
 
     def gold_ids(self, row):
-        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark (see mark_cut), with what ends them:
-        the rest of ANSWER_FORM, or EOS."""
+        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark (see mark_cut),
+        with what ends them: the rest of ANSWER_FORM, or EOS."""
         after, cut, ids = ANSWER_FORM.split("{answer}")[1], self.mark_cut(row), Counter()
         for text in self.gold_texts(row):
             full, ends = self.token_ends(text, cut)
@@ -1423,9 +1437,10 @@ class RCETrainer:
         return [(list(x), min(1.0, count / GOLD_FULL_COUNT)) for x, count in ids.items()]
 
     def working(self, token_ids, cut=None):
-        """The candidate's ids up to and with ANSWER_FORM's mark, of which only `cut` characters are wanted (None: all); a candidate
-        without the mark gets it on a line of its own. Never a part of the candidate's own answer: a token that holds the mark's end
-        and more is left out, and what it said of the mark is spelt anew."""
+        """The candidate's ids up to and with ANSWER_FORM's mark, of which only `cut` characters are wanted
+        (None: all); a candidate without the mark gets it on a line of its own. Never a part of the
+        candidate's own answer: a token that holds the mark's end and more is left out, and what it said of
+        the mark is spelt anew."""
         mark = ANSWER_FORM.split("{answer}")[0].rstrip()
         if not mark:
             return []
@@ -1436,7 +1451,8 @@ class RCETrainer:
         position = text.rfind(mark)
         if position < 0:
             return list(ids) + self.tokenizer(f"\n{wanted}", add_special_tokens=False)["input_ids"]
-        end, low, high = position + len(wanted), 0, len(ids)  # fewest ids whose text reaches the end that is wanted
+        end = position + len(wanted)
+        low, high = 0, len(ids)  # fewest ids whose text reaches that end
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if len(decode(middle)) >= end else (middle + 1, high)
@@ -1706,8 +1722,8 @@ class RCETrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def count_patience(self, value):
-        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one that was. best/ is kept
-        apart from this: it follows the highest value, by however little."""
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
         state = self.state
         if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
             state.patience_reward, state.evals_since_best = value, 0
@@ -1896,7 +1912,9 @@ class RCETrainer:
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
         best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
-        kept = f"best policy: {best}" if Path(best).exists() else f"no evaluation has kept a best policy here; the last one: {last}"
+        kept = f"best policy: {best}"
+        if not Path(best).exists():
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
                  + ("run again to go on" if self.stop_signal else kept))

@@ -739,7 +739,7 @@ def test_a_mark_that_cannot_be_cut_from_the_answer_is_refused(rce, merging, tmp_
     data = [{"path": str(tmp_path / "a.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
     script = rce(**{**merging, "ANSWER_FORM": "#{answer}", "TRAIN_DATASETS": data})
     trainer = script.RCETrainer()
-    with pytest.raises(script.UserError, match="ANSWER_FORM = '#{answer}': .*no place to cut between the mark and the gold answer of a.jsonl:1, '#7'"):
+    with pytest.raises(script.UserError, match="ANSWER_FORM = '#{answer}': .*no place to cut between the mark and the gold answers of a.jsonl:1, '#7'"):
         trainer.score_gold({row["id"]: row for row in trainer.train_rows}, [{"prompt_id": "a.jsonl:1", "token_ids": [5, 1]}], [trainer.train_rows[0]["ids"]])
     assert trainer.gold_ids({"answer": "5"}) and trainer.gold_ids({"answer": None}) == []
 
