@@ -22,6 +22,7 @@ the other direction, KL(pi_ref || pi); so both get k2's. Deliberate deviations f
 - that gradient; and dapo is the default loss with a symmetric clip unless CLIP_RANGE_HIGH is raised;
 - sampling inverts the cumulative distribution on uniform numbers drawn ahead for the whole step, so how prompts are
   cut into batches changes neither the samples nor, but for rounding, the update;
+- gspo in bfloat16 takes pi_old from the update's own path: the sampler's rounding exceeds its clip range;
 - responses left out by MASK_TRUNCATED or TOP_ENTROPY_FRACTION still count in the loss's denominator.
 
     python grpo/grpo.py                                 # edit the constants below, or override: KEY=VALUE
@@ -33,6 +34,7 @@ best/policy/, training_metrics_detailed.png and grpo_metrics_with_entropy.png. T
 import ast, bisect, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from numbers import Number
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +64,7 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
 # Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# "input" and "output" may be paths into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -93,7 +96,7 @@ LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
 
@@ -103,10 +106,10 @@ GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
-RESAMPLE_FLAT_GROUPS = 0  # rounds of further prompts for groups whose scores are all equal; 0: they are kept, and teach nothing
+RESAMPLE_FLAT_GROUPS = 0  # rounds of further prompts, out of NUM_EPOCHS, for groups of equal scores; 0: none
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
-DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where the advantage is negative
+DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where A is negative; not with cispo
 ENTROPY_COEF = 0.0
 TOP_ENTROPY_FRACTION = 1.0  # only this share of tokens, those of highest entropy, is trained (2506.01939 takes 0.2)
 MASK_TRUNCATED = False  # responses cut at MAX_NEW_TOKENS are not trained
@@ -124,7 +127,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # responses a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo"
@@ -214,14 +217,23 @@ def load_rows(datasets, constant, limit=None):
             raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
         for number, record in read_records(spec, columns, where):
             for column in columns:
-                if not isinstance(record, dict) or record.get(column) is None:
+                if look_up(record, column) is None:
                     has = sorted(record) if isinstance(record, dict) else type(record).__name__
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
-            prompt = record[spec["input"]]
+            prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
-            answer = record[spec["output"]] if spec.get("output") else None
-            answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+                must = "must be a text that is not empty" + inside(prompt, "input", spec)
+                raise UserError(f"{where} line {number}: {spec['input']!r} {must}")
+            answer = look_up(record, spec["output"]) if spec.get("output") else None
+            golds = answer if isinstance(answer, list) else [answer]
+            if answer is not None and not (golds and all(map(is_plain, golds))):
+                must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+                held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+                raise UserError(f"{where} line {number}: {held}: write {must}, or delete the line")
+            if isinstance(answer, list):
+                answer = [str(gold) for gold in golds]
+            elif answer is not None:
+                answer = str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -230,6 +242,32 @@ def load_rows(datasets, constant, limit=None):
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def look_up(record, path):
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
+    for head, rest in splits(path):
+        if isinstance(record, dict) and head in record:
+            return look_up(record[head], rest) if rest else record[head]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def splits(path):
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
+    words = path.split(".")
+    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def is_plain(value):
+    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
+    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def inside(value, key, spec):
+    """Where a nested record stands in place of a text: how to name what is in it."""
+    names = [name for name in value if name] if isinstance(value, dict) else []
+    return f", or name what is in it, such as {key!r}: {f'{spec[key]}.{names[0]}'!r}" if names else ""
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def read_records(spec, columns, where):
@@ -250,7 +288,9 @@ def read_records(spec, columns, where):
     try:
         if spec["type"] == "parquet":
             import pyarrow.parquet
-            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
+            names = pyarrow.parquet.read_schema(spec["path"]).names
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
@@ -835,7 +875,9 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1.
+    Linear and cosine would be 0 one step after the last, as transformers' own: a step at rate 0 would teach
+    nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -1080,6 +1122,9 @@ class GRPOTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
+        if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:
+            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo', whose ratios "
+                            "CLIP_RANGE_HIGH bounds: set DUAL_CLIP to None, or take another LOSS_TYPE")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.log, self.unlogged, self.wandb, self.stop_signal, self.lock, self.strict = None, [], None, None, None, False
@@ -1097,11 +1142,13 @@ class GRPOTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf,
-            evals_since_best=0, halvings=0, log_bytes={}, ways={}, wandb_id=None)
-        steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
-        self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
+            patience_reward=-math.inf, evals_since_best=0, halvings=0, log_bytes={}, ways={}, wandb_id=None)
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
+        self.plan_steps()
+        if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and "
+                                       f"after the {self.total_steps} steps alone")
 
     def load_models(self):
         """The actor comes from the checkpoint when there is one, and the reference too when it follows the actor."""
@@ -1230,6 +1277,7 @@ class GRPOTrainer:
                 self.compute_advantages(batch)
                 train_metrics = self.update(batch)
                 state.step += 1
+                self.plan_steps()
                 self.sync_reference()
                 self.log_step(batch, train_metrics)
                 if state.step == self.total_steps or EVAL_EVERY_N_STEPS and state.step % EVAL_EVERY_N_STEPS == 0:
@@ -1256,14 +1304,24 @@ class GRPOTrainer:
         state.cursor = (state.cursor + len(chosen)) % len(self.train_rows)
         return [self.train_rows[i] for i in chosen]
 
+    def plan_steps(self):
+        """The run's last step, as far as is known between two steps: further prompts that
+        RESAMPLE_FLAT_GROUPS took are gone from the epochs, so it comes earlier then. Depends on the state
+        alone: a resumed run plans alike."""
+        per_step, count = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, len(self.train_rows)
+        epochs = max(0, NUM_EPOCHS - self.state.epoch)  # those not begun
+        left = epochs * math.ceil(count / per_step) + math.ceil((-self.state.cursor % count) / per_step)
+        self.total_steps = min(self.state.step + left, MAX_STEPS or math.inf)
+
     def rollout_and_score(self):
-        """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal make place for
-        further prompts, so many rounds at most; the share of flat groups before that is what is logged."""
+        """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal
+        make place for further prompts, so many rounds at most and while the run's epochs have prompts; the
+        share of flat groups before that is what is logged."""
         batch = self.score(self.rollout(self.next_rows()))
         batch.flat_groups = self.flat(batch).float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
-            flat = self.flat(batch)
-            if not flat.any():
+            flat, state = self.flat(batch), self.state
+            if not flat.any() or state.cursor == 0 and state.epoch >= NUM_EPOCHS:
                 break
             keep = (~flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1)
             batch = join_batches(batch, keep, self.score(self.rollout(self.next_rows(int(flat.sum())))), self.pad_id)
@@ -1374,6 +1432,7 @@ class GRPOTrainer:
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
         started, state, steps = time.perf_counter(), self.state, []
+        batch.sampled_logprobs = batch.logprobs
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(state.step, self.total_steps, WARMUP_STEPS, kind, state.halvings)
         for optimizer in self.optimizers.values():
@@ -1381,7 +1440,10 @@ class GRPOTrainer:
         self.recompute(True)
         for _ in range(GROUP_EPOCHS):
             rows = torch.randperm(len(batch.rows)) if MINI_BATCHES > 1 else torch.arange(len(batch.rows))
-            for chunk in rows.to(self.device).chunk(MINI_BATCHES):
+            chunks = rows.to(self.device).chunk(MINI_BATCHES)
+            if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":
+                self.rescore(batch, chunks)
+            for chunk in chunks:
                 steps.append(self.optimizer_step(batch, chunk, moved=bool(steps)))
         self.recompute(False)
         self.check_first_ratio(steps)
@@ -1399,22 +1461,40 @@ class GRPOTrainer:
         if self.state.step == 0 and apart > 0.05:
             raise UserError(f"the first update sees log-probabilities {apart:.2g} nats a token away from the sampler's: DTYPE = {DTYPE!r} does not suit ACTOR_MODEL")
 
+    @torch.no_grad()
+    def rescore(self, batch, chunks):
+        """The old log-probabilities by the update's own path, in its own micro-batches. In bfloat16 the
+        sampler's differ from it by rounding, 1e-3 and more in the mean over a response: beyond gspo's clip
+        range, so a tenth of the tokens would be clipped on policy. What the sampler said stays in
+        batch.sampled_logprobs."""
+        batch.logprobs = torch.zeros_like(batch.sampled_logprobs)
+        for rows in chunks:
+            for micro, _ in self.learning_parts(batch, rows):
+                width = int(batch.response_lengths[micro].max())
+                with self.autocast():
+                    logprobs, _ = response_logprobs(self.actor, batch, micro, TEMPERATURE)
+                batch.logprobs[micro, :width] = logprobs
+
+    def learning_parts(self, batch, rows):
+        """[(micro-batch, whether it has a gradient)] of an optimizer step on `rows`."""
+        teaches = (batch.advantages[rows] != 0) | (self.reference is not None) | (ENTROPY_COEF != 0)  # the others' gradient is exactly zero
+        teaches |= ~teaches.any()  # Adam's momentum moves the weights even where nothing does
+        return [(micro, learn) for learn in (True, False) for micro in micro_batches(batch, rows[teaches == learn], self.rows_at_once(batch))]
+
     def optimizer_step(self, batch, rows, moved=True):
         """One optimizer step on `rows`, in micro-batches whose gradients add up to that of the whole; moved: since the rows were sampled."""
         weights = torch.zeros_like(batch.response_mask)
         weights[rows] = token_weights(batch.response_mask[rows], LOSS_TYPE, MAX_NEW_TOKENS)
         tokens, metrics, scored = batch.response_mask[rows].sum(), defaultdict(float), 0
-        teaches = (batch.advantages[rows] != 0) | (self.reference is not None) | (ENTROPY_COEF != 0)  # the others' gradient is exactly zero
-        teaches |= ~teaches.any()  # Adam's momentum moves the weights even where nothing does
-        parts = [(micro, learn) for learn in (True, False) for micro in micro_batches(batch, rows[teaches == learn], self.rows_at_once(batch))]
-        for micro, learn in parts:
+        sampled = getattr(batch, "sampled_logprobs", batch.logprobs)
+        for micro, learn in self.learning_parts(batch, rows):
             width, advantages = int(batch.response_lengths[micro].max()), batch.advantages[micro, None]
             mask, old, ref, weight, trained = (x[micro, :width] for x in (batch.response_mask, batch.logprobs, batch.ref_logprobs, weights, batch.trained))
             logprobs, entropy = old, batch.entropies[micro, :width]  # what the sampler knew
             if learn or moved:
                 with self.autocast(), torch.set_grad_enabled(learn):
                     logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
-                metrics["log_ratio"] += ((logprobs.detach() - old).abs() * mask).sum().item()
+                metrics["log_ratio"] += ((logprobs.detach() - sampled[micro, :width]).abs() * mask).sum().item()
                 scored += mask.sum().item()
             losses, ratio = policy_loss(logprobs, old, advantages, mask, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)
             kl = kl_loss(logprobs, ref, KL_ESTIMATOR) if self.reference else torch.zeros_like(losses)
@@ -1511,13 +1591,33 @@ class GRPOTrainer:
         if metrics:
             self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
             self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-            if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:
-                state.best_reward, state.evals_since_best = metrics["reward"], 0
+            self.count_patience(metrics["reward"])
+            if metrics["reward"] > state.best_reward:
+                state.best_reward = metrics["reward"]
                 self.save_best(metrics)
-            else:
-                state.evals_since_best += 1
-                state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+        elif state.step == 0:
+            self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
         return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
+        state = self.state
+        if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
+            state.patience_reward, state.evals_since_best = value, 0
+        else:
+            state.evals_since_best += 1
+            state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
 
     # ------------------------------------------------------------ the run's files
 
@@ -1600,6 +1700,7 @@ class GRPOTrainer:
         line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage:.2f} E:{entropy:.3f} "
                 "LR:{learning_rate:.2e}").format(epochs=NUM_EPOCHS, **metrics)
         self.bar.set_description_str(line, refresh=False)
+        self.bar.total = self.total_steps
         self.bar.update(1)
         left = (time.perf_counter() - self.started) / (step - self.first_step) * (self.total_steps - step)
         self.say(f"{line}  step {step}/{self.total_steps}, {tqdm.format_interval(left)} left", terminal=self.bar.disable)
@@ -1693,9 +1794,13 @@ class GRPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
+        best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
+        kept = f"best policy: {best}"
+        if not Path(best).exists():
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
-                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+                 + ("run again to go on" if self.stop_signal else kept))
         if self.wandb:
             self.wandb.finish()
 

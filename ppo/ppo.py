@@ -23,6 +23,7 @@ best/policy/, training_metrics_detailed.png and ppo_metrics_with_entropy.png. Th
 import ast, bisect, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from numbers import Number
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,7 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
 # Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# "input" and "output" may be paths into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -83,7 +85,7 @@ CRITIC_LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # > 0, for actor and critic each
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
 
@@ -96,7 +98,7 @@ VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # price of a nat a token away from the reference; 0 holds no reference
 KL_TARGET: float | None = None  # nats a token; a number turns on the adaptive coefficient (1909.08593, section 2.2)
-KL_HORIZON = 10000  # responses over which the adaptive coefficient moves
+KL_HORIZON = 10000  # responses over which the adaptive coefficient moves; a step moves it by a fifth at most
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1
 WHITEN_ADVANTAGES = True
@@ -110,7 +112,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # responses a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo"
@@ -199,14 +201,23 @@ def load_rows(datasets, constant, limit=None):
             raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
         for number, record in read_records(spec, columns, where):
             for column in columns:
-                if not isinstance(record, dict) or record.get(column) is None:
+                if look_up(record, column) is None:
                     has = sorted(record) if isinstance(record, dict) else type(record).__name__
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
-            prompt = record[spec["input"]]
+            prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
-            answer = record[spec["output"]] if spec.get("output") else None
-            answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+                must = "must be a text that is not empty" + inside(prompt, "input", spec)
+                raise UserError(f"{where} line {number}: {spec['input']!r} {must}")
+            answer = look_up(record, spec["output"]) if spec.get("output") else None
+            golds = answer if isinstance(answer, list) else [answer]
+            if answer is not None and not (golds and all(map(is_plain, golds))):
+                must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+                held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+                raise UserError(f"{where} line {number}: {held}: write {must}, or delete the line")
+            if isinstance(answer, list):
+                answer = [str(gold) for gold in golds]
+            elif answer is not None:
+                answer = str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -215,6 +226,32 @@ def load_rows(datasets, constant, limit=None):
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def look_up(record, path):
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
+    for head, rest in splits(path):
+        if isinstance(record, dict) and head in record:
+            return look_up(record[head], rest) if rest else record[head]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def splits(path):
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
+    words = path.split(".")
+    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def is_plain(value):
+    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
+    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def inside(value, key, spec):
+    """Where a nested record stands in place of a text: how to name what is in it."""
+    names = [name for name in value if name] if isinstance(value, dict) else []
+    return f", or name what is in it, such as {key!r}: {f'{spec[key]}.{names[0]}'!r}" if names else ""
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def read_records(spec, columns, where):
@@ -235,7 +272,9 @@ def read_records(spec, columns, where):
     try:
         if spec["type"] == "parquet":
             import pyarrow.parquet
-            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
+            names = pyarrow.parquet.read_schema(spec["path"]).names
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
@@ -817,7 +856,9 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1.
+    Linear and cosine would be 0 one step after the last, as transformers' own: a step at rate 0 would teach
+    nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -1034,8 +1075,12 @@ def value_loss(values, old_values, returns, clip_range):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 def adapt_kl_coef(kl_coef, kl, target, responses, horizon):
-    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2."""
-    return kl_coef * (1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon)
+    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2, whose gain of 0.1
+    a step is responses / horizon here. The paper clips the error so that one step moves the coefficient by a
+    fifth at most: with a gain above 1 the factor itself is clipped to that, or it could be negative, and the
+    penalty a reward."""
+    factor = 1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon
+    return kl_coef * max(0.8, min(1.2, factor))
 
 # ================================================================ the trainer
 
@@ -1046,6 +1091,9 @@ class PPOTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
+        if KL_TARGET and KL_COEF == 0:
+            raise UserError(f"KL_TARGET = {KL_TARGET} does nothing with KL_COEF = 0 and so no reference: "
+                            "give KL_COEF a value to start from, such as 0.01, or set KL_TARGET to None")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.log, self.unlogged, self.wandb, self.stop_signal, self.lock, self.strict = None, [], None, None, None, False
@@ -1063,11 +1111,14 @@ class PPOTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation of the prompts
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, kl_coef=KL_COEF, best_reward=-math.inf,
-            evals_since_best=0, halvings=0, log_bytes={}, ways={}, wandb_id=None)
+            patience_reward=-math.inf, evals_since_best=0, halvings=0, log_bytes={}, ways={}, wandb_id=None)
         steps_per_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
+        if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before and "
+                                       f"after the {self.total_steps} steps alone")
 
     def load_models(self):
         """Actor and critic come from the checkpoint when there is one; reference and reward model never change."""
@@ -1453,13 +1504,33 @@ class PPOTrainer:
         if metrics:
             self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
             self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
-            if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:
-                state.best_reward, state.evals_since_best = metrics["reward"], 0
+            self.count_patience(metrics["reward"])
+            if metrics["reward"] > state.best_reward:
+                state.best_reward = metrics["reward"]
                 self.save_best(metrics)
-            else:
-                state.evals_since_best += 1
-                state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+        elif state.step == 0:
+            self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
         return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
+        state = self.state
+        if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
+            state.patience_reward, state.evals_since_best = value, 0
+        else:
+            state.evals_since_best += 1
+            state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
 
     # ------------------------------------------------------------ the run's files
 
@@ -1638,9 +1709,13 @@ class PPOTrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
+        best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
+        kept = f"best policy: {best}"
+        if not Path(best).exists():
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
-                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+                 + ("run again to go on" if self.stop_signal else kept))
         if self.wandb:
             self.wandb.finish()
 

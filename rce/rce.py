@@ -14,7 +14,9 @@ Schaal 2007; AWR without the critic, arXiv 1910.00177; as TAU goes to 0, best-of
 
 gt_prob of a candidate is the probability the policy gives to the gold answer after the candidate's own working (up to ANSWER_FORM's mark):
 teacher-forced, the product over the answer's tokens and what ends it, not their geometric mean; summed over distinct gold answers with
-their weights. What ends each makes them exclude one another, so it is never above 1. Deliberate choices:
+their weights. What ends each makes them exclude one another, so it is never above 1. A token that holds the
+mark's end and the answer's beginning, such as `{-`, counts as the answer's, and the working ends before it.
+Deliberate choices:
 - validation is the accuracy of the policy's own pick, its likeliest candidate, on the first round's held-back prompts; best/ follows it;
 - a prompt without a right and a wrong one among the verified has the rest of its candidates verified too;
 - a candidate whose scoring raised is kept with eval_failed and never trained on: it is not a wrong one;
@@ -30,6 +32,7 @@ samples.jsonl), step_N/ checkpoints, best/policy/, training_metrics_detailed.png
 import ast, bisect, csv, difflib, fcntl, hashlib, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, threading, time, traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
+from numbers import Number
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +68,7 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
 # Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split" too
+# "input" and "output" may be paths into nested records, such as "answers.text"
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -115,7 +119,7 @@ LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = True
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0 at the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
 WARMUP_STEPS = 0
 
@@ -128,7 +132,7 @@ SAVE_EVERY_N_STEPS = 25  # 0: only after each round
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 8  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
@@ -226,14 +230,23 @@ def load_rows(datasets, constant, limit=None):
             raise UserError(f"{where}: a data set has path, type, input and, if you like, output, name, split; mend {sorted(odd)}")
         for number, record in read_records(spec, columns, where):
             for column in columns:
-                if not isinstance(record, dict) or record.get(column) is None:
+                if look_up(record, column) is None:
                     has = sorted(record) if isinstance(record, dict) else type(record).__name__
                     raise UserError(f"{where} line {number}: there is no value for column {column!r}; the row has {has}")
-            prompt = record[spec["input"]]
+            prompt = look_up(record, spec["input"])
             if not isinstance(prompt, str) or not prompt.strip():
-                raise UserError(f"{where} line {number}: {spec['input']!r} must be a text that is not empty")
-            answer = record[spec["output"]] if spec.get("output") else None
-            answer = [str(a) for a in answer] if isinstance(answer, list) and answer else answer if answer is None else str(answer)  # several gold answers
+                must = "must be a text that is not empty" + inside(prompt, "input", spec)
+                raise UserError(f"{where} line {number}: {spec['input']!r} {must}")
+            answer = look_up(record, spec["output"]) if spec.get("output") else None
+            golds = answer if isinstance(answer, list) else [answer]
+            if answer is not None and not (golds and all(map(is_plain, golds))):
+                must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+                held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+                raise UserError(f"{where} line {number}: {held}: write {must}, or delete the line")
+            if isinstance(answer, list):
+                answer = [str(gold) for gold in golds]
+            elif answer is not None:
+                answer = str(answer)
             try:
                 "".join([prompt, *(answer if isinstance(answer, list) else [answer or ""])]).encode()
             except UnicodeEncodeError:
@@ -242,6 +255,32 @@ def load_rows(datasets, constant, limit=None):
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def look_up(record, path):
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
+    for head, rest in splits(path):
+        if isinstance(record, dict) and head in record:
+            return look_up(record[head], rest) if rest else record[head]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def splits(path):
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
+    words = path.split(".")
+    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def is_plain(value):
+    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
+    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
+
+# same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+def inside(value, key, spec):
+    """Where a nested record stands in place of a text: how to name what is in it."""
+    names = [name for name in value if name] if isinstance(value, dict) else []
+    return f", or name what is in it, such as {key!r}: {f'{spec[key]}.{names[0]}'!r}" if names else ""
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def read_records(spec, columns, where):
@@ -262,7 +301,9 @@ def read_records(spec, columns, where):
     try:
         if spec["type"] == "parquet":
             import pyarrow.parquet
-            records = pyarrow.parquet.read_table(spec["path"], columns=columns).to_pylist()
+            names = pyarrow.parquet.read_schema(spec["path"]).names
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            records = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads))).to_pylist()
         else:
             import datasets
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
@@ -847,7 +888,9 @@ def micro_batches(batch, rows, size):
 
 # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
 def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1."""
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; kind None stays at 1.
+    Linear and cosine would be 0 one step after the last, as transformers' own: a step at rate 0 would teach
+    nothing."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -1122,7 +1165,8 @@ def check_up(groups):
     flat, right = [c for g in good for c in g], [sum(c["hard"] for c in g) for g in good]
     shaped = [shaped_rewards(g) for g in good]
     # What the policy takes by itself: its greedy response, else its likeliest candidate
-    picks = [max(range(len(g)), key=lambda i: ("greedy" in g[i]["source"], g[i].get("logprob") or -math.inf)) for g in good]
+    likely = lambda c: -math.inf if c.get("logprob") is None else c["logprob"]  # 0.0 is a log-probability too
+    picks = [max(range(len(g)), key=lambda i: ("greedy" in g[i]["source"], likely(g[i]))) for g in good]
     gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
     mean = lambda values: float(np.mean(values)) if len(values) else math.nan
     figures = {"prompts": len(groups), "candidates": len(every), "proposed": sum(len(c["source"]) for c in every)}
@@ -1231,6 +1275,7 @@ class RCETrainer:
         # candidates is the digest of each round's file, responses how many were proposed
         self.state = SimpleNamespace(
             step=0, epoch=0, order=None, cursor=0, prompts=len(self.train_rows), skipped=0, best_reward=-math.inf, evals_since_best=0, halvings=0,
+            patience_reward=-math.inf,
             log_bytes={}, ways={}, wandb_id=None, round=1, round_start=0, total_steps=0, candidates={}, responses=0)
         self.plan_steps(math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION)))
         if self.checkpoint:
@@ -1444,6 +1489,9 @@ class RCETrainer:
             self.say(f"Round {state.round}: {len(self.train_rows)} prompts to train on in steps {state.step + 1} to {self.round_end}, {mined - len(self.train_rows)} skipped since "
                      f"their rewards are equal, {len(self.validation)} held back to validate")
             state.candidates[str(state.round)] = digest
+            if self.rounds == 1 and STAGE != "mine" and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} evaluates before "
+                                           f"and after the {self.total_steps} steps alone")
             if state.step == 0 and STAGE != "mine":
                 metrics = self.evaluate_and_log()
         self.bar.total, self.first_step, self.round_clock = self.total_steps, state.step, time.perf_counter()
@@ -1609,38 +1657,84 @@ class RCETrainer:
     def sequence_logprobs(self, prompts, responses):
         return self.token_logprobs(prompts, responses).double().sum(1).tolist()
 
+    def gold_texts(self, row):
+        """[ANSWER_FORM filled in] with each of a row's gold answers, repeats kept."""
+        golds = rewards.gold_answers(row["answer"]) if row["answer"] is not None else []
+        return [ANSWER_FORM.replace("{answer}", gold.strip()) for gold in golds if gold.strip()]
+
+    def token_ends(self, text, limit):
+        """The ids of a text, and {characters: ids} where so many ids are exactly so many of its first
+        characters, up to `limit`."""
+        ids, ends = self.tokenizer(text, add_special_tokens=False)["input_ids"], {}
+        for n in range(len(ids) + 1):
+            said = self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
+            if len(said) > limit:
+                break
+            if text.startswith(said):  # not in the middle of a character of several tokens
+                ends.setdefault(len(said), n)
+        return ids, ends
+
+    def mark_cut(self, row):
+        """How many characters of ANSWER_FORM's mark stand before a row's gold ids. All of them, but where a
+        token holds the mark's end and an answer's beginning, such as `{-` of \\boxed{-5}: then the mark is
+        cut before that token, for all answers of the row, so that their probabilities are of one place and
+        exclude one another."""
+        mark = ANSWER_FORM.split("{answer}")[0].rstrip()
+        shared, texts = {len(mark)}, self.gold_texts(row)
+        if texts:
+            shared = set.intersection(*(set(self.token_ends(text, len(mark))[1]) for text in texts))
+        if mark and max(shared) == 0:
+            golds = f"the gold answers of {row.get('id', 'a prompt')}, {', '.join(texts)[:80]!r}"
+            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: the tokenizer of ACTOR_MODEL has no place to cut between "
+                            f"the mark and {golds}: put a space or a line end before {{answer}}")
+        return max(shared)
+
     def gold_ids(self, row):
-        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark, with what ends them: the rest of
-        ANSWER_FORM, or EOS."""
-        mark, after = (part.rstrip() if i == 0 else part for i, part in enumerate(ANSWER_FORM.split("{answer}")))
-        start, ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"], Counter()
-        for answer in rewards.gold_answers(row["answer"]) if row["answer"] is not None else ():
-            if answer.strip():
-                full = self.tokenizer(ANSWER_FORM.replace("{answer}", answer.strip()), add_special_tokens=False)["input_ids"]
-                ids[tuple(full[len(start):]) + (() if after else (self.tokenizer.eos_token_id,))] += 1
+        """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark (see mark_cut),
+        with what ends them: the rest of ANSWER_FORM, or EOS."""
+        after, cut, ids = ANSWER_FORM.split("{answer}")[1], self.mark_cut(row), Counter()
+        for text in self.gold_texts(row):
+            full, ends = self.token_ends(text, cut)
+            ids[tuple(full[ends[cut]:]) + (() if after else (self.tokenizer.eos_token_id,))] += 1
         return [(list(x), min(1.0, count / GOLD_FULL_COUNT)) for x, count in ids.items()]
 
-    def working(self, token_ids):
-        """The candidate's ids up to and with ANSWER_FORM's mark; one without it gets it on a line of its own."""
+    def working(self, token_ids, cut=None):
+        """The candidate's ids up to and with ANSWER_FORM's mark, of which only `cut` characters are wanted
+        (None: all); a candidate without the mark gets it on a line of its own. Never a part of the
+        candidate's own answer: a token that holds the mark's end and more is left out, and what it said of
+        the mark is spelt anew."""
         mark = ANSWER_FORM.split("{answer}")[0].rstrip()
         if not mark:
             return []
+        wanted = mark[:cut]
         ids = token_ids[:-1] if token_ids[-1] in self.eos_ids.tolist() else token_ids
         decode = lambda n: self.tokenizer.decode(ids[:n], skip_special_tokens=True)
-        position = decode(len(ids)).rfind(mark)
+        text = decode(len(ids))
+        position = text.rfind(mark)
         if position < 0:
-            return list(ids) + self.tokenizer(f"\n{mark}", add_special_tokens=False)["input_ids"]
-        low, high = 0, len(ids)  # fewest ids whose text reaches the mark's end
+            return list(ids) + self.tokenizer(f"\n{wanted}", add_special_tokens=False)["input_ids"]
+        end = position + len(wanted)
+        low, high = 0, len(ids)  # fewest ids whose text reaches that end
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if len(decode(middle)) >= position + len(mark) else (middle + 1, high)
-        return ids[:low]
+            low, high = (low, middle) if len(decode(middle)) >= end else (middle + 1, high)
+        while not text.startswith(decode(low)):  # in the middle of a character of several tokens
+            low += 1
+        if len(decode(low)) == end:
+            return ids[:low]
+        while len(decode(low)) > end or not text.startswith(decode(low)):
+            low -= 1
+        begun = len(decode(low)) - position  # characters of the mark that the ids before that token have said
+        form, ends = self.token_ends(wanted, len(wanted))
+        missing = self.tokenizer(text[position + begun:end], add_special_tokens=False)["input_ids"]
+        return ids[:low] + (form[ends[begun]:] if begun in ends else missing)
 
     def score_gold(self, by_id, candidates, prompts):
         """gt_prob of each candidate; None where the row has no gold answer."""
         golds, rows = {key: self.gold_ids(row) for key, row in by_id.items()}, []
+        cuts = {key: self.mark_cut(row) for key, row in by_id.items()}
         for i, c in enumerate(candidates):
-            before = self.working(c["token_ids"])
+            before = self.working(c["token_ids"], cuts[c["prompt_id"]])
             rows += [(i, before, ids, weight) for ids, weight in golds[c["prompt_id"]]]
             c["gt_prob"] = 0.0 if golds[c["prompt_id"]] else None
         if rows:
@@ -1886,13 +1980,33 @@ class RCETrainer:
             self.write_metrics("eval", {**metrics, "responses": state.responses, "seconds/evaluate": time.perf_counter() - started})
             self.say(f"step {state.step}, held out: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
             value = metrics.get("pick_accuracy", metrics.get("reward"))
-            better = value > state.best_reward + EARLY_STOPPING_THRESHOLD
-            state.evals_since_best = 0 if better else state.evals_since_best + 1
-            state.halvings += not better and state.evals_since_best % PLATEAU_PATIENCE == 0
+            self.count_patience(value)
             if value >= state.best_reward:
                 state.best_reward = value
                 self.save_best(metrics)
+        elif state.step == 0:
+            self.warn_of_idle_patience("EVAL_DATASETS and VALIDATION_FRACTION give nothing to evaluate")
         return metrics
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
+        state = self.state
+        if value > state.patience_reward + EARLY_STOPPING_THRESHOLD:
+            state.patience_reward, state.evals_since_best = value, 0
+        else:
+            state.evals_since_best += 1
+            state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0
+
+    # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
 
     # ------------------------------------------------------------ the run's files
 
@@ -2068,9 +2182,13 @@ class RCETrainer:
 
     # same in: ppo/ppo.py, grpo/grpo.py, rce/rce.py
     def finish(self):
+        best, last = f"{OUTPUT_DIR}/best/policy", f"{OUTPUT_DIR}/step_{self.state.step}/policy"
+        kept = f"best policy: {best}"
+        if not Path(best).exists():
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
         why = "Stopped" if self.stop_signal else "Done" if self.state.step == self.total_steps else "No better evaluation for a while: stopped early"
         self.say(f"{why} at step {self.state.step} of {self.total_steps} after {time.perf_counter() - self.started:.0f} s. Plots: {OUTPUT_DIR}/*.png; "
-                 + ("run again to go on" if self.stop_signal else f"best policy: {OUTPUT_DIR}/best/policy"))
+                 + ("run again to go on" if self.stop_signal else kept))
         if self.wandb:
             self.wandb.finish()
 

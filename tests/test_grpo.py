@@ -263,7 +263,7 @@ def test_pass_at_k_counts_a_problem_that_any_of_k_samples_solves(grpo, monkeypat
 
 def words(out):
     return [f"{k}={v}" for k, v in {"OUTPUT_DIR": out, "MAX_STEPS": 6, "SAVE_EVERY_N_STEPS": 3, "EVAL_EVERY_N_STEPS": 2, "MINI_BATCHES": 2, "KL_COEF": 0.1, "GROUP_SIZE": 3,
-                                    "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_FLAT_GROUPS": 1}.items()]
+                                    "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_FLAT_GROUPS": 1, "NUM_EPOCHS": 3}.items()]
 
 
 def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(tmp_path):
@@ -297,3 +297,90 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
     assert len(read(out / "logs/samples.jsonl")) == 8
     again = load_script("grpo/grpo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "next"), "ACTOR_MODEL": str(out / "best/policy"), "MAX_STEPS": 1})
     again.GRPOTrainer().train()  # the policy of one run is the actor of the next
+
+
+# ---------------------------------------------------------------- what an audit found
+
+def flat_script(grpo, **constants):
+    """Every group is flat, so each step asks for as many further prompts as it may; returns the script and the ids it rolls out."""
+    def all_equal(prompts, responses, answers):
+        return [1.0] * len(responses)
+    small = dict(REWARD_FUNCTIONS=[(all_equal, 1.0)], RESAMPLE_FLAT_GROUPS=1, MAX_STEPS=None, MAX_TRAIN_PROMPTS=10, MAX_NEW_TOKENS=4, EVAL_DATASETS=[])
+    script, taken = grpo(**{**small, **constants}), []
+
+    class Spy(script.GRPOTrainer):
+        def rollout(self, prompts):
+            taken.extend(row["id"] for row in prompts)
+            return super().rollout(prompts)
+
+        def draw_plots(self):  # takes longer than the run
+            pass
+    script.GRPOTrainer = Spy
+    return script, taken
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 9])
+def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, rounds, capsys):
+    script, taken = flat_script(grpo, NUM_EPOCHS=2, RESAMPLE_FLAT_GROUPS=rounds, EVAL_DATASETS=load_script("grpo/grpo.py").EVAL_DATASETS)
+    trainer = script.GRPOTrainer()
+    assert trainer.total_steps == 6  # 2 epochs of 4 + 4 + 2 prompts, if none were flat
+    trainer.train()
+    assert len(taken) == 20 and set(taken[:10]) == set(taken[10:]) and len(set(taken)) == 10
+    records = read(trainer.metrics_file.name)
+    steps = len([r for r in records if r["phase"] == "train"])
+    assert steps == trainer.state.step == trainer.total_steps == {1: 3, 2: 2, 9: 1}[rounds]
+    assert records[-1]["phase"] == "eval" and records[-1]["step"] == steps  # the end is known, and evaluated
+    assert f"Done at step {steps} of {steps}" in capsys.readouterr().out
+
+
+def test_a_run_that_resampled_resumes_to_the_same_end(grpo, tmp_path):
+    constants = dict(NUM_EPOCHS=3, SAVE_EVERY_N_STEPS=1, KEEP_LAST_N_CHECKPOINTS=9, USE_LR_SCHEDULER=True)
+    script, taken = flat_script(grpo, **constants)
+    script.GRPOTrainer().train()
+    script, again = flat_script(grpo, OUTPUT_DIR=str(tmp_path / "again"), **constants)
+    trainer = script.GRPOTrainer(resume_from_checkpoint=str(tmp_path / "run/step_2"))
+    trainer.train()
+    assert taken[-len(again):] == again and len(again) < 30 == len(taken)
+    steps = [line for line in untimed(tmp_path / "run/logs/metrics.jsonl") if line["step"] > 2]
+    assert untimed(trainer.metrics_file.name) == steps and len({line["learning_rate"] for line in steps}) == len(steps) > 1
+
+
+def first_step_of_gspo(grpo, dtype, **constants):
+    trainer = grpo(LOSS_TYPE="gspo", DTYPE=dtype, CLIP_RANGE=3e-4, CLIP_RANGE_HIGH=4e-4, GROUP_SIZE=4, BATCH_SIZE=8, **constants).GRPOTrainer()
+    batch = scored_batch(trainer)
+    batch.scores = torch.tensor([1.0, 0, 0, 1] * 8)
+    trainer.compute_advantages(batch)
+    steps, optimizer_step = [], trainer.optimizer_step
+    trainer.optimizer_step = lambda *a, **k: (steps.append(optimizer_step(*a, **k)), steps[-1])[1]
+    sampled = batch.logprobs.clone()
+    trainer.update(batch)
+    assert torch.equal(batch.sampled_logprobs, sampled)
+    return trainer, batch, steps
+
+
+@pytest.mark.parametrize("constants", [{}, {"MINI_BATCHES": 2}, {"GRADIENT_CHECKPOINTING": True}])
+def test_gspo_clips_nothing_on_policy_in_bfloat16(grpo, constants):
+    trainer, batch, steps = first_step_of_gspo(grpo, "bfloat16", **constants)
+    assert (batch.logprobs - batch.sampled_logprobs).abs().max() > 1e-3  # the noise that the clip range would take for a change
+    assert steps[0]["clip_fraction"] == 0 and steps[0]["ratio_max"] < 3e-4
+
+
+def test_gspos_old_log_probabilities_are_those_before_the_first_update(grpo):
+    trainer, batch, steps = first_step_of_gspo(grpo, "bfloat16", GROUP_EPOCHS=2, MINI_BATCHES=2, LEARNING_RATE=3e-3)
+    assert len(steps) == 4 and min(step["ratio_max"] for step in steps[1:]) > 3e-3  # later steps see that the policy has moved
+    fresh = grpo(DTYPE="bfloat16", BATCH_SIZE=8, GROUP_SIZE=4).GRPOTrainer()
+    with torch.no_grad(), fresh.autocast():
+        before, _ = module.response_logprobs(fresh.actor, batch, torch.arange(len(batch.rows)), 1.0)
+    assert torch.allclose(batch.logprobs, before, rtol=0.02, atol=0.02)
+
+
+def test_gspo_in_float32_takes_the_samplers_own(grpo):
+    trainer, batch, steps = first_step_of_gspo(grpo, "float32")
+    assert batch.logprobs is batch.sampled_logprobs and steps[0]["clip_fraction"] == 0
+
+
+def test_cispo_with_a_dual_clip_is_refused(grpo):
+    script = grpo(LOSS_TYPE="cispo", DUAL_CLIP=3.0)
+    with pytest.raises(script.UserError, match="DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = 'cispo'.*set DUAL_CLIP to None"):
+        script.GRPOTrainer()
+    grpo(LOSS_TYPE="gspo", DUAL_CLIP=3.0).GRPOTrainer()

@@ -525,3 +525,33 @@ def test_generate_response_is_the_librarys_greedy_one(ppo):
     inputs = tokenizer(prompt + "\n", return_tensors="pt")
     out = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=32, do_sample=False)
     assert trainer.generate_response(prompt) == tokenizer.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+
+
+# ---------------------------------------------------------------- what an audit found
+
+@pytest.mark.parametrize("kl", [0.0, 0.01, 5.0])
+@pytest.mark.parametrize("responses, horizon", [(128, 1), (50, 10), (1000, 100)])
+def test_the_kl_coefficient_stays_positive_and_moves_by_a_fifth_at_most(kl, responses, horizon):
+    got = module.adapt_kl_coef(0.1, kl, 0.5, responses, horizon)
+    assert got == pytest.approx(0.12 if kl > 0.5 else 0.08)
+    for _ in range(50):
+        got = module.adapt_kl_coef(got, kl, 0.5, responses, horizon)
+    assert got > 0
+
+
+def test_a_small_error_of_the_kl_moves_the_coefficient_by_its_share():
+    assert module.adapt_kl_coef(0.1, 0.505, 0.5, 500, 100) == pytest.approx(0.1 * 1.05)
+    assert module.adapt_kl_coef(0.1, 0.505, 0.5, 100, 500) == pytest.approx(0.1 * 1.002)
+
+
+def test_a_kl_target_without_a_reference_is_refused(ppo, tmp_path):
+    script = ppo(KL_TARGET=0.1, KL_COEF=0.0)
+    with pytest.raises(script.UserError, match="KL_TARGET = 0.1 does nothing with KL_COEF = 0.*such as 0.01"):
+        script.PPOTrainer()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind, last", [("linear", 0.1), ("cosine", 0.5 * (1 + math.cos(0.9 * math.pi)))])
+def test_the_last_step_still_has_a_learning_rate(kind, last):
+    assert module.learning_rate_scale(11, 12, 2, kind, 0) == pytest.approx(last)
+    assert module.learning_rate_scale(0, 1, 0, kind, 0) == 1  # a single step is a whole one

@@ -373,8 +373,8 @@ def test_runs_put_aside_within_a_second_do_not_meet(ppo, tmp_path):
 
 
 def test_several_gold_answers_stay_a_list(ppo, tmp_path):
-    data = jsonl(tmp_path / "a.jsonl", {"problem": "Tom has 1 apples.", "solution": ["1", 2]}, {"problem": "Tom has 2 apples.", "solution": []})
-    assert [row["answer"] for row in ppo(TRAIN_DATASETS=[data]).PPOTrainer().train_rows] == [["1", "2"], "[]"]
+    data = jsonl(tmp_path / "a.jsonl", {"problem": "Tom has 1 apples.", "solution": ["1", 2, True]}, {"problem": "Tom has 2 apples.", "solution": 2.5})
+    assert [row["answer"] for row in ppo(TRAIN_DATASETS=[data]).PPOTrainer().train_rows] == [["1", "2", "True"], "2.5"]
 
 
 def test_generators_of_python_numpy_and_torch_are_restored(ppo):
@@ -509,3 +509,120 @@ def test_the_shipped_data_is_small_and_its_answers_parse():
         golds = [row["solution"] for row in read(TINY / name)]
         assert rewards.exact_answer(golds, golds, golds) == [1.0] * len(golds)
     assert not {r["problem"] for r in read(TINY / "train.jsonl")} & {r["problem"] for r in read(TINY / "test.jsonl")}
+
+
+# ---------------------------------------------------------------- what an audit found
+
+TRAINERS = [("ppo/ppo.py", "PPOTrainer"), ("grpo/grpo.py", "GRPOTrainer"), ("rce/rce.py", "RCETrainer")]
+
+
+def untrained(path, name, out, **constants):
+    """A trainer, its files open, that has not trained."""
+    small = {key: value for key, value in SMALL.items() if path != "rce/rce.py" or key != "KL_COEF"}
+    script = load_script(path, **{**small, "OUTPUT_DIR": str(out), **constants})
+    trainer = getattr(script, name)()
+    trainer.open_run()
+    trainer.validate = dict  # only rce.py's is asked
+    return trainer
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+def test_best_is_the_highest_and_patience_waits_for_the_threshold(path, name, tmp_path, monkeypatch):
+    trainer = untrained(path, name, tmp_path / "run", EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2)
+    saved, state = [], trainer.state
+    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["reward"]))
+    seen = []
+    for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
+        monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": value})
+        trainer.evaluate_and_log()
+        seen.append((state.best_reward, state.patience_reward, state.evals_since_best, state.halvings))
+    assert saved == [0.5, 0.55, 0.59, 0.65, 0.7, 0.8]  # each the highest so far, by however little
+    assert seen == [(0.5, 0.5, 0, 0), (0.55, 0.5, 1, 0), (0.55, 0.5, 2, 1), (0.59, 0.5, 3, 1), (0.65, 0.65, 0, 1), (0.7, 0.65, 1, 1), (0.7, 0.65, 2, 2), (0.8, 0.8, 0, 2)]
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+def test_best_and_patience_resume_apart(path, name, tmp_path, monkeypatch):
+    trainer = untrained(path, name, tmp_path / "run")
+    state = trainer.state
+    state.step, state.best_reward, state.patience_reward, state.evals_since_best, state.halvings = 1, 0.7, 0.6, 3, 2
+    monkeypatch.setattr(trainer, "draw_plots", lambda: None)
+    trainer.save_checkpoint()
+    trainer.lock.close()
+    again = untrained(path, name, tmp_path / "run", RESUME="yes").state
+    assert (again.best_reward, again.patience_reward, again.evals_since_best, again.halvings) == (0.7, 0.6, 3, 2)
+
+
+@pytest.mark.parametrize("path, name", TRAINERS[:2])
+@pytest.mark.parametrize("constants, says", [
+    ({"EARLY_STOPPING_PATIENCE": 3}, "nothing comes of EARLY_STOPPING_PATIENCE = 3: EVAL_EVERY_N_STEPS = 0 evaluates before and after the 2 steps alone"),
+    ({"EARLY_STOPPING_PATIENCE": 3, "EVAL_EVERY_N_STEPS": 2}, "EVAL_EVERY_N_STEPS = 2 evaluates before and after the 2 steps alone"),
+    ({"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "plateau"}, "nothing comes of LR_SCHEDULER_TYPE = 'plateau': EVAL_EVERY_N_STEPS"),
+    ({"EARLY_STOPPING_PATIENCE": 3, "EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": []}, "EARLY_STOPPING_PATIENCE = 3: EVAL_DATASETS gives nothing to evaluate"),
+    ({"EARLY_STOPPING_PATIENCE": 3, "EVAL_EVERY_N_STEPS": 1}, ""), ({"LR_SCHEDULER_TYPE": "plateau"}, ""), ({}, ""),
+])
+def test_patience_that_nothing_can_try_is_said(path, name, constants, says, tmp_path, capsys):
+    trainer = untrained(path, name, tmp_path / "run", **constants)
+    trainer.evaluate_and_log()
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == bool(says) and says in said
+    trainer.log.flush()
+    assert says in Path(trainer.log.name).read_text()
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+def test_a_run_names_the_policy_that_it_kept(path, name, tmp_path, capsys):
+    for evaluated in (False, True):
+        out = tmp_path / str(evaluated)
+        trainer = untrained(path, name, out)
+        if evaluated:
+            trainer.evaluate = lambda: {"reward": 0.5}
+            trainer.evaluate_and_log()
+        trainer.finish()
+        said = capsys.readouterr().out
+        assert (f"best policy: {out}/best/policy" in said) == evaluated
+        assert (f"no evaluation has kept a best policy here; the last one: {out}/step_0/policy" in said) != evaluated
+
+
+SQUAD = {"q": {"text": "Tom has 1 apples."}, "answers": {"text": ["1", "one"], "answer_start": [0, 0]}, "answers.start": "dotted", "more": {"a.b": {"c": 3}}}
+
+
+@pytest.mark.parametrize("path, name", TRAINERS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
+def test_a_column_may_be_a_path_into_nested_records(path, name, kind, tmp_path):
+    jsonl(tmp_path / "a.jsonl", SQUAD)
+    (tmp_path / "a.hub").mkdir()
+    for file in ("a.parquet", "a.hub/train.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SQUAD]), tmp_path / file)
+    script = load_script(path)
+    for output, answer in (("answers.text", ["1", "one"]), ("answers.start", "dotted"), ("more.a.b.c", "3"), ("q.text", "Tom has 1 apples.")):
+        rows = script.load_rows([{"path": f"{tmp_path}/a.{kind}", "type": kind, "input": "q.text", "output": output}], "TRAIN_DATASETS")
+        assert [(row["prompt"], row["answer"]) for row in rows] == [("Tom has 1 apples.", answer)]
+    with pytest.raises(script.UserError, match="a.jsonl line 1: there is no value for column 'answers.texts'; the row has"):
+        script.load_rows([{"path": f"{tmp_path}/a.jsonl", "type": "jsonl", "input": "q.text", "output": "answers.texts"}], "TRAIN_DATASETS")
+
+
+def test_parquet_reads_only_the_columns_it_needs(tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SQUAD]), tmp_path / "a.parquet")
+    asked, read_table = [], pyarrow.parquet.read_table
+    monkeypatch.setattr(pyarrow.parquet, "read_table", lambda path, columns: (asked.append(columns), read_table(path, columns=columns))[1])
+    for output in ("answers.text", "answers.start"):
+        load_script("ppo/ppo.py").load_rows([{"path": f"{tmp_path}/a.parquet", "type": "parquet", "input": "q.text", "output": output}], "TRAIN_DATASETS")
+    assert asked == [["q", "answers"], ["q", "answers.start"]]
+
+
+@pytest.mark.parametrize("solution, says", [
+    ({"text": ["1"], "answer_start": [0]}, "such as 'output': 'solution.text'"), ([], "that is not empty, or delete the line"), ([["1"]], "a list of such"), (["1", None], "a list of such"),
+    ([{"text": "1"}], "a list of such"), ({}, "that is not empty, or delete"), (float("nan"), "write a text, a number"), ([1.0, float("inf")], "a number"),
+])
+def test_an_answer_that_is_no_text_is_named_with_its_line(ppo, tmp_path, solution, says):
+    data = jsonl(tmp_path / "a.jsonl", {"problem": "x", "solution": 1}, {"problem": "y", "solution": solution})
+    script = ppo(TRAIN_DATASETS=[data])
+    with pytest.raises(script.UserError, match=f"TRAIN_DATASETS: .*a.jsonl line 2: 'solution' holds .*{says}") as error:
+        script.PPOTrainer()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_prompt_that_is_a_record_is_named_with_what_to_write(ppo, tmp_path):
+    script = ppo(TRAIN_DATASETS=[jsonl(tmp_path / "a.jsonl", {"problem": {"text": "x"}, "solution": 1})])
+    with pytest.raises(script.UserError, match="line 1: 'problem' must be a text that is not empty, or name what is in it, such as 'input': 'problem.text'"):
+        script.PPOTrainer()
