@@ -37,6 +37,19 @@ def ppo(tmp_path):
     return lambda **constants: load_script("ppo/ppo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
 
 
+TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
+
+
+@pytest.fixture(params=TRAINERS, ids=["ppo", "grpo", "rce"])
+def each(request, tmp_path):
+    """each(KEY=value, ...): module and trainer class of each trainer in turn, with small constants, writing below tmp_path."""
+    def load(**constants):
+        small = {key: value for key, value in SMALL.items() if key != "KL_COEF" or "rce" not in request.param}
+        module = load_script(request.param, **{**small, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+        return module, getattr(module, TRAINERS[request.param])
+    return load
+
+
 def run_script(path, *words, cwd=ROOT, **options):
     """Run a trainer as a user does, without a terminal."""
     small = [f"{k}={v}" for k, v in SMALL.items()]

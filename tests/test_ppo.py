@@ -10,6 +10,8 @@ from conftest import TINY, load_script
 from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, MistralConfig, Phi3Config, Qwen2Config,
                           Qwen3Config)
 
+import rewards
+
 module = load_script("ppo/ppo.py")
 
 
@@ -469,6 +471,119 @@ def test_a_model_that_scores_otherwise_than_it_samples_is_caught_on_the_first_st
     monkeypatch.setattr(script, "response_logprobs", lambda m, b, rows, t: tuple(x.roll(1, 1) for x in score(m, b, rows, t)))  # one token late
     with pytest.raises(script.UserError, match="ratio"):
         trainer.train()
+
+
+# ---------------------------------------------------------------- what a constant does, each bug planted (mutants.py)
+
+def test_actor_and_critic_each_move_by_their_own_scheduled_rate(ppo):
+    trainer = ppo(LEARNING_RATE=1e-3, CRITIC_LEARNING_RATE=1e-2, USE_LR_SCHEDULER=True, GROUP_EPOCHS=1).PPOTrainer()
+    trainer.total_steps, trainer.state.step = 8, 6  # linear: a quarter is left
+    batch = scored_batch(trainer)
+    before = {name: [p.detach().clone() for p in model.parameters()] for name, model in trainer.models.items()}
+    metrics = trainer.update(batch)
+    for name, rate in (("policy", 1e-3 / 4), ("critic", 1e-2 / 4)):
+        assert trainer.optimizers[name].param_groups[0]["lr"] == pytest.approx(rate)
+        # Adam's first step moves each weight by the rate, whatever its gradient; weights of size 1 are rounded to 1e-7
+        moved = max((p - q).abs().max().item() for p, q in zip(trainer.models[name].parameters(), before[name]))
+        assert moved == pytest.approx(rate, rel=1e-2)
+    assert metrics["learning_rate"] == pytest.approx(1e-3 / 4)
+
+
+def test_the_value_loss_has_its_coefficient_and_only_the_critic_feels_it(ppo):
+    found = []
+    for coefficient in (0.5, 2.0):
+        trainer = ppo(VALUE_LOSS_COEF=coefficient, MAX_GRAD_NORM=1e9).PPOTrainer()
+        found.append(gradients(trainer, scored_batch(trainer))[0])
+    actor = sum(p.numel() for p in trainer.actor.parameters())
+    assert torch.equal(found[0][:actor], found[1][:actor]) and found[0][actor:].abs().max() > 0
+    torch.testing.assert_close(found[0][actor:] * 4, found[1][actor:], rtol=1e-6, atol=0)
+
+
+def test_at_another_temperature_the_first_ratio_is_one_and_the_first_kl_is_zero(ppo):
+    trainer = ppo(TEMPERATURE=0.7, KL_COEF=0.1, GROUP_EPOCHS=1).PPOTrainer()
+    batch = scored_batch(trainer)
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() < 1e-4  # of some nats, in float32
+    metrics = trainer.update(batch)
+    assert metrics["ratio_max_first"] < 1e-4 and abs(metrics["kl"]) < 1e-4
+
+
+def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it(ppo):
+    trainer = ppo(KL_COEF=0.1, KL_TARGET=0.5, KL_HORIZON=100).PPOTrainer()
+    batch = scored_batch(trainer)
+    batch.ref_logprobs = batch.logprobs - 1.0 * batch.response_mask  # the actor likes its tokens by a nat more than the reference
+    assert trainer.update(batch)["kl"] == pytest.approx(1, rel=1e-5)
+    assert trainer.state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 16 / 100))
+    batch.scores = torch.zeros_like(batch.scores)
+    batch.values = torch.zeros_like(batch.values)
+    trainer.compute_advantages(batch)
+    last = batch.response_lengths - 1
+    paid = batch.raw_advantages.gather(1, last[:, None])
+    torch.testing.assert_close(paid, torch.full_like(paid, -trainer.state.kl_coef), rtol=1e-5, atol=0)
+
+
+def test_reference_and_critic_come_from_their_own_models(ppo, tmp_path):
+    for name, factor in (("reference", 0.5), ("critic", 0.25)):
+        model = AutoModelForCausalLM.from_pretrained(TINY / "policy")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(factor)
+        model.save_pretrained(tmp_path / name)
+    trainer = ppo(REFERENCE_MODEL=str(tmp_path / "reference"), CRITIC_MODEL=str(tmp_path / "critic"), KL_COEF=0.1).PPOTrainer()
+    actor = dict(trainer.actor.base_model.named_parameters())
+    for model, factor in ((trainer.reference, 0.5), (trainer.critic, 0.25)):
+        weights = dict(model.base_model.named_parameters())
+        assert weights.keys() == actor.keys() and all(torch.equal(weights[key], factor * actor[key]) for key in actor)
+
+
+def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
+    def first_word(prompts, responses, answers):
+        return [float(len(prompt) + 100 * len(response)) for prompt, response in zip(prompts, responses)]
+    trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=[("exact_answer", 1.0), (first_word, 0.001)], MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
+    torch.nn.init.normal_(trainer.critic.score.weight)
+    trainer.open_run()
+    batch = scored_batch(trainer, 5)
+    metrics = trainer.update(batch)
+    trainer.state.step = 1
+    trainer.log_step(batch, metrics)
+    samples = [json.loads(line) for line in open(tmp_path / "run/logs/samples.jsonl")]
+    record, = [json.loads(line) for line in open(trainer.metrics_file.name)]
+
+    lengths, double = batch.response_lengths.tolist(), lambda x: x.double().tolist()
+    whitened, raw, returns, values = (double(x) for x in (batch.advantages, batch.raw_advantages, batch.returns, batch.values))
+    mean = lambda row, n: sum(row[:n]) / n
+    for i, sample in zip((0, 3, 6, 9), samples, strict=True):
+        row = batch.rows[i]
+        assert [sample[key] for key in ("step", "id", "prompt", "answer", "response")] == [1, row["id"], row["prompt"], row["answer"], batch.responses[i]]
+        assert sample["truncated"] == bool(batch.truncated[i]) and sample["reward"] == batch.scores[i].item()
+        assert sample["reward/exact_answer"] == float(rewards.exact_answer([row["prompt"]], [batch.responses[i]], [row["answer"]])[0])
+        assert sample["reward/first_word"] == first_word([row["prompt"]], [batch.responses[i]], None)[0]
+        assert sample["advantage"] == pytest.approx(mean(whitened[i], lengths[i]), rel=1e-4, abs=1e-5)
+    assert len({sample["reward/first_word"] for sample in samples}) == 4
+
+    def tokens(*rows):
+        """The values of all response tokens, row after row."""
+        return [x for row, n in zip(*rows, lengths) for x in row[:n]]
+
+    def variance(numbers):
+        centre = sum(numbers) / len(numbers)
+        return sum((x - centre) ** 2 for x in numbers) / len(numbers)
+    left = [r - v for r, v in zip(tokens(returns), tokens(values))]
+    part = batch.parts["first_word"].tolist()
+    assert record["reward/first_word"] == pytest.approx(sum(part) / 10, rel=1e-6) and max(part) > 1.01 * sum(part) / 10
+    assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
+    assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-5)
+    assert record["explained_variance"] == pytest.approx(1 - variance(left) / variance(tokens(returns)), rel=1e-3)
+    assert record["response_length"] == pytest.approx(sum(lengths) / 10) and record["truncated_fraction"] == pytest.approx(lengths.count(24) / 10, abs=0.11)
+
+
+@pytest.mark.parametrize("ratio, advantage, clipped", [(1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.1, 1, 0), (0.9, -1, 0)])
+def test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took(ppo, ratio, advantage, clipped):
+    trainer = ppo(MAX_NEW_TOKENS=16).PPOTrainer()
+    batch = scored_batch(trainer, 4)
+    batch.logprobs = batch.logprobs - math.log(ratio) * batch.response_mask
+    batch.advantages = torch.full_like(batch.advantages, advantage)
+    _, metrics = gradients(trainer, batch)
+    assert metrics["clip_fraction"] == pytest.approx(clipped, abs=1e-6)  # a mean of ones or of zeros
 
 
 # ---------------------------------------------------------------- the reference, the score
