@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, load_script
+from conftest import NATS, TINY, distance, load_script
 from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, MistralConfig, Phi3Config, Qwen2Config,
                           Qwen3Config)
 
@@ -48,7 +48,7 @@ class Scripted(torch.nn.Module):
 # ---------------------------------------------------------------- the maths, by hand
 
 def test_gae_of_three_tokens_by_hand():
-    rewards, values, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]]), torch.ones(1, 3)
+    rewards, values, mask = torch.tensor([[0.0, 0.0, 1.0]]).double(), torch.tensor([[0.5, 0.4, 0.2]], dtype=torch.float64), torch.ones(1, 3)
     d = [0.9 * 0.4 - 0.5, 0.9 * 0.2 - 0.4, 1 - 0.2]  # V after the last token is 0
     want = [d[0] + 0.72 * (d[1] + 0.72 * d[2]), d[1] + 0.72 * d[2], d[2]]
     assert module.gae(rewards, values, mask, 0.9, 0.8)[0].tolist() == pytest.approx(want)
@@ -56,7 +56,7 @@ def test_gae_of_three_tokens_by_hand():
 
 def test_gae_of_unequal_lengths_equals_each_row_alone():
     torch.manual_seed(0)
-    rewards, values, lengths = torch.randn(3, 5), torch.randn(3, 5), [5, 2, 3]
+    (rewards, values), lengths = torch.randn(2, 3, 5, dtype=torch.float64), [5, 2, 3]
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).float()
     together = module.gae(rewards, values, mask, 0.99, 0.9)
     for i, n in enumerate(lengths):
@@ -65,7 +65,7 @@ def test_gae_of_unequal_lengths_equals_each_row_alone():
 
 
 def test_with_lambda_and_gamma_one_the_return_is_the_sum_of_rewards_to_come():
-    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.randn(1, 3), torch.ones(1, 3)
+    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]).double(), torch.randn(1, 3, dtype=torch.float64), torch.ones(1, 3)
     assert (module.gae(rewards, values, mask, 1, 1) + values)[0].tolist() == pytest.approx([6, 5, 3])
 
 
@@ -80,7 +80,7 @@ def test_the_score_is_added_once_at_the_last_token_and_kl_everywhere():
     (-1, 0.5, 0.8, False), (-1, 0.9, 0.9, True), (-1, 1.1, 1.1, True), (-1, 1.5, 1.5, True),
 ])
 def test_policy_clip(advantage, ratio, loss, gradient):
-    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     got = module.policy_loss(logprobs, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
     got.sum().backward()
     assert got.item() == pytest.approx(loss)
@@ -92,13 +92,13 @@ def test_policy_clip(advantage, ratio, loss, gradient):
     (0.1, 0.0, 1.0, 0.2, 0.5 * 0.9 ** 2), (0.5, 0.0, 0.5, 0.2, 0.5 * 0.3 ** 2), (2.0, 0.0, 0.0, 0.2, 2.0), (0.5, 0.0, 1.0, 0.0, 0.5 * 0.25),
 ])
 def test_value_clip(value, old, target, clip, loss):
-    assert module.value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([target]), clip).item() == pytest.approx(loss)
+    assert module.value_loss(*torch.tensor([[value], [old], [target]], dtype=torch.float64), clip).item() == pytest.approx(loss)
 
 
 def test_whitening_by_hand_and_blind_to_padding():
-    x, mask = torch.tensor([[1.0, 3.0], [5.0, 99.0]]), torch.tensor([[1.0, 1], [1, 0]])
+    x, mask = torch.tensor([[1.0, 3.0], [5.0, 99.0]]).double(), torch.tensor([[1.0, 1], [1, 0]])
     got = module.whiten(x, mask)
-    assert torch.allclose(got, torch.tensor([[-2, 0], [2, 0]]) / math.sqrt(8 / 3), atol=1e-6)
+    assert torch.allclose(got, torch.tensor([[-2, 0], [2, 0]]).double() / math.sqrt(8 / 3), rtol=1e-7)  # whiten() adds 1e-8 to the variance
     padded = module.whiten(torch.cat([x, torch.full((2, 3), 7.0)], 1), torch.cat([mask, torch.zeros(2, 3)], 1))
     assert torch.allclose(padded[:, :2], got) and (padded[:, 2:] == 0).all()
     assert (module.whiten(torch.ones(2, 2), mask) == 0).all()  # equal advantages: zeros, not NaN
@@ -126,6 +126,16 @@ def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
     assert counts.tolist() == [5000, 0, 3000, 2000, 0]
     edge = module.sample_tokens(logprobs.exp().expand(2, 5), torch.tensor([0.0, 1 - 2 ** -24]))
     assert edge.tolist() == [0, 3]
+
+
+def test_a_token_beyond_the_likeliest_few_is_sampled_too():
+    shares = torch.tensor([1, 300, 200, 100, 90, 85, 84, 70, 50, 20]) / 1000
+    model = Scripted({1: [0]})
+    model.forward = lambda input_ids, **_: SimpleNamespace(logits=shares.log().expand(len(input_ids), 1, 10), past_key_values=SimpleNamespace(
+        batch_repeat_interleave=lambda n: None))
+    ids, *_ = module.generate(model, [[1]], (torch.arange(1000)[:, None] + 0.5) / 1000, 1000, 1, 1.0, torch.tensor([9]), 0)
+    counts = torch.bincount(ids.flatten(), minlength=10)
+    assert (counts - 1000 * shares).abs().max() <= 1  # a sample on the edge of two tokens may fall to either
 
 
 @pytest.mark.parametrize("pad", [0, 9])  # 9 is also EOS
@@ -172,7 +182,7 @@ def test_the_sampler_uses_no_hidden_filter(ppo):
     torch.manual_seed(0)
     batch = trainer.rollout(trainer.train_rows[:8])
     scored, _ = module.response_logprobs(trainer.actor, batch, torch.arange(16), 1.5)
-    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=1e-5)
+    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=NATS)
     assert len(set(batch.responses)) > 8  # two samples of a prompt differ: not greedy
 
 
@@ -205,7 +215,7 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
                 logprobs, _ = module.response_logprobs(trainer.actor, batch, rows, 1.0)
             width = logprobs.shape[1]
             ratio = ((logprobs - batch.logprobs[rows, :width]) * batch.response_mask[rows, :width]).exp()
-            assert (ratio - 1).abs().max() < 1e-4
+            assert (ratio - 1).abs().max() < NATS
 
 
 COMMON = dict(vocab_size=82, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
@@ -224,7 +234,7 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     trainer = ppo(ACTOR_MODEL=str(tmp_path / "model"), KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7).PPOTrainer()
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1 and len(set(batch.prompt_lengths.tolist())) > 1
-    assert trainer.update(batch)["ratio_max_first"] < 1e-4
+    assert trainer.update(batch)["ratio_max_first"] < NATS
 
 
 def test_left_padding_with_absolute_positions_changes_nothing():
@@ -236,11 +246,11 @@ def test_left_padding_with_absolute_positions_changes_nothing():
         for i, (prompt, response) in enumerate(zip(prompts, responses)):
             logits = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
             alone = [logits[len(prompt) - 1 + t, token].item() for t, token in enumerate(response)]
-            assert together[i, :len(response)].tolist() == pytest.approx(alone, abs=1e-5)
+            assert together[i, :len(response)].tolist() == pytest.approx(alone, abs=NATS)
         sampled = module.generate(model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0)
         batch = make_batch(prompts, [ids[:n] for ids, n in zip(sampled[0].tolist(), sampled[1].tolist())])
         again, _ = module.response_logprobs(model, batch, torch.arange(3), 1.0)
-    assert torch.allclose(again * batch.response_mask, sampled[2][:, :again.shape[1]] * batch.response_mask, atol=1e-5)
+    assert torch.allclose(again * batch.response_mask, sampled[2][:, :again.shape[1]] * batch.response_mask, atol=NATS)
 
 
 @pytest.mark.parametrize("spread", ["whole groups", "some rows of some groups"])
@@ -261,7 +271,7 @@ def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(
         handle.remove()
         found.append((logprobs * mask, entropy * mask, torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]), sum(a * b for a, b in passes)))
     for shared, plain in list(zip(*found))[:3]:
-        assert (shared - plain).norm() < 1e-4 * plain.norm()
+        assert distance(shared, plain) < 1e-4
     assert found[0][3] < 0.8 * found[1][3]  # and it saves tokens
 
 
@@ -283,7 +293,7 @@ def test_values_are_those_predicted_before_the_token_is_seen_and_padding_does_no
         together = trainer.response_values(make_batch(prompts, responses, extra=2), torch.tensor([0, 1]))
         for i, (p, r) in enumerate(zip(prompts, responses)):
             alone = trainer.critic(torch.tensor([p + r])).logits[0, len(p) - 1:-1, 0]
-            assert together[i, :len(r)].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+            assert distance(together[i, :len(r)], alone) < 1e-4
 
 
 def test_a_new_critic_says_zero_and_starts_from_the_actors_weights(ppo):
@@ -305,12 +315,12 @@ def test_reward_model_scores_of_a_batch_equal_single_scores(ppo):
     responses = [row["answer"][:10 * i] for i, row in enumerate(trainer.train_rows[:7])]
     together = trainer.reward_model_score(prompts, responses)
     alone = torch.stack([trainer.reward_model_score(p, r) for p, r in zip(prompts, responses)])
-    assert torch.allclose(together, alone, atol=1e-5) and alone.std() > 0.1
+    assert distance(together, alone) < 1e-4 and alone.std() > 0.1
     # and the library agrees, on its own padding, since EOS is not the pad here
     tokenizer = trainer.reward_tokenizer
     inputs = tokenizer([f"{p}\n{r}{tokenizer.eos_token}" for p, r in zip(prompts, responses)], padding=True, padding_side="right", return_tensors="pt")
     with torch.no_grad():
-        assert torch.allclose(trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits[:, 0], together, atol=1e-4)
+        assert distance(trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits[:, 0], together) < 1e-4
 
 
 # ---------------------------------------------------------------- the update
@@ -321,7 +331,9 @@ def test_returns_come_from_the_advantages_as_they_are_not_whitened(ppo):
         trainer = ppo(WHITEN_ADVANTAGES=whiten, GAMMA=1.0, LAM=1.0).PPOTrainer()
         torch.nn.init.normal_(trainer.critic.score.weight)
         batch = scored_batch(trainer)
-        assert torch.allclose(batch.returns, batch.scores[:, None] * batch.response_mask, atol=1e-4)  # with gamma and lambda 1 and no KL
+        # with gamma and lambda 1 and no KL; float32 sums of up to 32 values that cancel
+        rounding = 32 * 2 ** -23 * batch.values.abs().max().item()
+        assert torch.allclose(batch.returns, batch.scores[:, None] * batch.response_mask, atol=rounding)
         found.append(batch.advantages)
     assert not torch.allclose(*found) and abs(found[0].sum() / batch.response_mask.sum()) < 1e-5
 
@@ -352,8 +364,8 @@ def test_gradients_and_metrics_do_not_depend_on_the_micro_batch(ppo):
         batch.logprobs = batch.logprobs - 0.1 * batch.response_mask  # off policy: ratios other than 1
         got, metrics = gradients(trainer, batch)
         reference = reference or (got, metrics)
-        assert torch.allclose(got, reference[0], atol=1e-6, rtol=1e-4)
-        assert metrics == pytest.approx(reference[1], rel=1e-3, abs=1e-6)
+        assert distance(got, reference[0]) < 1e-4
+        assert metrics == pytest.approx(reference[1], rel=1e-3, abs=1e-5)
 
 
 def test_padding_changes_neither_gradients_nor_metrics(ppo):
@@ -364,7 +376,7 @@ def test_padding_changes_neither_gradients_nor_metrics(ppo):
     for key in ("prompt_ids", "response_ids", "response_mask", "logprobs", "values", "returns", "advantages"):
         setattr(batch, key, wide(getattr(batch, key), key == "prompt_ids"))
     padded, padded_metrics = gradients(trainer, batch)
-    assert torch.allclose(plain, padded, atol=1e-7) and metrics == pytest.approx(padded_metrics, abs=1e-6)
+    assert distance(padded, plain) < 1e-4 and metrics == pytest.approx(padded_metrics, rel=1e-3, abs=1e-5)
 
 
 def test_one_by_eight_four_by_two_and_eight_by_one_are_the_same_run(ppo, tmp_path):
@@ -431,7 +443,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(ppo):
         found.append(gradients(trainer, batch)[0])
         trainer.recompute(False)
         assert not any(m.training for m in trainer.actor.modules())
-    assert torch.allclose(*found, atol=1e-6)
+    assert distance(*found) < 1e-4
 
 
 def test_dropout_is_off_everywhere(ppo, tmp_path):
@@ -442,7 +454,7 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     trainer = ppo(ACTOR_MODEL=str(tmp_path / "gpt2"), MAX_STEPS=1, GRADIENT_CHECKPOINTING=True).PPOTrainer()
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
-    assert first["ratio_max_first"] < 1e-4
+    assert first["ratio_max_first"] < NATS
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_five_end_the_run(ppo, capsys):
@@ -502,9 +514,9 @@ def test_the_value_loss_has_its_coefficient_and_only_the_critic_feels_it(ppo):
 def test_at_another_temperature_the_first_ratio_is_one_and_the_first_kl_is_zero(ppo):
     trainer = ppo(TEMPERATURE=0.7, KL_COEF=0.1, GROUP_EPOCHS=1).PPOTrainer()
     batch = scored_batch(trainer)
-    assert (batch.logprobs - batch.ref_logprobs).abs().max() < 1e-4  # of some nats, in float32
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() < NATS
     metrics = trainer.update(batch)
-    assert metrics["ratio_max_first"] < 1e-4 and abs(metrics["kl"]) < 1e-4
+    assert metrics["ratio_max_first"] < NATS and abs(metrics["kl"]) < NATS
 
 
 def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it(ppo):
@@ -512,13 +524,14 @@ def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pa
     batch = scored_batch(trainer)
     batch.ref_logprobs = batch.logprobs - 1.0 * batch.response_mask  # the actor likes its tokens by a nat more than the reference
     assert trainer.update(batch)["kl"] == pytest.approx(1, rel=1e-5)
-    assert trainer.state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 16 / 100))
+    risen = 0.1 * (1 + 0.2 * 16 / 100)
+    assert trainer.state.kl_coef == pytest.approx(risen)
     batch.scores = torch.zeros_like(batch.scores)
     batch.values = torch.zeros_like(batch.values)
     trainer.compute_advantages(batch)
     last = batch.response_lengths - 1
     paid = batch.raw_advantages.gather(1, last[:, None])
-    torch.testing.assert_close(paid, torch.full_like(paid, -trainer.state.kl_coef), rtol=1e-5, atol=0)
+    torch.testing.assert_close(paid, torch.full_like(paid, -risen), rtol=1e-5, atol=0)
 
 
 def test_reference_and_critic_come_from_their_own_models(ppo, tmp_path):
@@ -571,8 +584,8 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     part = batch.parts["first_word"].tolist()
     assert record["reward/first_word"] == pytest.approx(sum(part) / 10, rel=1e-6) and max(part) > 1.01 * sum(part) / 10
     assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
-    assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-5)
-    assert record["explained_variance"] == pytest.approx(1 - variance(left) / variance(tokens(returns)), rel=1e-3)
+    assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-4)
+    assert record["explained_variance"] == pytest.approx(1 - variance(left) / variance(tokens(returns)), rel=1e-3, abs=1e-3)
     assert record["response_length"] == pytest.approx(sum(lengths) / 10) and record["truncated_fraction"] == pytest.approx(lengths.count(24) / 10, abs=0.11)
 
 
@@ -592,9 +605,9 @@ def test_a_reference_is_held_only_for_its_price_and_the_first_kl_is_zero(ppo):
     assert ppo(KL_COEF=0.0).PPOTrainer().reference is None
     trainer = ppo(KL_COEF=0.1).PPOTrainer()
     batch = scored_batch(trainer)
-    assert (batch.logprobs - batch.ref_logprobs).abs().max() < 1e-4
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() < NATS
     assert not any(p.requires_grad for p in trainer.reference.parameters())
-    assert trainer.update(batch)["kl"] == pytest.approx(0, abs=1e-5)
+    assert trainer.update(batch)["kl"] == pytest.approx(0, abs=NATS)
     trainer.score(batch := trainer.rollout(trainer.train_rows[:8]))
     assert (batch.logprobs - batch.ref_logprobs).abs().max() > 1e-3  # the actor has moved, the reference has not
 
@@ -609,7 +622,7 @@ def test_missing_eos_is_penalised(ppo):
     trainer = ppo(MISSING_EOS_PENALTY=3.0, MAX_NEW_TOKENS=12).PPOTrainer()
     batch = scored_batch(trainer)
     assert 0 < batch.truncated.sum() < len(batch.truncated)
-    assert torch.allclose(batch.scores, batch.parts["exact_answer"] - 3.0 * batch.truncated)
+    assert torch.equal(batch.scores, batch.parts["exact_answer"] - 3.0 * batch.truncated)
 
 
 def test_rewards_add_up_with_their_weights(ppo):
@@ -619,7 +632,7 @@ def test_rewards_add_up_with_their_weights(ppo):
     row = trainer.train_rows[0]
     total, parts = trainer.rewards_of([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
     assert parts["exact_answer"].tolist() == [1, 0] and parts["twice"].tolist() == [2, 2]
-    assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2)
+    assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2, atol=1e-5)
     assert parts["reward_model"][0] > parts["reward_model"][1]
 
 
