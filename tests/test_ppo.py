@@ -48,7 +48,8 @@ class Scripted(torch.nn.Module):
 # ---------------------------------------------------------------- the maths, by hand
 
 def test_gae_of_three_tokens_by_hand():
-    rewards, values, mask = torch.tensor([[0.0, 0.0, 1.0]]).double(), torch.tensor([[0.5, 0.4, 0.2]], dtype=torch.float64), torch.ones(1, 3)
+    rewards, values = torch.tensor([[[0.0, 0.0, 1.0]], [[0.5, 0.4, 0.2]]], dtype=torch.float64)
+    mask = torch.ones(1, 3)
     d = [0.9 * 0.4 - 0.5, 0.9 * 0.2 - 0.4, 1 - 0.2]  # V after the last token is 0
     want = [d[0] + 0.72 * (d[1] + 0.72 * d[2]), d[1] + 0.72 * d[2], d[2]]
     assert module.gae(rewards, values, mask, 0.9, 0.8)[0].tolist() == pytest.approx(want)
@@ -65,7 +66,8 @@ def test_gae_of_unequal_lengths_equals_each_row_alone():
 
 
 def test_with_lambda_and_gamma_one_the_return_is_the_sum_of_rewards_to_come():
-    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]).double(), torch.randn(1, 3, dtype=torch.float64), torch.ones(1, 3)
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]).double(), torch.randn(1, 3, dtype=torch.float64)
+    mask = torch.ones(1, 3)
     assert (module.gae(rewards, values, mask, 1, 1) + values)[0].tolist() == pytest.approx([6, 5, 3])
 
 
@@ -92,13 +94,15 @@ def test_policy_clip(advantage, ratio, loss, gradient):
     (0.1, 0.0, 1.0, 0.2, 0.5 * 0.9 ** 2), (0.5, 0.0, 0.5, 0.2, 0.5 * 0.3 ** 2), (2.0, 0.0, 0.0, 0.2, 2.0), (0.5, 0.0, 1.0, 0.0, 0.5 * 0.25),
 ])
 def test_value_clip(value, old, target, clip, loss):
-    assert module.value_loss(*torch.tensor([[value], [old], [target]], dtype=torch.float64), clip).item() == pytest.approx(loss)
+    numbers = torch.tensor([[value], [old], [target]], dtype=torch.float64)
+    assert module.value_loss(*numbers, clip).item() == pytest.approx(loss)
 
 
 def test_whitening_by_hand_and_blind_to_padding():
     x, mask = torch.tensor([[1.0, 3.0], [5.0, 99.0]]).double(), torch.tensor([[1.0, 1], [1, 0]])
     got = module.whiten(x, mask)
-    assert torch.allclose(got, torch.tensor([[-2, 0], [2, 0]]).double() / math.sqrt(8 / 3), rtol=1e-7)  # whiten() adds 1e-8 to the variance
+    want = torch.tensor([[-2, 0], [2, 0]]).double() / math.sqrt(8 / 3)
+    assert torch.allclose(got, want, rtol=1e-7)  # whiten() adds 1e-8 to the variance
     padded = module.whiten(torch.cat([x, torch.full((2, 3), 7.0)], 1), torch.cat([mask, torch.zeros(2, 3)], 1))
     assert torch.allclose(padded[:, :2], got) and (padded[:, 2:] == 0).all()
     assert (module.whiten(torch.ones(2, 2), mask) == 0).all()  # equal advantages: zeros, not NaN
@@ -130,10 +134,14 @@ def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
 
 def test_a_token_beyond_the_likeliest_few_is_sampled_too():
     shares = torch.tensor([1, 300, 200, 100, 90, 85, 84, 70, 50, 20]) / 1000
-    model = Scripted({1: [0]})
-    model.forward = lambda input_ids, **_: SimpleNamespace(logits=shares.log().expand(len(input_ids), 1, 10), past_key_values=SimpleNamespace(
-        batch_repeat_interleave=lambda n: None))
-    ids, *_ = module.generate(model, [[1]], (torch.arange(1000)[:, None] + 0.5) / 1000, 1000, 1, 1.0, torch.tensor([9]), 0)
+    cache = SimpleNamespace(batch_repeat_interleave=lambda n: None)
+
+    def says(input_ids, **_):
+        return SimpleNamespace(logits=shares.log().expand(len(input_ids), 1, 10), past_key_values=cache)
+    model = Scripted({})
+    model.forward = says
+    uniform = (torch.arange(1000)[:, None] + 0.5) / 1000
+    ids, *_ = module.generate(model, [[1]], uniform, 1000, 1, 1.0, torch.tensor([9]), 0)
     counts = torch.bincount(ids.flatten(), minlength=10)
     assert (counts - 1000 * shares).abs().max() <= 1  # a sample on the edge of two tokens may fall to either
 
@@ -250,7 +258,8 @@ def test_left_padding_with_absolute_positions_changes_nothing():
         sampled = module.generate(model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0)
         batch = make_batch(prompts, [ids[:n] for ids, n in zip(sampled[0].tolist(), sampled[1].tolist())])
         again, _ = module.response_logprobs(model, batch, torch.arange(3), 1.0)
-    assert torch.allclose(again * batch.response_mask, sampled[2][:, :again.shape[1]] * batch.response_mask, atol=NATS)
+    first = sampled[2][:, :again.shape[1]]
+    assert torch.allclose(again * batch.response_mask, first * batch.response_mask, atol=NATS)
 
 
 @pytest.mark.parametrize("spread", ["whole groups", "some rows of some groups"])
@@ -320,7 +329,8 @@ def test_reward_model_scores_of_a_batch_equal_single_scores(ppo):
     tokenizer = trainer.reward_tokenizer
     inputs = tokenizer([f"{p}\n{r}{tokenizer.eos_token}" for p, r in zip(prompts, responses)], padding=True, padding_side="right", return_tensors="pt")
     with torch.no_grad():
-        assert distance(trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits[:, 0], together) < 1e-4
+        logits = trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits
+    assert distance(logits[:, 0], together) < 1e-4
 
 
 # ---------------------------------------------------------------- the update
@@ -485,18 +495,21 @@ def test_a_model_that_scores_otherwise_than_it_samples_is_caught_on_the_first_st
         trainer.train()
 
 
-# ---------------------------------------------------------------- what a constant does, each bug planted (mutants.py)
+# ---------------------------------------------------------------- what a constant does: see mutants.py
 
 def test_actor_and_critic_each_move_by_their_own_scheduled_rate(ppo):
-    trainer = ppo(LEARNING_RATE=1e-3, CRITIC_LEARNING_RATE=1e-2, USE_LR_SCHEDULER=True, GROUP_EPOCHS=1).PPOTrainer()
+    rates = dict(LEARNING_RATE=1e-3, CRITIC_LEARNING_RATE=1e-2, USE_LR_SCHEDULER=True)
+    trainer = ppo(**rates, GROUP_EPOCHS=1).PPOTrainer()
     trainer.total_steps, trainer.state.step = 8, 6  # linear: a quarter is left
     batch = scored_batch(trainer)
-    before = {name: [p.detach().clone() for p in model.parameters()] for name, model in trainer.models.items()}
+    copies = lambda model: [p.detach().clone() for p in model.parameters()]
+    before = {name: copies(model) for name, model in trainer.models.items()}
     metrics = trainer.update(batch)
     for name, rate in (("policy", 1e-3 / 4), ("critic", 1e-2 / 4)):
         assert trainer.optimizers[name].param_groups[0]["lr"] == pytest.approx(rate)
         # Adam's first step moves each weight by the rate, whatever its gradient; weights of size 1 are rounded to 1e-7
-        moved = max((p - q).abs().max().item() for p, q in zip(trainer.models[name].parameters(), before[name]))
+        after = trainer.models[name].parameters()
+        moved = max((p - q).abs().max().item() for p, q in zip(after, before[name]))
         assert moved == pytest.approx(rate, rel=1e-2)
     assert metrics["learning_rate"] == pytest.approx(1e-3 / 4)
 
@@ -522,7 +535,7 @@ def test_at_another_temperature_the_first_ratio_is_one_and_the_first_kl_is_zero(
 def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it(ppo):
     trainer = ppo(KL_COEF=0.1, KL_TARGET=0.5, KL_HORIZON=100).PPOTrainer()
     batch = scored_batch(trainer)
-    batch.ref_logprobs = batch.logprobs - 1.0 * batch.response_mask  # the actor likes its tokens by a nat more than the reference
+    batch.ref_logprobs = batch.logprobs - batch.response_mask  # a nat below the actor's at every token
     assert trainer.update(batch)["kl"] == pytest.approx(1, rel=1e-5)
     risen = 0.1 * (1 + 0.2 * 16 / 100)
     assert trainer.state.kl_coef == pytest.approx(risen)
@@ -541,17 +554,20 @@ def test_reference_and_critic_come_from_their_own_models(ppo, tmp_path):
             for p in model.parameters():
                 p.mul_(factor)
         model.save_pretrained(tmp_path / name)
-    trainer = ppo(REFERENCE_MODEL=str(tmp_path / "reference"), CRITIC_MODEL=str(tmp_path / "critic"), KL_COEF=0.1).PPOTrainer()
+    models = dict(REFERENCE_MODEL=str(tmp_path / "reference"), CRITIC_MODEL=str(tmp_path / "critic"))
+    trainer = ppo(**models, KL_COEF=0.1).PPOTrainer()
     actor = dict(trainer.actor.base_model.named_parameters())
     for model, factor in ((trainer.reference, 0.5), (trainer.critic, 0.25)):
         weights = dict(model.base_model.named_parameters())
-        assert weights.keys() == actor.keys() and all(torch.equal(weights[key], factor * actor[key]) for key in actor)
+        assert weights.keys() == actor.keys()
+        assert all(torch.equal(weights[key], factor * actor[key]) for key in actor)
 
 
 def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
-    def first_word(prompts, responses, answers):
+    def size(prompts, responses, answers):
         return [float(len(prompt) + 100 * len(response)) for prompt, response in zip(prompts, responses)]
-    trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=[("exact_answer", 1.0), (first_word, 0.001)], MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
+    functions = [("exact_answer", 1.0), (size, 0.001)]
+    trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=functions, MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
     torch.nn.init.normal_(trainer.critic.score.weight)
     trainer.open_run()
     batch = scored_batch(trainer, 5)
@@ -561,17 +577,20 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     samples = [json.loads(line) for line in open(tmp_path / "run/logs/samples.jsonl")]
     record, = [json.loads(line) for line in open(trainer.metrics_file.name)]
 
-    lengths, double = batch.response_lengths.tolist(), lambda x: x.double().tolist()
-    whitened, raw, returns, values = (double(x) for x in (batch.advantages, batch.raw_advantages, batch.returns, batch.values))
+    lengths = batch.response_lengths.tolist()
+    columns = batch.advantages, batch.raw_advantages, batch.returns, batch.values
+    whitened, raw, returns, values = (x.double().tolist() for x in columns)
     mean = lambda row, n: sum(row[:n]) / n
     for i, sample in zip((0, 3, 6, 9), samples, strict=True):
         row = batch.rows[i]
-        assert [sample[key] for key in ("step", "id", "prompt", "answer", "response")] == [1, row["id"], row["prompt"], row["answer"], batch.responses[i]]
+        lists = [row["prompt"]], [batch.responses[i]], [row["answer"]]
+        assert sample["step"] == 1 and sample["id"] == row["id"] and sample["response"] == batch.responses[i]
+        assert sample["prompt"] == row["prompt"] and sample["answer"] == row["answer"]
         assert sample["truncated"] == bool(batch.truncated[i]) and sample["reward"] == batch.scores[i].item()
-        assert sample["reward/exact_answer"] == float(rewards.exact_answer([row["prompt"]], [batch.responses[i]], [row["answer"]])[0])
-        assert sample["reward/first_word"] == first_word([row["prompt"]], [batch.responses[i]], None)[0]
+        assert sample["reward/exact_answer"] == rewards.exact_answer(*lists)[0]
+        assert sample["reward/size"] == size(*lists)[0]
         assert sample["advantage"] == pytest.approx(mean(whitened[i], lengths[i]), rel=1e-4, abs=1e-5)
-    assert len({sample["reward/first_word"] for sample in samples}) == 4
+    assert len({sample["reward/size"] for sample in samples}) == 4
 
     def tokens(*rows):
         """The values of all response tokens, row after row."""
@@ -581,15 +600,18 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
         centre = sum(numbers) / len(numbers)
         return sum((x - centre) ** 2 for x in numbers) / len(numbers)
     left = [r - v for r, v in zip(tokens(returns), tokens(values))]
-    part = batch.parts["first_word"].tolist()
-    assert record["reward/first_word"] == pytest.approx(sum(part) / 10, rel=1e-6) and max(part) > 1.01 * sum(part) / 10
+    part = batch.parts["size"].tolist()
+    assert record["reward/size"] == pytest.approx(sum(part) / 10, rel=1e-6) and max(part) > 1.01 * sum(part) / 10
     assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
     assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-4)
-    assert record["explained_variance"] == pytest.approx(1 - variance(left) / variance(tokens(returns)), rel=1e-3, abs=1e-3)
-    assert record["response_length"] == pytest.approx(sum(lengths) / 10) and record["truncated_fraction"] == pytest.approx(lengths.count(24) / 10, abs=0.11)
+    explained = 1 - variance(left) / variance(tokens(returns))
+    assert record["explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-3)
+    assert record["response_length"] == pytest.approx(sum(lengths) / 10)
+    assert record["truncated_fraction"] == pytest.approx(sum(batch.truncated.tolist()) / 10)
 
 
-@pytest.mark.parametrize("ratio, advantage, clipped", [(1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.1, 1, 0), (0.9, -1, 0)])
+@pytest.mark.parametrize("ratio, advantage, clipped", [
+    (1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.1, 1, 0), (0.9, -1, 0)])
 def test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took(ppo, ratio, advantage, clipped):
     trainer = ppo(MAX_NEW_TOKENS=16).PPOTrainer()
     batch = scored_batch(trainer, 4)

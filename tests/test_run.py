@@ -437,11 +437,12 @@ def test_wandb_offline_writes_a_real_run(tmp_path):
     assert list(out.glob("wandb/offline-run-*/run-*.wandb"))[0].stat().st_size > 1000
 
 
-# ---------------------------------------------------------------- what every trainer does, each bug planted (mutants.py)
+# ---------------------------------------------------------------- what every trainer does: see mutants.py
 
 def test_every_epoch_sees_every_prompt_once_in_an_order_of_its_own(each):
     script, trainer_class = each(BATCH_SIZE=2, GRADIENT_ACCUMULATION_STEPS=2)
-    trainer = SimpleNamespace(train_rows=list(range(10)), state=SimpleNamespace(epoch=0, order=None, cursor=0))
+    state = SimpleNamespace(epoch=0, order=None, cursor=0)
+    trainer = SimpleNamespace(train_rows=list(range(10)), state=state)
     orders = []
     for epoch in (1, 2, 3):
         steps = [trainer_class.next_rows(trainer) for _ in range(3)]
@@ -455,7 +456,8 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     script, trainer_class = each(RESUME="no")
     trainer = trainer_class()
     trainer.open_run()
-    numbers = [key for key, value in vars(trainer.state).items() if isinstance(value, (int, float)) and key != "prompts"]
+    numbers = [key for key, value in vars(trainer.state).items() if isinstance(value, (int, float))]
+    numbers.remove("prompts")  # must fit the data
     assert {"evals_since_best", "halvings", "best_reward", "cursor", "epoch", "skipped"} <= set(numbers)
     for number, key in enumerate(numbers, 2):  # a number of its own for each, so that no two can change places
         setattr(trainer.state, key, type(getattr(trainer.state, key))(number))
@@ -470,7 +472,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
 
 
 def graded(trainer):
-    """Give every weight of every model a gradient, the same on every call; returns the gradients, by the model's name."""
+    """Give every weight of every model a gradient; returns them, by the model's name."""
     torch.manual_seed(0)
     for model in trainer.models.values():
         for p in model.parameters():
@@ -487,13 +489,16 @@ def test_each_models_gradient_is_clipped_to_max_grad_norm(each):
     trainer = trainer_class()
     before, stepped = graded(trainer), {}
     for name, model in trainer.models.items():
-        trainer.optimizers[name].step = lambda name=name, model=model: stepped.update({name: joined(p.grad for p in model.parameters())})
+        def step(name=name, model=model):
+            stepped[name] = joined(p.grad for p in model.parameters())
+        trainer.optimizers[name].step = step
     norms = trainer.clip_and_step(0.0, None, None)
     assert stepped.keys() == before.keys()
     # norms are sums of squares of a few hundred thousand float32 numbers
     assert norms == pytest.approx([g.double().norm().item() for g in before.values()], rel=1e-5)
     for name, gradient in before.items():
-        torch.testing.assert_close(stepped[name], gradient * (0.25 / gradient.double().norm()).float(), rtol=1e-5, atol=0)
+        want = gradient * (0.25 / gradient.double().norm()).float()
+        torch.testing.assert_close(stepped[name], want, rtol=1e-5, atol=0)
 
 
 def test_each_optimizer_has_its_own_rate_and_the_weight_decay(each):
@@ -508,7 +513,8 @@ def test_each_optimizer_has_its_own_rate_and_the_weight_decay(each):
     trainer.clip_and_step(0.0, None, None)
     for name, model in trainer.models.items():  # AdamW without a gradient only shrinks: w (1 - rate decay)
         rate = 0.03 if name == "critic" else 0.01
-        torch.testing.assert_close(joined(model.parameters()), before[name] * (1 - rate * 0.5), rtol=1e-6, atol=0)
+        want = before[name] * (1 - rate * 0.5)
+        torch.testing.assert_close(joined(model.parameters()), want, rtol=1e-6, atol=0)
 
 
 def test_a_prompt_of_max_prompt_tokens_is_kept_and_one_more_is_not(each):
@@ -534,13 +540,17 @@ def with_bos(folder, source, chat_template):
     return str(folder)
 
 
-CHAT = ("{{ '$' }}{% for m in messages %}{{ m['role'][0] | replace('u', '(') | replace('a', ')') }}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}){% endif %}")
+CHAT = """{{ '$' }}
+{%- for m in messages %}
+    {%- if m['role'] == 'user' %}{{ '(' + m['content'] }}{% else %}{{ ')' + m['content'] + '<eos>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ ')' }}{% endif %}"""
 
 
 def test_a_prompt_begins_with_one_bos_with_and_without_a_chat_template(each, tmp_path):
     for template in ("", CHAT):
-        script, trainer_class = each(ACTOR_MODEL=with_bos(tmp_path / f"model {len(template)}", TINY / "policy", template), EVAL_DATASETS=[])
+        model = with_bos(tmp_path / f"model {len(template)}", TINY / "policy", template)
+        script, trainer_class = each(ACTOR_MODEL=model, EVAL_DATASETS=[])
         trainer = trainer_class()
         row = trainer.train_rows[0]
         plain = trainer.tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
@@ -549,35 +559,41 @@ def test_a_prompt_begins_with_one_bos_with_and_without_a_chat_template(each, tmp
 
 def test_the_reward_model_reads_one_bos_and_one_eos_with_and_without_a_chat_template(each, tmp_path):
     for template in ("", CHAT):
-        script, trainer_class = each(REWARD_MODEL=with_bos(tmp_path / f"model {len(template)}", TINY / "reward_model", template), EVAL_DATASETS=[])
+        model = with_bos(tmp_path / f"model {len(template)}", TINY / "reward_model", template)
+        script, trainer_class = each(REWARD_MODEL=model, EVAL_DATASETS=[])
         trainer, seen = trainer_class(), []
-        trainer.reward_model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.extend(kwargs["input_ids"].tolist()), with_kwargs=True)
+
+        def look(module, args, kwargs):
+            seen.extend(kwargs["input_ids"].tolist())
+        trainer.reward_model.base_model.register_forward_pre_hook(look, with_kwargs=True)
         trainer.reward_model_score("Tom has 1 apples.", "#### 1")
-        ids = lambda text: trainer.reward_tokenizer(text, add_special_tokens=False)["input_ids"]
-        want = [50, 51, *ids("Tom has 1 apples."), 52, *ids("#### 1"), 1] if template else [50, *ids("Tom has 1 apples.#### 1"), 1]
-        assert seen == [want]
+        text = "$(Tom has 1 apples.)#### 1<eos>" if template else "$Tom has 1 apples.#### 1<eos>"
+        assert seen == [trainer.reward_tokenizer(text, add_special_tokens=False)["input_ids"]]
+        assert seen[0].count(50) == seen[0].count(1) == 1
 
 
 def test_the_eos_ids_of_the_generation_config_end_a_response_too(each, tmp_path):
     shutil.copytree(TINY / "policy", tmp_path / "model")
     config = json.loads((tmp_path / "model/generation_config.json").read_text())
-    (tmp_path / "model/generation_config.json").write_text(json.dumps({**config, "eos_token_id": [3, 1]}))  # 3 is the end of a line
+    config["eos_token_id"] = [3, 1]  # 3 is the end of a line
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(config))
     script, trainer_class = each(ACTOR_MODEL=str(tmp_path / "model"), EVAL_DATASETS=[])
     trainer = trainer_class()
     batch = trainer.respond([row["ids"] for row in trainer.train_rows[:4]], None)
     last = batch.response_ids.gather(1, batch.response_lengths[:, None] - 1).squeeze(1)
     assert 3 in last.tolist() and not batch.truncated[last == 3].any()
-    assert not ((batch.response_ids == 3) & (torch.arange(batch.response_ids.shape[1]) < batch.response_lengths[:, None] - 1)).any()
+    before_the_last = torch.arange(batch.response_ids.shape[1]) < batch.response_lengths[:, None] - 1
+    assert not (batch.response_ids[before_the_last] == 3).any()
 
 
 def judged(trainer, monkeypatch, evaluations):
-    """Run evaluate_and_log() over given evaluations; returns after which of them a best policy was saved, and evals_since_best after each."""
+    """Which of the evaluations given to evaluate_and_log() kept a best policy, and evals_since_best after each."""
     monkeypatch.setattr(trainer, "write_metrics", lambda *_: None)
     monkeypatch.setattr(trainer, "say", lambda *_: None)
-    monkeypatch.setattr(trainer, "validate", dict, raising=False)  # rce's own; without it rce goes by the reward too
+    monkeypatch.setattr(trainer, "validate", dict, raising=False)  # without rce's own it goes by the reward too
     saved, waited = [], []
     for number, (reward, greedy) in enumerate(evaluations):
-        monkeypatch.setattr(trainer, "evaluate", lambda: {"accuracy_greedy": greedy, "accuracy_sampled": greedy, "reward": reward})
+        monkeypatch.setattr(trainer, "evaluate", lambda: {"accuracy_greedy": greedy, "reward": reward})
         monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(number))
         trainer.evaluate_and_log()
         waited.append(trainer.state.evals_since_best)
@@ -601,8 +617,8 @@ def test_patience_counts_evaluations_that_are_not_better_by_more_than_the_thresh
 
 def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(ppo, tmp_path):
     """The kill and resume above in short: weights, both optimizers, generators, cursor, coefficient, logs."""
-    constants = dict(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1, MAX_TRAIN_PROMPTS=6, MAX_NEW_TOKENS=16, MINI_BATCHES=2, KL_COEF=0.1, KL_TARGET=0.01,
-                     EVAL_DATASETS=[], RESUME="yes")
+    constants = dict(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1, MAX_TRAIN_PROMPTS=6, MAX_NEW_TOKENS=16, MINI_BATCHES=2,
+                     KL_COEF=0.1, KL_TARGET=0.01, EVAL_DATASETS=[], RESUME="yes")
 
     def run(out):
         trainer = ppo(**constants, OUTPUT_DIR=str(out)).PPOTrainer()
@@ -617,11 +633,15 @@ def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(ppo, tmp_p
     for file in ("step_2/policy/model.safetensors", "step_2/critic/model.safetensors", "logs/samples.jsonl"):
         assert (one / file).read_bytes() == (two / file).read_bytes(), file
     assert untimed(one / "logs/metrics.jsonl") == untimed(two / "logs/metrics.jsonl")
-    states = [torch.load(out / "step_2/training_state.pt", weights_only=True) for out in (one, two)]
-    flat = [dict(walk({key: value for key, value in state.items() if key != "log_bytes"})) for state in states]
+    flat = []
+    for out in (one, two):
+        state = torch.load(out / "step_2/training_state.pt", weights_only=True)
+        del state["log_bytes"]  # timings differ in length
+        flat.append(dict(walk(state)))
     assert flat[0].keys() == flat[1].keys()
     for key, value in flat[0].items():
-        assert torch.equal(value, flat[1][key]) if isinstance(value, torch.Tensor) else value == flat[1][key], key
+        other = flat[1][key]
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
 
 
 # ---------------------------------------------------------------- the guide's ways of working

@@ -135,7 +135,7 @@ def test_token_logprobs_and_their_gradient_are_autograds(dtype, temperature, of_
     want_grad, = torch.autograd.grad((weight[0] * want[0] + of_entropy * weight[1] * want[1]).sum(), logits)
     got = module.TokenLogprobs.apply(logits, ids, temperature)
     grad, = torch.autograd.grad((weight[0] * got[0] + of_entropy * weight[1] * got[1]).sum(), logits)
-    assert all(distance(a, b) < 1e-5 for a, b in zip(got, want))  # float32 sums of 50; a bfloat16 gradient keeps 8 bits
+    assert all(distance(a, b) < 1e-5 for a, b in zip(got, want))  # float32 sums of 50; bfloat16 keeps 8 bits
     assert grad.dtype == dtype and distance(grad, want_grad) < (1e-5 if dtype == torch.float32 else 2 ** -8)
 
 
