@@ -1,13 +1,17 @@
-"""How we know what the tests are worth: bugs as data, planted one at a time, each killed by the test that it names.
+"""How we know what the tests are worth: bugs as data, planted one by one, each killed by the test it names.
 
     python tests/mutants.py                     # all of them, two at a time
     python tests/mutants.py --some 10           # ten at random
     python tests/mutants.py --only next_rows    # those whose file, texts or test contain it
 
-A mutant is (file, old text that occurs exactly once in it, new text, pytest id of the test that must fail). First the
-named tests run once as they are and must pass. Then each mutant is planted in a copy of the repository. killed: its
-test failed. ALIVE: it passed. STALE: the old text is not there exactly once. BROKEN: pytest neither passed nor
-failed, or the planted file is not Python. Last line `N planted, M alive`; all but killed count as alive.
+A mutant is (file, old text that occurs exactly once in it, new text, pytest id of the test that must fail).
+First the named tests run once as they are and must pass. Then each mutant is planted in a copy of the tree:
+    killed  its test failed
+    ALIVE   its test passed
+    STALE   the old text is not there exactly once
+    BROKEN  pytest neither passed nor failed, or the planted file is not Python
+Last line `N planted, M alive`; all but killed count as alive, and the exit code is 1 if there is any.
+Other lists of mutants beside this file, mutants_*.py, are joined to its own.
 """
 import argparse
 import os
@@ -44,23 +48,20 @@ MUTANTS = [
      RUN + "test_every_epoch_sees_every_prompt_once_in_an_order_of_its_own[rce]"),
 
     # what a checkpoint keeps
-    (PPO, "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})",
-     "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)} | {'halvings': 0})",
+    (PPO, "saved[key] for key in vars(self.state)})",
+     "saved[key] for key in vars(self.state)} | {'halvings': 0})",
      RUN + "test_a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]"),
-    (PPO, "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})",
-     "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)} | {'kl_coef': KL_COEF})",
+    (PPO, "saved[key] for key in vars(self.state)})",
+     "saved[key] for key in vars(self.state)} | {'kl_coef': KL_COEF})",
      RUN + "test_a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]"),
-    (GRPO, "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})",
-     "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)} | {'evals_since_best': "
-     "0})",
+    (GRPO, "saved[key] for key in vars(self.state)})",
+     "saved[key] for key in vars(self.state)} | {'evals_since_best': 0})",
      RUN + "test_a_checkpoint_keeps_every_field_of_the_state_by_itself[grpo]"),
-    (RCE, "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})",
-     "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)} | {'evals_since_best': "
-     "saved['halvings']})",
+    (RCE, "saved[key] for key in vars(self.state)})",
+     "saved[key] for key in vars(self.state)} | {'evals_since_best': saved['halvings']})",
      RUN + "test_a_checkpoint_keeps_every_field_of_the_state_by_itself[rce]"),
-    (GRPO, "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})",
-     "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)} | {'best_reward': "
-     "-math.inf})",
+    (GRPO, "saved[key] for key in vars(self.state)})",
+     "saved[key] for key in vars(self.state)} | {'best_reward': -math.inf})",
      RUN + "test_a_checkpoint_keeps_every_field_of_the_state_by_itself[grpo]"),
     (PPO, '        set_rng_state(saved["rng"][0])\n', "",
      RUN + "test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one"),
@@ -80,8 +81,8 @@ MUTANTS = [
     (PPO, 'REFERENCE_MODEL or ACTOR_MODEL, "REFERENCE_MODEL")',
      'at / "policy" if at else REFERENCE_MODEL or ACTOR_MODEL, "REFERENCE_MODEL")',
      RUN + "test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one"),
-    (PPO, "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)})",
-     "self.state = SimpleNamespace(**{key: saved[key] for key in vars(self.state)} | {'cursor': 0})",
+    (PPO, "saved[key] for key in vars(self.state)})",
+     "saved[key] for key in vars(self.state)} | {'cursor': 0})",
      RUN + "test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one"),
     (PPO, "                    os.truncate(logs / name, size)", "                    pass",
      RUN + "test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one"),
@@ -358,7 +359,8 @@ for path in sorted(Path(__file__).parent.glob("mutants_*.py")):  # lists of othe
 
 def copy_repository(folder):
     """The tracked files as they are in the working tree; data/ as a link, since no test writes there."""
-    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
+    command = ["git", "-C", ROOT, "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\0"):
         if name and not name.startswith("data/") and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -368,15 +370,20 @@ def copy_repository(folder):
 
 
 def run_tests(folder, tests):
-    """Exit code of pytest and what it said; no bytecode, which would outlive a planted file of the same size and second."""
+    """Exit code of pytest and what it said; no bytecode: it may outlive a planted file of the same size."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", *tests]
     limit = SECONDS * len(tests)
+    options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
     try:
-        done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, cwd=folder, env=env, **options)
     except subprocess.TimeoutExpired:
         return None, f"no end within {limit} s"
     return done.returncode, done.stdout + done.stderr
+
+
+def short(text):
+    return repr(" ".join(text.split())[:60])
 
 
 def plant(folder, mutant):
@@ -397,7 +404,8 @@ def plant(folder, mutant):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--some", type=int, metavar="K", help="K mutants at random")
     parser.add_argument("--seed", type=int, help="of --some")
     parser.add_argument("--only", metavar="TEXT", help="mutants whose file, texts or test contain TEXT")
@@ -426,7 +434,7 @@ def main():
             finally:
                 folders.put(folder)
             file, old, new, test = mutant
-            print(f"{word:6}  {file}: {' '.join(old.split())[:60]!r} -> {' '.join(new.split())[:60]!r}  {test.partition('::')[2]}", flush=True)
+            print(f"{word:6}  {file}: {short(old)} -> {short(new)}  {test.partition('::')[2]}", flush=True)
             return word
 
         with ThreadPoolExecutor(max(1, words.jobs)) as pool:

@@ -507,7 +507,7 @@ def test_actor_and_critic_each_move_by_their_own_scheduled_rate(ppo):
     metrics = trainer.update(batch)
     for name, rate in (("policy", 1e-3 / 4), ("critic", 1e-2 / 4)):
         assert trainer.optimizers[name].param_groups[0]["lr"] == pytest.approx(rate)
-        # Adam's first step moves each weight by the rate, whatever its gradient; weights of size 1 are rounded to 1e-7
+        # Adam's first step moves each weight by the rate, whatever its gradient; a weight is rounded to 1e-7
         after = trainer.models[name].parameters()
         moved = max((p - q).abs().max().item() for p, q in zip(after, before[name]))
         assert moved == pytest.approx(rate, rel=1e-2)
@@ -601,7 +601,8 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
         return sum((x - centre) ** 2 for x in numbers) / len(numbers)
     left = [r - v for r, v in zip(tokens(returns), tokens(values))]
     part = batch.parts["size"].tolist()
-    assert record["reward/size"] == pytest.approx(sum(part) / 10, rel=1e-6) and max(part) > 1.01 * sum(part) / 10
+    assert max(part) > 1.01 * sum(part) / 10
+    assert record["reward/size"] == pytest.approx(sum(part) / 10, rel=1e-6)
     assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
     assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-4)
     explained = 1 - variance(left) / variance(tokens(returns))

@@ -228,7 +228,8 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
     row = trainer.train_rows[2]
     candidates = [{"prompt_id": row["id"], "token_ids": ids} for ids in ([2, 1], [3, 3, 1])]
     trainer.score_gold({row["id"]: row}, candidates, [row["ids"]] * 2)
-    assert [c["gt_prob"] for c in candidates] == pytest.approx([probability(trainer, row["ids"], [2, 1])] * 2, rel=2 * NATS)
+    want = probability(trainer, row["ids"], [2, 1])
+    assert [c["gt_prob"] for c in candidates] == pytest.approx([want] * 2, rel=2 * NATS)
 
 
 # ---------------------------------------------------------------- mining
@@ -255,7 +256,8 @@ def test_candidates_have_the_columns_that_are_promised(mined):
 def test_the_logprob_is_the_policys_own(rce, mined):
     trainer = rce().RCETrainer()
     for c in pq.read_table(mined).to_pylist()[::7]:
-        assert c["logprob"] == pytest.approx(alone(trainer, trainer.rows[c["prompt_id"]], c).item(), abs=8 * NATS)
+        want = alone(trainer, trainer.rows[c["prompt_id"]], c).item()
+        assert c["logprob"] == pytest.approx(want, abs=8 * NATS)
 
 
 def test_equal_candidates_merge_and_keep_every_source(rce):
@@ -572,7 +574,8 @@ def test_the_second_round_is_mined_with_the_policy_so_far(unbroken, rce):
     assert max(abs(c["logprob"] - x) for c, x in zip(records, before)) > 0.01  # not the base
     if steps in states:
         base.actor = AutoModelForCausalLM.from_pretrained(states[steps] / "policy")
-        assert [c["logprob"] for c in records] == pytest.approx([alone(base, base.rows[c["prompt_id"]], c).item() for c in records], abs=8 * NATS)
+        want = [alone(base, base.rows[c["prompt_id"]], c).item() for c in records]
+        assert [c["logprob"] for c in records] == pytest.approx(want, abs=8 * NATS)
 
 
 def test_stage_by_stage_is_the_same_as_all_at_once(tmp_path):

@@ -459,7 +459,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     numbers = [key for key, value in vars(trainer.state).items() if isinstance(value, (int, float))]
     numbers.remove("prompts")  # must fit the data
     assert {"evals_since_best", "halvings", "best_reward", "cursor", "epoch", "skipped"} <= set(numbers)
-    for number, key in enumerate(numbers, 2):  # a number of its own for each, so that no two can change places
+    for number, key in enumerate(numbers, 2):  # each its own, so that no two can change places
         setattr(trainer.state, key, type(getattr(trainer.state, key))(number))
     trainer.state.order = torch.arange(24).flip(0)
     folder = tmp_path / "run/step_9"
@@ -542,7 +542,8 @@ def with_bos(folder, source, chat_template):
 
 CHAT = """{{ '$' }}
 {%- for m in messages %}
-    {%- if m['role'] == 'user' %}{{ '(' + m['content'] }}{% else %}{{ ')' + m['content'] + '<eos>' }}{% endif %}
+    {%- if m['role'] == 'user' %}{{ '(' + m['content'] }}
+    {%- else %}{{ ')' + m['content'] + '<eos>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ ')' }}{% endif %}"""
 
@@ -587,10 +588,10 @@ def test_the_eos_ids_of_the_generation_config_end_a_response_too(each, tmp_path)
 
 
 def judged(trainer, monkeypatch, evaluations):
-    """Which of the evaluations given to evaluate_and_log() kept a best policy, and evals_since_best after each."""
+    """Which evaluations made evaluate_and_log() keep a best policy, and evals_since_best after each."""
     monkeypatch.setattr(trainer, "write_metrics", lambda *_: None)
     monkeypatch.setattr(trainer, "say", lambda *_: None)
-    monkeypatch.setattr(trainer, "validate", dict, raising=False)  # without rce's own it goes by the reward too
+    monkeypatch.setattr(trainer, "validate", dict, raising=False)  # rce's; without it rce goes by the reward
     saved, waited = [], []
     for number, (reward, greedy) in enumerate(evaluations):
         monkeypatch.setattr(trainer, "evaluate", lambda: {"accuracy_greedy": greedy, "reward": reward})
@@ -617,8 +618,8 @@ def test_patience_counts_evaluations_that_are_not_better_by_more_than_the_thresh
 
 def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(ppo, tmp_path):
     """The kill and resume above in short: weights, both optimizers, generators, cursor, coefficient, logs."""
-    constants = dict(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1, MAX_TRAIN_PROMPTS=6, MAX_NEW_TOKENS=16, MINI_BATCHES=2,
-                     KL_COEF=0.1, KL_TARGET=0.01, EVAL_DATASETS=[], RESUME="yes")
+    constants = dict(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1, MAX_TRAIN_PROMPTS=6, MAX_NEW_TOKENS=16,
+                     MINI_BATCHES=2, KL_COEF=0.1, KL_TARGET=0.01, EVAL_DATASETS=[], RESUME="yes")
 
     def run(out):
         trainer = ppo(**constants, OUTPUT_DIR=str(out)).PPOTrainer()

@@ -336,7 +336,8 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
             (folder / name).write_bytes(name.encode() * 10)
     faults = {
         # of the same size
-        "policy/weights is not what was saved": lambda step: (step / "policy/weights").write_bytes(b"X" * 140),
+        "policy/weights is not what was saved":
+            lambda step: (step / "policy/weights").write_bytes(b"X" * 140),
         "config.json is missing": lambda step: (step / "config.json").unlink(),
         "training_state.pt is not what was saved": lambda step: os.truncate(step / "training_state.pt", 5),
         "policy/more is not what was saved": lambda step: (step / "policy/more").write_text("x"),
