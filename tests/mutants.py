@@ -106,14 +106,13 @@ MUTANTS = [
      SAFETY + "test_a_pickle_bomb_does_not_go_off"),
 
     # the best policy, patience, plateau
-    (PPO, 'if metrics["reward"] > state.best_reward + EARLY_STOPPING_THRESHOLD:',
-     'if metrics["accuracy_greedy"] > state.best_reward + EARLY_STOPPING_THRESHOLD:',
+    (PPO, 'if metrics["reward"] > state.best_reward', 'if metrics["accuracy_greedy"] > state.best_reward',
      RUN + "test_the_best_policy_is_that_of_the_highest_reward_whatever_the_threshold[ppo-0.0]"),
-    (PPO, "state.best_reward + EARLY_STOPPING_THRESHOLD", "state.best_reward - EARLY_STOPPING_THRESHOLD",
+    (PPO, "_reward + EARLY_STOPPING_THRESHOLD:", "_reward - EARLY_STOPPING_THRESHOLD:",
      RUN + "test_patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold[ppo]"),
-    (GRPO, "state.best_reward + EARLY_STOPPING_THRESHOLD", "state.best_reward",
+    (GRPO, "_reward + EARLY_STOPPING_THRESHOLD:", "_reward:",
      RUN + "test_patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold[grpo]"),
-    (PPO, "                state.evals_since_best += 1\n", "                state.evals_since_best = 1\n",
+    (PPO, "state.evals_since_best += 1\n", "state.evals_since_best = 1\n",
      RUN + "test_early_stopping_and_plateau_count_evaluations_without_a_better_reward"),
     (PPO, "state.halvings += state.evals_since_best % PLATEAU_PATIENCE == 0",
      "state.halvings += state.evals_since_best >= PLATEAU_PATIENCE - 1",
