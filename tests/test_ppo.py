@@ -393,6 +393,7 @@ def test_one_by_eight_four_by_two_and_eight_by_one_are_the_same_run(ppo, tmp_pat
     runs = []
     for size, accumulation in ((1, 8), (4, 2), (8, 1)):
         trainer = ppo(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=accumulation, MAX_STEPS=2, EVAL_DATASETS=[], OUTPUT_DIR=str(tmp_path / str(size))).PPOTrainer()
+        trainer.draw_plots = lambda: None  # most of the time
         start = torch.cat([p.detach().flatten().clone() for p in trainer.actor.parameters()])
         trainer.train()
         moved = torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]) - start
@@ -663,6 +664,7 @@ def test_evaluating_never_changes_training(ppo, tmp_path):
     weights = []
     for every in (0, 1):
         trainer = ppo(MAX_STEPS=3, EVAL_EVERY_N_STEPS=every, OUTPUT_DIR=str(tmp_path / str(every))).PPOTrainer()
+        trainer.draw_plots = lambda: None  # most of the time
         trainer.train()
         weights.append(torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]))
     assert torch.equal(*weights)

@@ -422,6 +422,7 @@ def test_early_stopping_and_plateau_count_evaluations_without_a_better_reward(pp
     trainer = ppo(MAX_STEPS=9, EVAL_EVERY_N_STEPS=1, EARLY_STOPPING_PATIENCE=3, PLATEAU_PATIENCE=2, USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", LEARNING_RATE=1e-5).PPOTrainer()
     rewards = iter([0.1, 0.5, 0.4, 0.5, 0.3, 0.9])
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": next(rewards)})
+    monkeypatch.setattr(trainer, "draw_plots", lambda: None)  # most of the time
     trainer.train()
     assert trainer.state.step == 4 and trainer.state.best_reward == 0.5
     rates = [r["learning_rate"] for r in read(trainer.metrics_file.name) if r["phase"] == "train"]
@@ -623,7 +624,7 @@ def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(ppo, tmp_p
 
     def run(out):
         trainer = ppo(**constants, OUTPUT_DIR=str(out)).PPOTrainer()
-        trainer.draw_plots = lambda: None  # they take most of the time
+        trainer.draw_plots = lambda: None  # most of the time
         trainer.train()
     one, two = tmp_path / "unbroken", tmp_path / "resumed"
     run(one)
