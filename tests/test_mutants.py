@@ -8,7 +8,7 @@ from mutants import MUTANTS
 
 
 @cache
-def tests_of(file):
+def names_in(file):
     """Names of the test functions of a file."""
     tree = ast.parse((ROOT / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -18,7 +18,7 @@ def tests_of(file):
 def test_a_mutant_has_its_place_and_its_test(file, old, new, test):
     assert (ROOT / file).read_text().count(old) == 1 and new != old
     path, name = test.split("::")
-    assert name.partition("[")[0] in tests_of(path)
+    assert name.partition("[")[0] in names_in(path)
 
 
 def test_no_mutant_stands_twice():
