@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, TINY, load_script, run_script
+from conftest import NATS, ROOT, SMALL, TINY, distance, load_script, run_script
 from test_run import read, untimed, walk
 
 module = load_script("grpo/grpo.py")
@@ -104,14 +104,14 @@ def test_each_loss_against_an_independent_sum_in_float64(loss_type, dual):
 ])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "gspo"])
 def test_the_clip_has_a_gradient_exactly_where_it_should(loss_type, advantage, ratio, gradient):
-    logprobs = torch.full((1, 2), math.log(ratio)).requires_grad_()
+    logprobs = torch.full((1, 2), math.log(ratio), dtype=torch.float64).requires_grad_()
     losses, _ = module.policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([[float(advantage)]]), torch.ones(1, 2), loss_type, 0.2, 0.2, 3.0)
     losses.mean().backward()
     assert logprobs.grad.sum().item() == pytest.approx(-advantage * ratio if gradient else 0.0)
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
-    logprobs = torch.tensor([[math.log(9.0), math.log(0.5)]], requires_grad=True)
+    logprobs = torch.tensor([[math.log(9.0), math.log(0.5)]], dtype=torch.float64, requires_grad=True)
     module.policy_loss(logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), "cispo", 0.2, 3.0)[0].sum().backward()
     assert logprobs.grad[0].tolist() == pytest.approx([-4.0, -0.5])
 
@@ -142,7 +142,8 @@ def test_gradients_and_metrics_do_not_depend_on_the_micro_batch_or_padding(grpo,
         batch.prompt_ids = torch.nn.functional.pad(batch.prompt_ids, (extra, 0))
         metrics, got = gradient(trainer, batch)
         reference = reference or (metrics, got)
-        assert torch.allclose(got, reference[1], atol=1e-6, rtol=1e-4) and metrics == pytest.approx(reference[0], rel=1e-3, abs=1e-5)
+        assert distance(got, reference[1]) < 1e-4
+        assert metrics == pytest.approx(reference[0], rel=1e-3, abs=1e-5)
 
 
 def test_dr_grpo_does_not_divide_by_a_std(grpo):
@@ -158,7 +159,8 @@ def test_every_loss_trains_and_the_first_ratio_is_one(grpo, loss_type):
     before = [p.detach().clone() for p in trainer.actor.parameters()]
     trainer.train()
     records = read(trainer.metrics_file.name)
-    assert all(r["ratio_max_first"] < 1e-4 and math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records)
+    assert all(r["ratio_max_first"] < NATS for r in records)
+    assert all(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records)
     assert all((p != q).any() for p, q in zip(trainer.actor.parameters(), before))
 
 
@@ -208,7 +210,7 @@ def test_flat_groups_make_place_for_further_prompts(grpo, monkeypatch):
     assert [a["id"] for a in batch.rows[::2]] == [b["id"] for b in batch.rows[1::2]] and len({r["id"] for r in batch.rows}) == 6
     with torch.no_grad():  # the joined batch is whole: ids, masks and log-probabilities still belong together
         scored, _ = module.response_logprobs(trainer.actor, batch, torch.arange(12), 1.0)
-    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=1e-4)
+    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=NATS)
     assert batch.response_mask.sum(1).tolist() == batch.response_lengths.tolist()
     for row, ids, n, text in zip(batch.rows, batch.prompt_ids.tolist(), batch.prompt_lengths.tolist(), batch.responses):
         assert ids[-n:] == row["ids"]
@@ -231,7 +233,8 @@ def test_rewards_and_overlong_penalty_add_up(grpo):
     batch = scored_batch(trainer)
     parts = batch.parts
     want = 0.5 * parts["reward_model"] + 2 * parts["exact_answer"] + 0.1 * parts["answer_format"] + 3 * module.overlong_penalty(batch.response_lengths.float(), 32, 16)
-    assert torch.allclose(batch.scores, want) and module.overlong_penalty(batch.response_lengths.float(), 32, 16).min() < 0
+    assert torch.allclose(batch.scores, want, atol=1e-5)
+    assert module.overlong_penalty(batch.response_lengths.float(), 32, 16).min() < 0
 
 
 def test_the_reference_follows_the_actor_when_asked(grpo):

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, load_script
+from conftest import NATS, TINY, distance, load_script
 from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, MistralConfig, Phi3Config, Qwen2Config,
                           Qwen3Config)
+
+import rewards
 
 module = load_script("ppo/ppo.py")
 
@@ -45,7 +47,8 @@ class Scripted(torch.nn.Module):
 # ---------------------------------------------------------------- the maths, by hand
 
 def test_gae_of_three_tokens_by_hand():
-    rewards, values, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.4, 0.2]]), torch.ones(1, 3)
+    rewards, values = torch.tensor([[[0.0, 0.0, 1.0]], [[0.5, 0.4, 0.2]]], dtype=torch.float64)
+    mask = torch.ones(1, 3)
     d = [0.9 * 0.4 - 0.5, 0.9 * 0.2 - 0.4, 1 - 0.2]  # V after the last token is 0
     want = [d[0] + 0.72 * (d[1] + 0.72 * d[2]), d[1] + 0.72 * d[2], d[2]]
     assert module.gae(rewards, values, mask, 0.9, 0.8)[0].tolist() == pytest.approx(want)
@@ -53,7 +56,7 @@ def test_gae_of_three_tokens_by_hand():
 
 def test_gae_of_unequal_lengths_equals_each_row_alone():
     torch.manual_seed(0)
-    rewards, values, lengths = torch.randn(3, 5), torch.randn(3, 5), [5, 2, 3]
+    (rewards, values), lengths = torch.randn(2, 3, 5, dtype=torch.float64), [5, 2, 3]
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).float()
     together = module.gae(rewards, values, mask, 0.99, 0.9)
     for i, n in enumerate(lengths):
@@ -62,7 +65,8 @@ def test_gae_of_unequal_lengths_equals_each_row_alone():
 
 
 def test_with_lambda_and_gamma_one_the_return_is_the_sum_of_rewards_to_come():
-    rewards, values, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.randn(1, 3), torch.ones(1, 3)
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]).double(), torch.randn(1, 3, dtype=torch.float64)
+    mask = torch.ones(1, 3)
     assert (module.gae(rewards, values, mask, 1, 1) + values)[0].tolist() == pytest.approx([6, 5, 3])
 
 
@@ -77,7 +81,7 @@ def test_the_score_is_added_once_at_the_last_token_and_kl_everywhere():
     (-1, 0.5, 0.8, False), (-1, 0.9, 0.9, True), (-1, 1.1, 1.1, True), (-1, 1.5, 1.5, True),
 ])
 def test_policy_clip(advantage, ratio, loss, gradient):
-    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     got = module.policy_loss(logprobs, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
     got.sum().backward()
     assert got.item() == pytest.approx(loss)
@@ -89,13 +93,15 @@ def test_policy_clip(advantage, ratio, loss, gradient):
     (0.1, 0.0, 1.0, 0.2, 0.5 * 0.9 ** 2), (0.5, 0.0, 0.5, 0.2, 0.5 * 0.3 ** 2), (2.0, 0.0, 0.0, 0.2, 2.0), (0.5, 0.0, 1.0, 0.0, 0.5 * 0.25),
 ])
 def test_value_clip(value, old, target, clip, loss):
-    assert module.value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([target]), clip).item() == pytest.approx(loss)
+    numbers = torch.tensor([[value], [old], [target]], dtype=torch.float64)
+    assert module.value_loss(*numbers, clip).item() == pytest.approx(loss)
 
 
 def test_whitening_by_hand_and_blind_to_padding():
-    x, mask = torch.tensor([[1.0, 3.0], [5.0, 99.0]]), torch.tensor([[1.0, 1], [1, 0]])
+    x, mask = torch.tensor([[1.0, 3.0], [5.0, 99.0]]).double(), torch.tensor([[1.0, 1], [1, 0]])
     got = module.whiten(x, mask)
-    assert torch.allclose(got, torch.tensor([[-2, 0], [2, 0]]) / math.sqrt(8 / 3), atol=1e-6)
+    want = torch.tensor([[-2, 0], [2, 0]]).double() / math.sqrt(8 / 3)
+    assert torch.allclose(got, want, rtol=1e-7)  # whiten() adds 1e-8 to the variance
     padded = module.whiten(torch.cat([x, torch.full((2, 3), 7.0)], 1), torch.cat([mask, torch.zeros(2, 3)], 1))
     assert torch.allclose(padded[:, :2], got) and (padded[:, 2:] == 0).all()
     assert (module.whiten(torch.ones(2, 2), mask) == 0).all()  # equal advantages: zeros, not NaN
@@ -123,6 +129,20 @@ def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
     assert counts.tolist() == [5000, 0, 3000, 2000, 0]
     edge = module.sample_tokens(logprobs.exp().expand(2, 5), torch.tensor([0.0, 1 - 2 ** -24]))
     assert edge.tolist() == [0, 3]
+
+
+def test_a_token_beyond_the_likeliest_few_is_sampled_too():
+    shares = torch.tensor([1, 300, 200, 100, 90, 85, 84, 70, 50, 20]) / 1000
+    cache = SimpleNamespace(batch_repeat_interleave=lambda n: None)
+
+    def says(input_ids, **_):
+        return SimpleNamespace(logits=shares.log().expand(len(input_ids), 1, 10), past_key_values=cache)
+    model = Scripted({})
+    model.forward = says
+    uniform = (torch.arange(1000)[:, None] + 0.5) / 1000
+    ids, *_ = module.generate(model, [[1]], uniform, 1000, 1, 1.0, torch.tensor([9]), 0)
+    counts = torch.bincount(ids.flatten(), minlength=10)
+    assert (counts - 1000 * shares).abs().max() <= 1  # a sample on the edge of two tokens may fall to either
 
 
 @pytest.mark.parametrize("pad", [0, 9])  # 9 is also EOS
@@ -171,7 +191,7 @@ def test_the_sampler_uses_no_hidden_filter(ppo):
     torch.manual_seed(0)
     batch = trainer.rollout(trainer.train_rows[:8])
     scored, _ = module.response_logprobs(trainer.actor, batch, torch.arange(16), 1.5)
-    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=1e-5)
+    assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=NATS)
     assert len(set(batch.responses)) > 8  # two samples of a prompt differ: not greedy
 
 
@@ -204,7 +224,7 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
                 logprobs, _ = module.response_logprobs(trainer.actor, batch, rows, 1.0)
             width = logprobs.shape[1]
             ratio = ((logprobs - batch.logprobs[rows, :width]) * batch.response_mask[rows, :width]).exp()
-            assert (ratio - 1).abs().max() < 1e-4
+            assert (ratio - 1).abs().max() < NATS
 
 
 COMMON = dict(vocab_size=82, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
@@ -223,7 +243,7 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     trainer = ppo(ACTOR_MODEL=str(tmp_path / "model"), KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7).PPOTrainer()
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1 and len(set(batch.prompt_lengths.tolist())) > 1
-    assert trainer.update(batch)["ratio_max_first"] < 1e-4
+    assert trainer.update(batch)["ratio_max_first"] < NATS
 
 
 def test_left_padding_with_absolute_positions_changes_nothing():
@@ -235,11 +255,12 @@ def test_left_padding_with_absolute_positions_changes_nothing():
         for i, (prompt, response) in enumerate(zip(prompts, responses)):
             logits = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
             alone = [logits[len(prompt) - 1 + t, token].item() for t, token in enumerate(response)]
-            assert together[i, :len(response)].tolist() == pytest.approx(alone, abs=1e-5)
+            assert together[i, :len(response)].tolist() == pytest.approx(alone, abs=NATS)
         sampled = module.generate(model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0)
         batch = make_batch(prompts, [ids[:n] for ids, n in zip(sampled[0].tolist(), sampled[1].tolist())])
         again, _ = module.response_logprobs(model, batch, torch.arange(3), 1.0)
-    assert torch.allclose(again * batch.response_mask, sampled[2][:, :again.shape[1]] * batch.response_mask, atol=1e-5)
+    first = sampled[2][:, :again.shape[1]]
+    assert torch.allclose(again * batch.response_mask, first * batch.response_mask, atol=NATS)
 
 
 @pytest.mark.parametrize("spread", ["whole groups", "some rows of some groups"])
@@ -260,7 +281,7 @@ def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(
         handle.remove()
         found.append((logprobs * mask, entropy * mask, torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]), sum(a * b for a, b in passes)))
     for shared, plain in list(zip(*found))[:3]:
-        assert (shared - plain).norm() < 1e-4 * plain.norm()
+        assert distance(shared, plain) < 1e-4
     assert found[0][3] < 0.8 * found[1][3]  # and it saves tokens
 
 
@@ -282,7 +303,7 @@ def test_values_are_those_predicted_before_the_token_is_seen_and_padding_does_no
         together = trainer.response_values(make_batch(prompts, responses, extra=2), torch.tensor([0, 1]))
         for i, (p, r) in enumerate(zip(prompts, responses)):
             alone = trainer.critic(torch.tensor([p + r])).logits[0, len(p) - 1:-1, 0]
-            assert together[i, :len(r)].tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+            assert distance(together[i, :len(r)], alone) < 1e-4
 
 
 def test_a_new_critic_says_zero_and_starts_from_the_actors_weights(ppo):
@@ -304,12 +325,13 @@ def test_reward_model_scores_of_a_batch_equal_single_scores(ppo):
     responses = [row["answer"][:10 * i] for i, row in enumerate(trainer.train_rows[:7])]
     together = trainer.reward_model_score(prompts, responses)
     alone = torch.stack([trainer.reward_model_score(p, r) for p, r in zip(prompts, responses)])
-    assert torch.allclose(together, alone, atol=1e-5) and alone.std() > 0.1
+    assert distance(together, alone) < 1e-4 and alone.std() > 0.1
     # and the library agrees, on its own padding, since EOS is not the pad here
     tokenizer = trainer.reward_tokenizer
     inputs = tokenizer([f"{p}\n{r}{tokenizer.eos_token}" for p, r in zip(prompts, responses)], padding=True, padding_side="right", return_tensors="pt")
     with torch.no_grad():
-        assert torch.allclose(trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits[:, 0], together, atol=1e-4)
+        logits = trainer.reward_model(inputs["input_ids"], inputs["attention_mask"]).logits
+    assert distance(logits[:, 0], together) < 1e-4
 
 
 # ---------------------------------------------------------------- the update
@@ -320,7 +342,9 @@ def test_returns_come_from_the_advantages_as_they_are_not_whitened(ppo):
         trainer = ppo(WHITEN_ADVANTAGES=whiten, GAMMA=1.0, LAM=1.0).PPOTrainer()
         torch.nn.init.normal_(trainer.critic.score.weight)
         batch = scored_batch(trainer)
-        assert torch.allclose(batch.returns, batch.scores[:, None] * batch.response_mask, atol=1e-4)  # with gamma and lambda 1 and no KL
+        # with gamma and lambda 1 and no KL; float32 sums of up to 32 values that cancel
+        rounding = 32 * 2 ** -23 * batch.values.abs().max().item()
+        assert torch.allclose(batch.returns, batch.scores[:, None] * batch.response_mask, atol=rounding)
         found.append(batch.advantages)
     assert not torch.allclose(*found) and abs(found[0].sum() / batch.response_mask.sum()) < 1e-5
 
@@ -351,8 +375,8 @@ def test_gradients_and_metrics_do_not_depend_on_the_micro_batch(ppo):
         batch.logprobs = batch.logprobs - 0.1 * batch.response_mask  # off policy: ratios other than 1
         got, metrics = gradients(trainer, batch)
         reference = reference or (got, metrics)
-        assert torch.allclose(got, reference[0], atol=1e-6, rtol=1e-4)
-        assert metrics == pytest.approx(reference[1], rel=1e-3, abs=1e-6)
+        assert distance(got, reference[0]) < 1e-4
+        assert metrics == pytest.approx(reference[1], rel=1e-3, abs=1e-5)
 
 
 def test_padding_changes_neither_gradients_nor_metrics(ppo):
@@ -363,13 +387,14 @@ def test_padding_changes_neither_gradients_nor_metrics(ppo):
     for key in ("prompt_ids", "response_ids", "response_mask", "logprobs", "values", "returns", "advantages"):
         setattr(batch, key, wide(getattr(batch, key), key == "prompt_ids"))
     padded, padded_metrics = gradients(trainer, batch)
-    assert torch.allclose(plain, padded, atol=1e-7) and metrics == pytest.approx(padded_metrics, abs=1e-6)
+    assert distance(padded, plain) < 1e-4 and metrics == pytest.approx(padded_metrics, rel=1e-3, abs=NATS)
 
 
 def test_one_by_eight_four_by_two_and_eight_by_one_are_the_same_run(ppo, tmp_path):
     runs = []
     for size, accumulation in ((1, 8), (4, 2), (8, 1)):
         trainer = ppo(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=accumulation, MAX_STEPS=2, EVAL_DATASETS=[], OUTPUT_DIR=str(tmp_path / str(size))).PPOTrainer()
+        trainer.draw_plots = lambda: None  # most of the time
         start = torch.cat([p.detach().flatten().clone() for p in trainer.actor.parameters()])
         trainer.train()
         moved = torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]) - start
@@ -430,7 +455,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(ppo):
         found.append(gradients(trainer, batch)[0])
         trainer.recompute(False)
         assert not any(m.training for m in trainer.actor.modules())
-    assert torch.allclose(*found, atol=1e-6)
+    assert distance(*found) < 1e-4
 
 
 def test_dropout_is_off_everywhere(ppo, tmp_path):
@@ -441,7 +466,7 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     trainer = ppo(ACTOR_MODEL=str(tmp_path / "gpt2"), MAX_STEPS=1, GRADIENT_CHECKPOINTING=True).PPOTrainer()
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
-    assert first["ratio_max_first"] < 1e-4
+    assert first["ratio_max_first"] < NATS
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_five_end_the_run(ppo, capsys):
@@ -472,15 +497,142 @@ def test_a_model_that_scores_otherwise_than_it_samples_is_caught_on_the_first_st
         trainer.train()
 
 
+# ---------------------------------------------------------------- what a constant does: see mutants.py
+
+def test_actor_and_critic_each_move_by_their_own_scheduled_rate(ppo):
+    rates = dict(LEARNING_RATE=1e-3, CRITIC_LEARNING_RATE=1e-2, USE_LR_SCHEDULER=True)
+    trainer = ppo(**rates, GROUP_EPOCHS=1).PPOTrainer()
+    trainer.total_steps, trainer.state.step = 8, 6  # linear: a quarter is left
+    batch = scored_batch(trainer)
+    copies = lambda model: [p.detach().clone() for p in model.parameters()]
+    before = {name: copies(model) for name, model in trainer.models.items()}
+    metrics = trainer.update(batch)
+    for name, rate in (("policy", 1e-3 / 4), ("critic", 1e-2 / 4)):
+        assert trainer.optimizers[name].param_groups[0]["lr"] == pytest.approx(rate)
+        # Adam's first step moves each weight by the rate, whatever its gradient; a weight is rounded to 1e-7
+        after = trainer.models[name].parameters()
+        moved = max((p - q).abs().max().item() for p, q in zip(after, before[name]))
+        assert moved == pytest.approx(rate, rel=1e-2)
+    assert metrics["learning_rate"] == pytest.approx(1e-3 / 4)
+
+
+def test_the_value_loss_has_its_coefficient_and_only_the_critic_feels_it(ppo):
+    found = []
+    for coefficient in (0.5, 2.0):
+        trainer = ppo(VALUE_LOSS_COEF=coefficient, MAX_GRAD_NORM=1e9).PPOTrainer()
+        found.append(gradients(trainer, scored_batch(trainer))[0])
+    actor = sum(p.numel() for p in trainer.actor.parameters())
+    assert torch.equal(found[0][:actor], found[1][:actor]) and found[0][actor:].abs().max() > 0
+    torch.testing.assert_close(found[0][actor:] * 4, found[1][actor:], rtol=1e-6, atol=0)
+
+
+def test_at_another_temperature_the_first_ratio_is_one_and_the_first_kl_is_zero(ppo):
+    trainer = ppo(TEMPERATURE=0.7, KL_COEF=0.1, GROUP_EPOCHS=1).PPOTrainer()
+    batch = scored_batch(trainer)
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() < NATS
+    metrics = trainer.update(batch)
+    assert metrics["ratio_max_first"] < NATS and abs(metrics["kl"]) < NATS
+
+
+def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it(ppo):
+    trainer = ppo(KL_COEF=0.1, KL_TARGET=0.5, KL_HORIZON=100).PPOTrainer()
+    batch = scored_batch(trainer)
+    batch.ref_logprobs = batch.logprobs - batch.response_mask  # a nat below the actor's at every token
+    assert trainer.update(batch)["kl"] == pytest.approx(1, rel=1e-5)
+    risen = 0.1 * (1 + 0.2 * 16 / 100)
+    assert trainer.state.kl_coef == pytest.approx(risen)
+    batch.scores = torch.zeros_like(batch.scores)
+    batch.values = torch.zeros_like(batch.values)
+    trainer.compute_advantages(batch)
+    last = batch.response_lengths - 1
+    paid = batch.raw_advantages.gather(1, last[:, None])
+    torch.testing.assert_close(paid, torch.full_like(paid, -risen), rtol=1e-5, atol=0)
+
+
+def test_reference_and_critic_come_from_their_own_models(ppo, tmp_path):
+    for name, factor in (("reference", 0.5), ("critic", 0.25)):
+        model = AutoModelForCausalLM.from_pretrained(TINY / "policy")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(factor)
+        model.save_pretrained(tmp_path / name)
+    models = dict(REFERENCE_MODEL=str(tmp_path / "reference"), CRITIC_MODEL=str(tmp_path / "critic"))
+    trainer = ppo(**models, KL_COEF=0.1).PPOTrainer()
+    actor = dict(trainer.actor.base_model.named_parameters())
+    for model, factor in ((trainer.reference, 0.5), (trainer.critic, 0.25)):
+        weights = dict(model.base_model.named_parameters())
+        assert weights.keys() == actor.keys()
+        assert all(torch.equal(weights[key], factor * actor[key]) for key in actor)
+
+
+def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
+    def size(prompts, responses, answers):
+        return [float(len(prompt) + 100 * len(response)) for prompt, response in zip(prompts, responses)]
+    functions = [("exact_answer", 1.0), (size, 0.001)]
+    trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=functions, MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
+    torch.nn.init.normal_(trainer.critic.score.weight)
+    trainer.open_run()
+    batch = scored_batch(trainer, 5)
+    metrics = trainer.update(batch)
+    trainer.state.step = 1
+    trainer.log_step(batch, metrics)
+    samples = [json.loads(line) for line in open(tmp_path / "run/logs/samples.jsonl")]
+    record, = [json.loads(line) for line in open(trainer.metrics_file.name)]
+
+    lengths = batch.response_lengths.tolist()
+    columns = batch.advantages, batch.raw_advantages, batch.returns, batch.values
+    whitened, raw, returns, values = (x.double().tolist() for x in columns)
+    mean = lambda row, n: sum(row[:n]) / n
+    for i, sample in zip((0, 3, 6, 9), samples, strict=True):
+        row = batch.rows[i]
+        lists = [row["prompt"]], [batch.responses[i]], [row["answer"]]
+        assert sample["step"] == 1 and sample["id"] == row["id"] and sample["response"] == batch.responses[i]
+        assert sample["prompt"] == row["prompt"] and sample["answer"] == row["answer"]
+        assert sample["truncated"] == bool(batch.truncated[i]) and sample["reward"] == batch.scores[i].item()
+        assert sample["reward/exact_answer"] == rewards.exact_answer(*lists)[0]
+        assert sample["reward/size"] == size(*lists)[0]
+        assert sample["advantage"] == pytest.approx(mean(whitened[i], lengths[i]), rel=1e-4, abs=1e-5)
+    assert len({sample["reward/size"] for sample in samples}) == 4
+
+    def tokens(*rows):
+        """The values of all response tokens, row after row."""
+        return [x for row, n in zip(*rows, lengths) for x in row[:n]]
+
+    def variance(numbers):
+        centre = sum(numbers) / len(numbers)
+        return sum((x - centre) ** 2 for x in numbers) / len(numbers)
+    left = [r - v for r, v in zip(tokens(returns), tokens(values))]
+    part = batch.parts["size"].tolist()
+    assert max(part) > 1.01 * sum(part) / 10
+    assert record["reward/size"] == pytest.approx(sum(part) / 10, rel=1e-6)
+    assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
+    assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-4)
+    explained = 1 - variance(left) / variance(tokens(returns))
+    assert record["explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-3)
+    assert record["response_length"] == pytest.approx(sum(lengths) / 10)
+    assert record["truncated_fraction"] == pytest.approx(sum(batch.truncated.tolist()) / 10)
+
+
+@pytest.mark.parametrize("ratio, advantage, clipped", [
+    (1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.1, 1, 0), (0.9, -1, 0)])
+def test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took(ppo, ratio, advantage, clipped):
+    trainer = ppo(MAX_NEW_TOKENS=16).PPOTrainer()
+    batch = scored_batch(trainer, 4)
+    batch.logprobs = batch.logprobs - math.log(ratio) * batch.response_mask
+    batch.advantages = torch.full_like(batch.advantages, advantage)
+    _, metrics = gradients(trainer, batch)
+    assert metrics["clip_fraction"] == pytest.approx(clipped, abs=1e-6)  # a mean of ones or of zeros
+
+
 # ---------------------------------------------------------------- the reference, the score
 
 def test_a_reference_is_held_only_for_its_price_and_the_first_kl_is_zero(ppo):
     assert ppo(KL_COEF=0.0).PPOTrainer().reference is None
     trainer = ppo(KL_COEF=0.1).PPOTrainer()
     batch = scored_batch(trainer)
-    assert (batch.logprobs - batch.ref_logprobs).abs().max() < 1e-4
+    assert (batch.logprobs - batch.ref_logprobs).abs().max() < NATS
     assert not any(p.requires_grad for p in trainer.reference.parameters())
-    assert trainer.update(batch)["kl"] == pytest.approx(0, abs=1e-5)
+    assert trainer.update(batch)["kl"] == pytest.approx(0, abs=NATS)
     trainer.score(batch := trainer.rollout(trainer.train_rows[:8]))
     assert (batch.logprobs - batch.ref_logprobs).abs().max() > 1e-3  # the actor has moved, the reference has not
 
@@ -495,7 +647,7 @@ def test_missing_eos_is_penalised(ppo):
     trainer = ppo(MISSING_EOS_PENALTY=3.0, MAX_NEW_TOKENS=12).PPOTrainer()
     batch = scored_batch(trainer)
     assert 0 < batch.truncated.sum() < len(batch.truncated)
-    assert torch.allclose(batch.scores, batch.parts["exact_answer"] - 3.0 * batch.truncated)
+    assert torch.equal(batch.scores, batch.parts["exact_answer"] - 3.0 * batch.truncated)
 
 
 def test_rewards_add_up_with_their_weights(ppo):
@@ -505,7 +657,7 @@ def test_rewards_add_up_with_their_weights(ppo):
     row = trainer.train_rows[0]
     total, parts = trainer.rewards_of([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
     assert parts["exact_answer"].tolist() == [1, 0] and parts["twice"].tolist() == [2, 2]
-    assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2)
+    assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2, atol=1e-5)
     assert parts["reward_model"][0] > parts["reward_model"][1]
 
 
@@ -513,6 +665,7 @@ def test_evaluating_never_changes_training(ppo, tmp_path):
     weights = []
     for every in (0, 1):
         trainer = ppo(MAX_STEPS=3, EVAL_EVERY_N_STEPS=every, OUTPUT_DIR=str(tmp_path / str(every))).PPOTrainer()
+        trainer.draw_plots = lambda: None  # most of the time
         trainer.train()
         weights.append(torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]))
     assert torch.equal(*weights)

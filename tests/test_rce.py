@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, TINY, load_script
+from conftest import NATS, ROOT, TINY, distance, load_script
 from conftest import SMALL as SHARED
 from test_run import read, untimed, walk
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -121,8 +121,8 @@ def test_the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy(step, t
     wanted = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
     trainer.actor.zero_grad()
     metrics = trainer.update(batch)
-    assert metrics["policy_loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert torch.allclose(trainer.gradient, wanted, atol=1e-5)
+    assert metrics["policy_loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert distance(trainer.gradient, wanted) < 1e-4
     if tau == 1e-6:
         assert len(batch.rows) == sum(row["rewards"].count(max(row["rewards"])) for row in chosen)
 
@@ -135,7 +135,7 @@ def test_how_a_step_is_cut_changes_nothing(rce, mined):
         metrics = trainer.update(trainer.next_batch())
         found[-1] = found[-1], metrics["policy_loss"]
     for gradient, loss in found[1:]:
-        assert torch.allclose(gradient, found[0][0], atol=1e-6) and loss == pytest.approx(found[0][1], rel=1e-6)
+        assert distance(gradient, found[0][0]) < 1e-4 and loss == pytest.approx(found[0][1], rel=1e-4)
 
 
 def test_facts_of_the_weights(step):
@@ -143,9 +143,9 @@ def test_facts_of_the_weights(step):
     weights = {}
     for row, w in zip(batch.rows, batch.weights.tolist()):
         weights.setdefault(row["id"], []).append(w)
-    assert all(sum(w) == pytest.approx(1) for w in weights.values())
+    assert all(sum(w) == pytest.approx(1, rel=1e-5) for w in weights.values())
     assert batch.facts["effective_candidates"] == pytest.approx(sum(math.exp(-sum(x * math.log(x) for x in w)) for w in weights.values()) / 8, rel=1e-5)
-    assert batch.facts["weight_on_best"] == pytest.approx(sum(max(w) for w in weights.values()) / 8, rel=1e-6)
+    assert batch.facts["weight_on_best"] == pytest.approx(sum(max(w) for w in weights.values()) / 8, rel=1e-5)
 
 
 def test_tau_moves_by_equal_factors_to_its_end(step):
@@ -194,7 +194,7 @@ def test_gt_prob_of_a_toy_model_by_enumeration(rce, toy):
         for c, working in zip(candidates[3 * i:3 * i + 3], workings):
             golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
             each = {g: probability(trainer, row["ids"] + working, [{"a": 2, "b": 3}[x] for x in g] + [1]) for g in golds}  # distinct, ended by EOS
-            assert c["gt_prob"] == pytest.approx(sum(each.values()), rel=1e-5)
+            assert c["gt_prob"] == pytest.approx(sum(each.values()), rel=4 * NATS)  # up to four tokens
     # all answers of one to three letters, and every other way the text could go on, are the whole of probability
     first, others = candidates[0], 0.0
     before = rows[0]["ids"] + workings[0]
@@ -202,7 +202,7 @@ def test_gt_prob_of_a_toy_model_by_enumeration(rce, toy):
         for middle in itertools.product((2, 3), repeat=n):
             for last in (0, 4, 5) + ((2, 3) if n == 3 else ()) + ((1,) if n == 0 else ()):
                 others += probability(trainer, before, [*middle, last])
-    assert first["gt_prob"] + others == pytest.approx(1, rel=1e-5) and 0 < first["gt_prob"] < 1
+    assert first["gt_prob"] + others == pytest.approx(1, rel=4 * NATS) and 0 < first["gt_prob"] < 1
 
 
 def test_gold_answers_weigh_by_their_count_and_never_reach_above_one(rce, toy):
@@ -228,7 +228,8 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
     row = trainer.train_rows[2]
     candidates = [{"prompt_id": row["id"], "token_ids": ids} for ids in ([2, 1], [3, 3, 1])]
     trainer.score_gold({row["id"]: row}, candidates, [row["ids"]] * 2)
-    assert [c["gt_prob"] for c in candidates] == pytest.approx([probability(trainer, row["ids"], [2, 1])] * 2, rel=1e-5)
+    want = probability(trainer, row["ids"], [2, 1])
+    assert [c["gt_prob"] for c in candidates] == pytest.approx([want] * 2, rel=2 * NATS)
 
 
 # ---------------------------------------------------------------- mining
@@ -255,7 +256,8 @@ def test_candidates_have_the_columns_that_are_promised(mined):
 def test_the_logprob_is_the_policys_own(rce, mined):
     trainer = rce().RCETrainer()
     for c in pq.read_table(mined).to_pylist()[::7]:
-        assert c["logprob"] == pytest.approx(alone(trainer, trainer.rows[c["prompt_id"]], c).item(), abs=1e-3)
+        want = alone(trainer, trainer.rows[c["prompt_id"]], c).item()
+        assert c["logprob"] == pytest.approx(want, abs=8 * NATS)
 
 
 def test_equal_candidates_merge_and_keep_every_source(rce):
@@ -359,7 +361,7 @@ def test_a_reward_that_cannot_be_used_ends_the_run_with_a_sentence(rce, function
 def test_the_reward_model_is_squashed_into_the_soft_reward(rce):
     trainer = rce(REWARD_MODEL=str(TINY / "reward_model"), SOFT_REWARD="reward_model").RCETrainer()
     for c in trainer.mine_part(trainer.train_rows[:2]):
-        assert c["soft"] == pytest.approx(1 / (1 + math.exp(-c["reward/reward_model"])))
+        assert c["soft"] == pytest.approx(1 / (1 + math.exp(-c["reward/reward_model"])), rel=1e-5)
 
 
 def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
@@ -572,7 +574,8 @@ def test_the_second_round_is_mined_with_the_policy_so_far(unbroken, rce):
     assert max(abs(c["logprob"] - x) for c, x in zip(records, before)) > 0.01  # not the base
     if steps in states:
         base.actor = AutoModelForCausalLM.from_pretrained(states[steps] / "policy")
-        assert [c["logprob"] for c in records] == pytest.approx([alone(base, base.rows[c["prompt_id"]], c).item() for c in records], abs=1e-3)
+        want = [alone(base, base.rows[c["prompt_id"]], c).item() for c in records]
+        assert [c["logprob"] for c in records] == pytest.approx(want, abs=8 * NATS)
 
 
 def test_stage_by_stage_is_the_same_as_all_at_once(tmp_path):

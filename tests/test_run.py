@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -421,6 +422,7 @@ def test_early_stopping_and_plateau_count_evaluations_without_a_better_reward(pp
     trainer = ppo(MAX_STEPS=9, EVAL_EVERY_N_STEPS=1, EARLY_STOPPING_PATIENCE=3, PLATEAU_PATIENCE=2, USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", LEARNING_RATE=1e-5).PPOTrainer()
     rewards = iter([0.1, 0.5, 0.4, 0.5, 0.3, 0.9])
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": next(rewards)})
+    monkeypatch.setattr(trainer, "draw_plots", lambda: None)  # most of the time
     trainer.train()
     assert trainer.state.step == 4 and trainer.state.best_reward == 0.5
     rates = [r["learning_rate"] for r in read(trainer.metrics_file.name) if r["phase"] == "train"]
@@ -434,6 +436,214 @@ def test_wandb_offline_writes_a_real_run(tmp_path):
     done = run_script("ppo/ppo.py", f"OUTPUT_DIR={out}", "USE_WANDB=True", env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"})
     assert done.returncode == 0, done.stderr
     assert list(out.glob("wandb/offline-run-*/run-*.wandb"))[0].stat().st_size > 1000
+
+
+# ---------------------------------------------------------------- what every trainer does: see mutants.py
+
+def test_every_epoch_sees_every_prompt_once_in_an_order_of_its_own(each):
+    script, trainer_class = each(BATCH_SIZE=2, GRADIENT_ACCUMULATION_STEPS=2)
+    state = SimpleNamespace(epoch=0, order=None, cursor=0)
+    trainer = SimpleNamespace(train_rows=list(range(10)), state=state)
+    orders = []
+    for epoch in (1, 2, 3):
+        steps = [trainer_class.next_rows(trainer) for _ in range(3)]
+        assert [len(rows) for rows in steps] == [4, 4, 2] and trainer.state.epoch == epoch
+        orders.append(sum(steps, []))
+        assert sorted(orders[-1]) == list(range(10)) != orders[-1]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
+    script, trainer_class = each(RESUME="no")
+    trainer = trainer_class()
+    trainer.open_run()
+    numbers = [key for key, value in vars(trainer.state).items() if isinstance(value, (int, float))]
+    numbers.remove("prompts")  # must fit the data
+    assert {"evals_since_best", "halvings", "best_reward", "cursor", "epoch", "skipped"} <= set(numbers)
+    for number, key in enumerate(numbers, 2):  # each its own, so that no two can change places
+        setattr(trainer.state, key, type(getattr(trainer.state, key))(number))
+    trainer.state.order = torch.arange(24).flip(0)
+    folder = tmp_path / "run/step_9"
+    script.write_checkpoint(folder, trainer.fill_checkpoint)
+    trainer.lock.close()
+    again = trainer_class(str(folder))
+    for key, value in vars(trainer.state).items():
+        got = getattr(again.state, key)
+        assert torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value, key
+
+
+def graded(trainer):
+    """Give every weight of every model a gradient; returns them, by the model's name."""
+    torch.manual_seed(0)
+    for model in trainer.models.values():
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+    return {name: joined(p.grad for p in model.parameters()) for name, model in trainer.models.items()}
+
+
+def joined(tensors):
+    return torch.cat([x.detach().flatten().clone() for x in tensors])
+
+
+def test_each_models_gradient_is_clipped_to_max_grad_norm(each):
+    script, trainer_class = each(MAX_GRAD_NORM=0.25)
+    trainer = trainer_class()
+    before, stepped = graded(trainer), {}
+    for name, model in trainer.models.items():
+        def step(name=name, model=model):
+            stepped[name] = joined(p.grad for p in model.parameters())
+        trainer.optimizers[name].step = step
+    norms = trainer.clip_and_step(0.0, None, None)
+    assert stepped.keys() == before.keys()
+    # norms are sums of squares of a few hundred thousand float32 numbers
+    assert norms == pytest.approx([g.double().norm().item() for g in before.values()], rel=1e-5)
+    for name, gradient in before.items():
+        want = gradient * (0.25 / gradient.double().norm()).float()
+        torch.testing.assert_close(stepped[name], want, rtol=1e-5, atol=0)
+
+
+def test_each_optimizer_has_its_own_rate_and_the_weight_decay(each):
+    script, trainer_class = each(WEIGHT_DECAY=0.5, LEARNING_RATE=0.01)
+    if hasattr(script, "CRITIC_LEARNING_RATE"):
+        script.CRITIC_LEARNING_RATE = 0.03
+    trainer = trainer_class()
+    for model in trainer.models.values():
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+    before = {name: joined(model.parameters()) for name, model in trainer.models.items()}
+    trainer.clip_and_step(0.0, None, None)
+    for name, model in trainer.models.items():  # AdamW without a gradient only shrinks: w (1 - rate decay)
+        rate = 0.03 if name == "critic" else 0.01
+        want = before[name] * (1 - rate * 0.5)
+        torch.testing.assert_close(joined(model.parameters()), want, rtol=1e-6, atol=0)
+
+
+def test_a_prompt_of_max_prompt_tokens_is_kept_and_one_more_is_not(each):
+    script, trainer_class = each(EVAL_DATASETS=[])
+    trainer = trainer_class()
+    row = {"id": "a:1", "prompt": trainer.train_rows[0]["prompt"]}
+    length = len(trainer.train_rows[0]["ids"])
+    for longest, kept in ((length + 1, 1), (length, 1), (length - 1, 0)):
+        script.MAX_PROMPT_TOKENS = longest
+        assert len(trainer.encode([dict(row)], "here")) == kept
+
+
+def with_bos(folder, source, chat_template):
+    """A copy of a model whose tokenizer puts "$" before every text by itself, as Llama's does its BOS."""
+    shutil.copytree(source, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "$", "type_id": 0}})
+    tokenizer["post_processor"]["special_tokens"] = {"$": {"id": "$", "ids": [50], "tokens": ["$"]}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").unlink()
+    if chat_template:
+        (folder / "chat_template.jinja").write_text(chat_template)
+    return str(folder)
+
+
+CHAT = """{{ '$' }}
+{%- for m in messages %}
+    {%- if m['role'] == 'user' %}{{ '(' + m['content'] }}
+    {%- else %}{{ ')' + m['content'] + '<eos>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ ')' }}{% endif %}"""
+
+
+def test_a_prompt_begins_with_one_bos_with_and_without_a_chat_template(each, tmp_path):
+    for template in ("", CHAT):
+        model = with_bos(tmp_path / f"model {len(template)}", TINY / "policy", template)
+        script, trainer_class = each(ACTOR_MODEL=model, EVAL_DATASETS=[])
+        trainer = trainer_class()
+        row = trainer.train_rows[0]
+        plain = trainer.tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        assert row["ids"] == ([50, 51, *plain, 52] if template else [50, *plain])
+
+
+def test_the_reward_model_reads_one_bos_and_one_eos_with_and_without_a_chat_template(each, tmp_path):
+    for template in ("", CHAT):
+        model = with_bos(tmp_path / f"model {len(template)}", TINY / "reward_model", template)
+        script, trainer_class = each(REWARD_MODEL=model, EVAL_DATASETS=[])
+        trainer, seen = trainer_class(), []
+
+        def look(module, args, kwargs):
+            seen.extend(kwargs["input_ids"].tolist())
+        trainer.reward_model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+        trainer.reward_model_score("Tom has 1 apples.", "#### 1")
+        text = "$(Tom has 1 apples.)#### 1<eos>" if template else "$Tom has 1 apples.#### 1<eos>"
+        assert seen == [trainer.reward_tokenizer(text, add_special_tokens=False)["input_ids"]]
+        assert seen[0].count(50) == seen[0].count(1) == 1
+
+
+def test_the_eos_ids_of_the_generation_config_end_a_response_too(each, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "model")
+    config = json.loads((tmp_path / "model/generation_config.json").read_text())
+    config["eos_token_id"] = [3, 1]  # 3 is the end of a line
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(config))
+    script, trainer_class = each(ACTOR_MODEL=str(tmp_path / "model"), EVAL_DATASETS=[])
+    trainer = trainer_class()
+    batch = trainer.respond([row["ids"] for row in trainer.train_rows[:4]], None)
+    last = batch.response_ids.gather(1, batch.response_lengths[:, None] - 1).squeeze(1)
+    assert 3 in last.tolist() and not batch.truncated[last == 3].any()
+    before_the_last = torch.arange(batch.response_ids.shape[1]) < batch.response_lengths[:, None] - 1
+    assert not (batch.response_ids[before_the_last] == 3).any()
+
+
+def judged(trainer, monkeypatch, evaluations):
+    """Which evaluations made evaluate_and_log() keep a best policy, and evals_since_best after each."""
+    monkeypatch.setattr(trainer, "write_metrics", lambda *_: None)
+    monkeypatch.setattr(trainer, "say", lambda *_: None)
+    monkeypatch.setattr(trainer, "validate", dict, raising=False)  # rce's; without it rce goes by the reward
+    saved, waited = [], []
+    for number, (reward, greedy) in enumerate(evaluations):
+        monkeypatch.setattr(trainer, "evaluate", lambda: {"accuracy_greedy": greedy, "reward": reward})
+        monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(number))
+        trainer.evaluate_and_log()
+        waited.append(trainer.state.evals_since_best)
+    return saved, waited
+
+
+EVALUATIONS = [(0.1, 0.9), (0.5, 0.1), (0.55, 0.2), (0.5, 0.95), (0.62, 0.0)]  # reward, greedy accuracy
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1])
+def test_the_best_policy_is_that_of_the_highest_reward_whatever_the_threshold(each, monkeypatch, threshold):
+    script, trainer_class = each(EARLY_STOPPING_THRESHOLD=threshold)
+    assert judged(trainer_class(), monkeypatch, EVALUATIONS)[0] == [0, 1, 2, 4]
+
+
+def test_patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold(each, monkeypatch):
+    for threshold, want in ((0.0, [0, 0, 0, 1, 0]), (0.1, [0, 0, 1, 2, 0])):
+        script, trainer_class = each(EARLY_STOPPING_THRESHOLD=threshold)
+        assert judged(trainer_class(), monkeypatch, EVALUATIONS)[1] == want
+
+
+def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(ppo, tmp_path):
+    """The kill and resume above in short: weights, both optimizers, generators, cursor, coefficient, logs."""
+    constants = dict(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1, MAX_TRAIN_PROMPTS=6, MAX_NEW_TOKENS=16,
+                     MINI_BATCHES=2, KL_COEF=0.1, KL_TARGET=0.01, EVAL_DATASETS=[], RESUME="yes")
+
+    def run(out):
+        trainer = ppo(**constants, OUTPUT_DIR=str(out)).PPOTrainer()
+        trainer.draw_plots = lambda: None  # most of the time
+        trainer.train()
+    one, two = tmp_path / "unbroken", tmp_path / "resumed"
+    run(one)
+    shutil.copytree(one, two)
+    shutil.rmtree(two / "step_2")
+    random.seed(99), np.random.seed(99), torch.manual_seed(99)
+    run(two)
+    for file in ("step_2/policy/model.safetensors", "step_2/critic/model.safetensors", "logs/samples.jsonl"):
+        assert (one / file).read_bytes() == (two / file).read_bytes(), file
+    assert untimed(one / "logs/metrics.jsonl") == untimed(two / "logs/metrics.jsonl")
+    flat = []
+    for out in (one, two):
+        state = torch.load(out / "step_2/training_state.pt", weights_only=True)
+        del state["log_bytes"]  # timings differ in length
+        flat.append(dict(walk(state)))
+    assert flat[0].keys() == flat[1].keys()
+    for key, value in flat[0].items():
+        other = flat[1][key]
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
 
 
 # ---------------------------------------------------------------- the guide's ways of working

@@ -326,6 +326,31 @@ def test_a_checkpoint_of_another_trainer_or_kind_is_refused(ppo, tmp_path):
         grpo.GRPOTrainer(resume_from_checkpoint=str(step))
 
 
+@pytest.mark.parametrize("path", TRAINERS)
+def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tmp_path):
+    script = load_script(path)
+
+    def fill(folder):
+        (folder / "policy").mkdir()
+        for name in ("training_state.pt", "policy/weights", "config.json"):
+            (folder / name).write_bytes(name.encode() * 10)
+    faults = {
+        # of the same size
+        "policy/weights is not what was saved":
+            lambda step: (step / "policy/weights").write_bytes(b"X" * 140),
+        "config.json is missing": lambda step: (step / "config.json").unlink(),
+        "training_state.pt is not what was saved": lambda step: os.truncate(step / "training_state.pt", 5),
+        "policy/more is not what was saved": lambda step: (step / "policy/more").write_text("x"),
+        "manifest.json: ": lambda step: (step / "manifest.json").unlink(),
+    }
+    for number, (says, spoil) in enumerate(faults.items()):
+        step = tmp_path / f"step_{number}"
+        script.write_checkpoint(step, fill)
+        assert script.checkpoint_fault(step) is None
+        spoil(step)
+        assert script.checkpoint_fault(step).startswith(says)
+
+
 class Bomb:
     def __init__(self, mark):
         self.mark = mark

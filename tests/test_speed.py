@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, load_script
+from conftest import NATS, SMALL, distance, load_script
 from transformers import AutoModelForCausalLM, Llama4TextConfig, MistralConfig
 
 module = load_script("grpo/grpo.py")
@@ -47,8 +47,8 @@ def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
         whole, n = prompts[i // 4] + ids[i, :lengths[i]].tolist(), int(lengths[i])
         with torch.no_grad():
             want = (model(torch.tensor([whole])).logits[0, -n - 1:-1] / 1.3).log_softmax(-1)
-        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[i, :n, None])[:, 0], atol=1e-4)
-        assert torch.allclose(entropies[i, :n], -(want.exp() * want).sum(-1), atol=1e-4)
+        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[i, :n, None])[:, 0], atol=NATS)
+        assert torch.allclose(entropies[i, :n], -(want.exp() * want).sum(-1), atol=NATS)
         assert (ids[i, n:] == 0).all() and (logprobs[i, n:] == 0).all() and (entropies[i, n:] == 0).all()
 
 
@@ -108,8 +108,8 @@ def test_packed_rows_are_plain_forward_passes(responses, config):  # but chunks 
         p, n = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         ids = torch.cat([batch.prompt_ids[row, -p:], batch.response_ids[row, :n]])
         want = (model(ids[None]).logits[0, p - 1:-1] / 0.8).log_softmax(-1)
-        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[p:, None])[:, 0], atol=1e-5)
-        assert torch.allclose(entropy[i, :n], -(want.exp() * want).sum(-1), atol=1e-5)
+        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[p:, None])[:, 0], atol=NATS)
+        assert torch.allclose(entropy[i, :n], -(want.exp() * want).sum(-1), atol=NATS)
         assert (logprobs[i, n:] == 0).all() and (entropy[i, n:] == 0).all()
 
 
@@ -135,8 +135,8 @@ def test_token_logprobs_and_their_gradient_are_autograds(dtype, temperature, of_
     want_grad, = torch.autograd.grad((weight[0] * want[0] + of_entropy * weight[1] * want[1]).sum(), logits)
     got = module.TokenLogprobs.apply(logits, ids, temperature)
     grad, = torch.autograd.grad((weight[0] * got[0] + of_entropy * weight[1] * got[1]).sum(), logits)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want))
-    assert grad.dtype == dtype and torch.allclose(grad.float(), want_grad.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+    assert all(distance(a, b) < 1e-5 for a, b in zip(got, want))  # float32 sums of 50; bfloat16 keeps 8 bits
+    assert grad.dtype == dtype and distance(grad, want_grad) < (1e-5 if dtype == torch.float32 else 2 ** -8)
 
 
 def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grpo, monkeypatch):
@@ -174,9 +174,9 @@ def test_flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same(
     assert (weights[0] - before).abs().max() > 5e-4  # they did move
     # Adam divides by the gradient's size: a gradient that is zero but for rounding takes a step either way
     assert ((weights[0] - weights[1]).abs() > 1e-4).float().mean() < 1e-3
-    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-4)
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-3)
     for key in ("entropy", "approx_kl", "clip_fraction", "policy_loss"):
-        assert metrics[0][key] == pytest.approx(metrics[1][key], abs=1e-5)
+        assert metrics[0][key] == pytest.approx(metrics[1][key], abs=NATS)
 
 
 def test_a_step_of_flat_groups_alone_still_takes_its_optimizer_step(grpo):
