@@ -17,7 +17,6 @@ mask, in float32 with transformers' eager attention.
 """
 import argparse
 import dataclasses
-import inspect
 import json
 import math
 import shutil
@@ -41,7 +40,7 @@ TEMPERATURE = 1.3
 TOLERANCE = 1e-3  # nats; what the trainer itself allows a first ratio. Rounding gives about 1e-5, a real error .1 and more
 PROMPT_WORDS = (3, 7, 14, 26)
 EOS_IDS = [1, 5]
-LARGEST = 2_000_000  # parameters of a model called tiny
+LARGEST = 8_000_000  # parameters of a model called tiny
 
 # ================================================================ tiny configs
 
@@ -50,8 +49,7 @@ COMMON = dict(
     vocab_size=82, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1, max_position_embeddings=128,
     n_positions=128, n_ctx=128, max_seq_len=128, max_target_positions=128, context_length=128, model_max_length=128,
     hidden_size=32, d_model=32, n_embd=32, emb_dim=32, embedding_size=32, embedding_dim=32, word_embed_proj_dim=32,
-    num_hidden_layers=4, num_layers=4, n_layer=4, n_layers=4, decoder_layers=4, encoder_layers=1, num_decoder_layers=4,
-    num_encoder_layers=1,
+    num_hidden_layers=4, num_layers=4, n_layer=4, n_layers=4, decoder_layers=4, encoder_layers=4, num_decoder_layers=4, num_encoder_layers=4,
     num_attention_heads=4, n_head=4, n_heads=4, num_heads=4, attention_heads=4, decoder_attention_heads=4,
     encoder_attention_heads=4, num_decoder_attention_heads=4, num_encoder_attention_heads=4,
     num_key_value_heads=2, num_kv_heads=2, head_dim=8, kv_channels=8, attention_head_size=8, dim_head=8, d_head=8,
@@ -63,7 +61,7 @@ COMMON = dict(
     num_experts=4, n_routed_experts=4, num_local_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_topk=2, moe_k=2,
     num_experts_per_token=2, n_group=2, topk_group=1, num_expert_group=2, first_k_dense_replace=1, num_dense_layers=1,
     kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    index_head_dim=8, index_n_heads=2, index_topk=128, max_window_layers=2,
+    index_head_dim=8, index_n_heads=16, index_topk=128, max_window_layers=2,
     mamba_d_state=8, mamba_n_heads=8, mamba_d_head=8, mamba_chunk_size=8, mamba_d_ssm=64, mamba_num_heads=8, mamba_head_dim=8,
     ssm_state_size=8, state_size=8, chunk_size=8, time_step_rank=4, mamba_dt_rank=4, n_groups=2,
     linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_head_dim=8,
@@ -72,7 +70,64 @@ COMMON = dict(
 WINDOWS = "sliding_window sliding_window_size attention_window_size local_attention window_size attention_chunk_size keep_window_size".split()
 
 # What a type needs beside COMMON
+MIXED = ["linear_attention", "full_attention"] * 2
+SLIDING = ["sliding_attention", "full_attention"] * 2
 OVERRIDES = {
+    "bamba": dict(attn_layer_indices=[1, 3]),
+    "big_bird": dict(attention_type="original_full"),
+    "bigbird_pegasus": dict(attention_type="original_full"),
+    "blt": dict(
+        cross_attn_k=1, encoder_hash_byte_group_size=[3, 4], encoder_hash_byte_group_vocab=50,
+        encoder_config=dict(hidden_size_global=32, cross_attn_k=1), decoder_config=dict(hidden_size_global=32, cross_attn_k=1)),
+    "cohere": dict(logit_scale=1.0),
+    "cohere2": dict(logit_scale=1.0),
+    "cohere_compass_text": dict(layer_types=SLIDING, rope_parameters={kind: dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]) for kind in SLIDING}),
+    "dbrx": dict(rope_parameters=dict(rope_type="default", rope_theta=1e4), attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8),
+                 ffn_config=dict(moe_top_k=2)),
+    "deepseek_v2": dict(topk_method="group_limited_greedy"),
+    "diffllama": dict(attention_dropout=0.0),  # it refuses another
+    "dots1": dict(n_shared_experts=1),
+    "dots3_note_text": dict(
+        swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=16, swa_kv_lora_rank=16, swa_head_dim=16,
+        swa_qk_nope_head_dim=8, swa_v_head_dim=8, head_dim=16, n_group=1),
+    "gemma3n_text": dict(layer_types=SLIDING, num_kv_shared_layers=2, vocab_size_per_layer_input=82, laurel_rank=8,
+                         hidden_size_per_layer_input=8, activation_sparsity_pattern=[0.0] * 4),
+    "gemma4_text": dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=82, num_kv_shared_layers=1,
+                        layer_types=SLIDING, global_head_dim=8),
+    "gemma4_unified_text": dict(global_head_dim=8, layer_types=SLIDING),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
+    "granitemoehybrid": dict(layer_types=MIXED),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
+    "laguna": dict(layer_types=SLIDING),
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
+    "mamba2": dict(num_heads=8, head_dim=8),
+    "mellum": dict(layer_types=SLIDING),
+    "minicpm3": dict(dim_model_base=32),
+    "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=128, indexer_compress_ratio=4),
+    "reformer": dict(is_decoder=True, attn_layers=["local", "lsh"] * 2, axial_pos_shape=[8, 16], axial_pos_embds_dim=[16, 16],
+                     local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=4),
+    "roc_bert": dict(pronunciation_vocab_size=20, shape_vocab_size=20, pronunciation_embed_dim=16, shape_embed_dim=16),
+    "zamba": dict(num_hidden_layers=6, layers_block_type=["linear_attention", "linear_attention", "hybrid"] * 2, num_key_value_heads=4,
+                  attention_head_dim=16),
+    "zamba2": dict(layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4, n_mamba_heads=4),
+    "zaya": dict(num_experts_per_tok=1),
+}
+OVERRIDES["dots3_note"] = dict(text_config=OVERRIDES["dots3_note_text"], vision_config=dict(
+    pyramid_num_routed=[-1] * 4, adapter_in_dim=32, adapter_out_dim=32),
+                               audio_config=dict(adapter_out_dim=32))
+OVERRIDES["gemma4_unified"] = dict(text_config=OVERRIDES["gemma4_unified_text"], vision_config=dict(
+    mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32))
+OVERRIDES["gemma4"] = dict(text_config=OVERRIDES["gemma4_text"])
+OVERRIDES["qwen4_exp"] = dict(text_config=OVERRIDES["qwen4_exp_text"])
+
+NOT_BUILT = {
+    "gemma3n": "its vision tower needs the package timm; gemma3n_text is its language model",
+    "gemma4_assistant": "it drafts from another model's hidden states and has no input of its own",
+    "gemma4_unified_assistant": "it drafts from another model's hidden states and has no input of its own",
+    "musicgen": "it writes codes of sound, several at a time, from an encoder's output",
+    "musicgen_melody": "it writes codes of sound, several at a time, from an encoder's output",
 }
 
 # Other configs of a type, by the name behind the plus: what is changed
@@ -87,6 +142,10 @@ VARIANTS = {
         rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 4.0, 6.0, 8.0],
         original_max_position_embeddings=32)),
     "mixtral+router logits": dict(output_router_logits=True),
+    "xlm+causal": dict(causal=True),
+    "falcon+alibi": dict(alibi=True),
+    "falcon+new decoder": dict(new_decoder_architecture=True),
+    "deepseek_v2+greedy": dict(topk_method="greedy"),
 }
 
 
@@ -105,10 +164,13 @@ def tiny_values(config_class, overrides):
     if "kv_lora_rank" in known and "num_key_value_heads" in values:
         values["num_key_value_heads"] = 4  # latent attention has as many as heads
     for key, sub_class in config_class.sub_configs.items():
+        spec, change = config_class.sub_configs_defaults.get(key), overrides.get(key, {})
         if sub_class is not AutoConfig:
-            values[key] = tiny_values(sub_class, overrides.get(key, {}))
-    for key, value in overrides.items():
-        values[key] = {**values[key], **value} if isinstance(values.get(key), dict) and key in config_class.sub_configs else value
+            values[key] = tiny_values(sub_class, change)
+        elif kind := change.get("model_type", getattr(spec, "model_type", None)):
+            values[key] = {"model_type": kind, **tiny_values(CONFIG_MAPPING[kind], change)}
+    values.update({key: value for key, value in overrides.items() if key not in config_class.sub_configs})
+    values.pop("model_type", None)
     for key, default in known.items():
         if ("drop" in key or "jitter" in key) and isinstance(default, float) and key not in overrides:
             values[key] = 0.5  # so that dropout left on in the update is seen
@@ -120,36 +182,37 @@ def tiny_config(name):
     kind, _, variant = name.partition("+")
     config_class = CONFIG_MAPPING[kind]
     change = dict(OVERRIDES.get(kind, {}))
-    if variant == "window":
-        change.update(window_change(config_class))
-    elif variant:
-        change.update(VARIANTS[name])
+    if variant:
+        change.update(variants(kind)[variant])
     config = config_class(**tiny_values(config_class, change))
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds and "layer_types" not in change:  # the kinds of layers that the type has when it is large
         full = list(dict.fromkeys(type(text)().layer_types))
-        if set(full) - set(kinds):
+        if set(full) - set(kinds) and "layer_types" in fields(type(text)):
             text.layer_types = [full[i % len(full)] for i in range(len(kinds))]
     return config
 
 
-def window_change(config_class):
-    known = fields(config_class)
-    change = {key: 8 for key in WINDOWS if key in known}
-    if "use_sliding_window" in known:
-        change["use_sliding_window"] = True
-    return change
+def variants(kind):
+    """What changes in each variant of a model type, by its name."""
+    known = fields(CONFIG_MAPPING[kind])
+    found = {}
+    if window := {key: 8 for key in WINDOWS if key in known}:
+        found["window"] = {**window, **({"use_sliding_window": True} if "use_sliding_window" in known else {})}
+    if "index_topk" in known:
+        found["sparse"] = {"index_topk": 8}
+    if "is_decoder" in known and "hidden_dropout_prob" in known and kind != "reformer":
+        found["decoder"] = {"is_decoder": True}
+    found.update({name.partition("+")[2]: change for name, change in VARIANTS.items() if name.partition("+")[0] == kind})
+    return found
 
 
 def names():
-    """Every model type and its variants."""
+    """Every model type, each followed by its variants."""
     found = []
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        found.append(kind)
-        if window_change(CONFIG_MAPPING[kind]):
-            found.append(f"{kind}+window")
-        found += [name for name in VARIANTS if name.partition("+")[0] == kind]
+        found += [kind, *(f"{kind}+{variant}" for variant in variants(kind))]
     return found
 
 
@@ -168,6 +231,9 @@ def enlarge(model):
             parameter += noise * 1.5 / math.sqrt(parameter.shape[-1])
         elif parameter.float().mean().abs() < 0.5 * spread:
             parameter *= 1.5 / math.sqrt(parameter.shape[-1]) / spread
+    for module in model.modules():  # gemma3n has the square root of an embedding's size: no gradient where a pad's is zero
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None and module.weight.is_floating_point():
+            module.weight[module.padding_idx].normal_(0, 0.1)
 
 
 def build(name, folder):
@@ -182,20 +248,20 @@ def build(name, folder):
     enlarge(model)
     model.generation_config = GenerationConfig(eos_token_id=EOS_IDS, pad_token_id=0)
     model.save_pretrained(folder)
+    if model.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.save_pretrained(folder)  # a text model by itself has no Auto class: its checkpoints have the whole config
     AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(folder)
     return type(model).__name__
 
 
 # ================================================================ the oracle
 
-@torch.no_grad()
 def load_oracle(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     model.config.use_cache = False
     return model
 
 
-@torch.no_grad()
 def oracle_logprobs(model, ids, prompt_length):
     """Log-probability of each response token in one row of ids, alone and unpadded, (response,)."""
     logits = model(input_ids=torch.tensor([ids])).logits[0].float() / TEMPERATURE
@@ -229,14 +295,16 @@ class Result:
     error: float = 0.0  # largest, in nats
     sentence: str = ""
     errors: dict = dataclasses.field(default_factory=dict)  # by what was compared
+    notes: list = dataclasses.field(default_factory=list)  # what makes the oracle itself doubtful
     seconds: float = 0.0
 
 
 def where(error):
-    """An exception's last line and its innermost frame."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:160]
-    return f"{type(error).__name__}: {text} ({'/'.join(Path(frame.filename).parts[-2:])} line {frame.lineno}, {frame.name})"
+    """An exception's last line, its innermost frame and the innermost in grpo.py."""
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = [frame for frame in frames[:-1] if frame.filename.endswith("grpo.py")][-1:] + frames[-1:]
+    places = [f"{'/'.join(Path(frame.filename).parts[-2:])} line {frame.lineno}, {frame.name}" for frame in shown]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]} ({'; '.join(places)})"
 
 
 def by_position(prompts, responses, answers):
@@ -274,6 +342,9 @@ def write_prompts(folder):
 def examine(name, folder):
     """Build a type in an empty folder and see what the trainer does with it."""
     result, started = Result(name), time.perf_counter()
+    if why := NOT_BUILT.get(name.partition("+")[0]):
+        result.outcome, result.sentence = "not built", why
+        return result
     try:
         result.model = build(name, folder)
         write_prompts(folder)
@@ -290,11 +361,14 @@ def examine(name, folder):
         stage = "score"
         compare(result, script, trainer, batch, oracle)
         stage = "step"
-        result.errors["first ratio"] = step(trainer, batch)
+        result.errors["first ratio"], norm = step(trainer, batch)
+        true_norm = oracle_gradient(oracle, batch)
+        result.errors["gradient"] = abs(norm / true_norm - 1) if math.isfinite(norm) else math.inf
         if trainer.actor.supports_gradient_checkpointing:
             stage = "step with GRADIENT_CHECKPOINTING"
             trainer = set_constants(folder, GRADIENT_CHECKPOINTING=True).GRPOTrainer()
-            result.errors["first ratio, checkpointing"] = step(trainer, trainer.rollout_and_score())
+            result.errors["first ratio, checkpointing"], norm = step(trainer, trainer.rollout_and_score())
+            result.errors["gradient, checkpointing"] = abs(norm / true_norm - 1) if math.isfinite(norm) else math.inf
     except script.UserError as error:
         late = stage in ("step", "step with GRADIENT_CHECKPOINTING")
         result.outcome, result.sentence = "wrong" if late else "refused", f"{stage}: {error}" if stage != "GRPOTrainer()" else str(error)
@@ -321,7 +395,6 @@ def compare(result, script, trainer, batch, oracle):
     true = [oracle_logprobs(oracle, ids, n) for ids, n in rows]
     for key, found in (("sampler", batch.logprobs), ("scorer", scored)):
         result.errors[key] = max(largest(row[:len(said)], said) for row, said in zip(found, true))
-    result.notes = []
     ids, n = max(rows, key=lambda row: len(row[0]) - row[1])
     said = oracle_logprobs(oracle, ids, n)
     other = list(ids)
@@ -331,12 +404,29 @@ def compare(result, script, trainer, batch, oracle):
     cut = n + (len(ids) - n) // 2
     if not largest(oracle_logprobs(oracle, ids[:cut], n), said[:cut - n]) < TOLERANCE:
         result.notes.append("the oracle's numbers depend on later tokens")
+    kind, _, variant = result.name.partition("+")
+    if variant in ("window", "sparse"):
+        plain = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32, attn_implementation="eager").eval()
+        plain.load_state_dict(oracle.state_dict())
+        if not largest(oracle_logprobs(plain, ids, n), said) > 0.05:
+            result.notes.append(f"the {variant} changes nothing")
 
 
 def step(trainer, batch):
-    """The first ratio's distance from 1 in a training step."""
+    """The first ratio's distance from 1 in a training step, and its gradient's norm."""
     trainer.compute_advantages(batch)
-    return trainer.update(batch)["ratio_max_first"]
+    metrics = trainer.update(batch)
+    return metrics["ratio_max_first"], metrics["grad_norm"]
+
+
+def oracle_gradient(oracle, batch):
+    """The norm of what the step's gradient should be: of minus the mean of advantage * log-probability over the tokens."""
+    tokens = batch.response_mask.sum().item()
+    for (ids, n), advantage in zip(oracle_rows(batch), batch.advantages.tolist()):
+        if advantage:
+            (-advantage / tokens * oracle_logprobs(oracle, ids, n).sum()).backward()
+    gradients = [p.grad for p in oracle.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).item()
 
 
 def examine_apart(name):
@@ -353,12 +443,27 @@ def examine_apart(name):
 def row(result):
     kind, _, variant = result.name.partition("+")
     found = f"{result.error:.0e}" if result.errors and result.outcome in ("equal", "wrong") else ""
-    said = "; ".join([result.sentence] * bool(result.sentence) + getattr(result, "notes", [])).replace("|", "\\|").replace("\n", " ")
+    said = "; ".join([result.sentence] * bool(result.sentence) + result.notes).replace("|", "\\|").replace("\n", " ")
     what = result.model + f", {variant}" * bool(variant)
     return f"| {kind} | {what} | {result.outcome} | {result.sampled_by} | {result.scored_by} | {found} | {said} |"
 
 
 HEAD = "| model type | class, variant | outcome | sampled by | scored by | largest error (nats) | |\n|---|---|---|---|---|---|---|"
+
+
+WRITTEN = """# What the trainers do with each architecture
+
+Written by `python tests/architectures.py --write docs/architectures.md` with transformers {version}: every model type of
+AutoModelForCausalLM, built tiny with random weights, sampled from, scored and trained one step by grpo/grpo.py in float32,
+against a plain forward pass of each row by itself; {summary}. The three trainers share the code this is about. Tests
+hold it: a dozen types by default, all of them with `python -m pytest -m sweep tests/test_architectures.py`. What a row says
+concerns text: no image or sound was put in.
+
+- equal: sampler, scorer and plain pass agree to {tolerance} nats at most, the first step's ratios are 1, and its gradient is right,
+  with GRADIENT_CHECKPOINTING too where the model has it
+- refused: the trainer ends with the sentence shown
+- not built: there was no tiny model to try, for the reason shown
+"""
 
 
 def main():
@@ -377,7 +482,11 @@ def main():
     counts = {}
     for result in results:
         counts[result.outcome] = counts.get(result.outcome, 0) + 1
-    print("\n" + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
+    summary = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
+    print(f"\n{summary}")
+    if words.write:
+        text = WRITTEN.format(version=transformers.__version__, date=time.strftime("%Y-%m-%d"), summary=summary, tolerance=TOLERANCE)
+        Path(words.write).write_text("\n".join([text, HEAD, *map(row, results), ""]))
 
 
 if __name__ == "__main__":

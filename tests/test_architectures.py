@@ -1,0 +1,59 @@
+"""grpo.py with other architectures: equal to a plain forward pass, or refused in a sentence; nothing is silently wrong."""
+import pytest
+import torch
+from architectures import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NOT_BUILT, TOLERANCE, enlarge, examine, names
+
+CORE = {
+    "llama": "equal", "qwen2": "equal", "qwen3": "equal", "mistral+window": "equal", "gemma2+window": "equal", "gpt2": "equal",
+    "opt": "equal",  # its layers apply their dropout themselves
+    "deepseek_v3": "equal",  # changes what the cache returned before attention reads it
+    "qwen3_next": "equal", "lfm2": "equal",  # states beside keys and values
+    "mamba": "equal",  # states alone
+    "phimoe+window": "equal",  # a window that only the mask knows
+    "mixtral+router logits": "equal",
+    "bert": "refused",  # sees what comes after
+}
+
+
+def check(name, folder, expected=("equal", "refused")):
+    result = examine(name, folder)
+    assert result.outcome in expected, result
+    if result.outcome == "equal":
+        assert result.error < TOLERANCE and not result.notes, result
+        assert {"sampler", "scorer", "first ratio", "gradient"} <= set(result.errors), result
+    else:
+        assert len(result.sentence.split()) > 5, result
+    return result
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_an_architecture_is_sampled_and_scored_as_a_plain_pass_does_or_refused(tmp_path, name):
+    check(name, tmp_path, (CORE[name],))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", names())
+def test_every_architecture_is_equal_or_refused(tmp_path, name):
+    if name in NOT_BUILT:
+        pytest.skip(NOT_BUILT[name])
+    check(name, tmp_path)
+
+
+def test_the_sweep_reaches_the_architectures():
+    assert len(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_BUILT)) >= 134
+
+
+def test_the_sweep_sees_a_scorer_that_is_a_token_late(tmp_path, monkeypatch):
+    """The harness can fail: what a bug does shows in its errors."""
+    import architectures
+    script = architectures.grpo()
+    score = script.response_logprobs
+    monkeypatch.setattr(script, "response_logprobs", lambda m, b, rows, t: tuple(x.roll(1, 1) for x in score(m, b, rows, t)))
+    result = examine("llama", tmp_path)
+    assert result.outcome == "wrong" and result.errors["sampler"] < TOLERANCE < 1 < result.errors["scorer"], result
+
+
+def test_the_weights_make_attention_matter(tmp_path):
+    layer = torch.nn.Linear(32, 64)
+    enlarge(layer)
+    assert layer.weight.std().item() == pytest.approx(1.5 / 32**0.5, rel=1e-4)
