@@ -4,13 +4,13 @@
     python tests/architectures.py llama mistral+window  # these
     python tests/architectures.py --write docs/architectures.md
 
-Each type is built tiny, with random weights large enough that attention and every state matter, and saved with
-the tiny policy's tokenizer. grpo.py then samples responses to prompts of mixed lengths, scores them and takes a
-training step. The oracle is a second load of the same folder that no trainer has touched: each row by itself,
-unpadded, without a cache or a mask, in float32 with transformers' eager attention.
+Each type is built tiny, with random weights large enough that attention and every state matter, and saved
+with the tiny policy's tokenizer. grpo.py then samples responses to prompts of mixed lengths, scores them and
+takes a training step. The oracle is a second load of the same folder that no trainer has touched: each row by
+itself, unpadded, without a cache or a mask, in float32 with transformers' eager attention.
 
-    equal      sampler, scorer and oracle agree; the first update sees ratios of 1 and has the oracle's gradient,
-               with GRADIENT_CHECKPOINTING too
+    equal      sampler, scorer and oracle agree; the first update sees ratios of 1 and has the oracle's
+               gradient, with GRADIENT_CHECKPOINTING too
     refused    the trainer says in one sentence that it does not take the model
     wrong      it went on with other numbers
     traceback  it ended in an exception that is no sentence
@@ -37,11 +37,12 @@ from conftest import ROOT, SMALL, TINY, load_script  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 TEMPERATURE = 1.3
-TOLERANCE = 1e-3  # nats; what the trainer allows a first ratio. Rounding gives about 1e-5, a real error .1 and more
+TOLERANCE = 1e-3  # nats; what the trainer allows a first ratio. Rounding gives 1e-5, a real error .1 and more
 PROMPT_WORDS = (3, 7, 14, 26)
 EOS_IDS = [1, 5]
 LARGEST = 8_000_000  # parameters of a model called tiny
@@ -52,9 +53,11 @@ LARGEST = 8_000_000  # parameters of a model called tiny
 COMMON = dict(
     vocab_size=82, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
     # sizes
-    hidden_size=32, d_model=32, n_embd=32, emb_dim=32, embedding_size=32, embedding_dim=32, word_embed_proj_dim=32,
-    intermediate_size=64, intermediate_size_mlp=64, dense_intermediate_size=64, feed_forward_size=64, d_inner=64,
-    ffn_dim=64, decoder_ffn_dim=64, encoder_ffn_dim=64, ffn_hidden_size=64, n_inner=64, dff=64, dim_ff=64,
+    hidden_size=32, d_model=32, n_embd=32, emb_dim=32, embedding_size=32, embedding_dim=32,
+    word_embed_proj_dim=32,
+    intermediate_size=64, intermediate_size_mlp=64, dense_intermediate_size=64, feed_forward_size=64,
+    d_inner=64, ffn_dim=64, decoder_ffn_dim=64, encoder_ffn_dim=64, ffn_hidden_size=64, n_inner=64, dff=64,
+    dim_ff=64,
     num_hidden_layers=4, num_layers=4, n_layer=4, n_layers=4, decoder_layers=4, encoder_layers=4,
     num_decoder_layers=4, num_encoder_layers=4, max_window_layers=2,
     # the longest sequence
@@ -63,7 +66,8 @@ COMMON = dict(
     # attention
     num_attention_heads=4, n_head=4, n_heads=4, num_heads=4, attention_heads=4, decoder_attention_heads=4,
     encoder_attention_heads=4, num_decoder_attention_heads=4, num_encoder_attention_heads=4,
-    num_key_value_heads=2, num_kv_heads=2, head_dim=8, kv_channels=8, attention_head_size=8, dim_head=8, d_head=8,
+    num_key_value_heads=2, num_kv_heads=2,
+    head_dim=8, kv_channels=8, attention_head_size=8, dim_head=8, d_head=8,
     query_pre_attn_scalar=8, rotary_dim=4,
     kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     index_head_dim=8, index_n_heads=16, index_topk=128,
@@ -75,7 +79,8 @@ COMMON = dict(
     shared_experts_intermediate_size=16, expert_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16,
     # states
     mamba_d_state=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_num_heads=8, mamba_head_dim=8,
-    mamba_chunk_size=8, mamba_dt_rank=4, time_step_rank=4, ssm_state_size=8, state_size=8, chunk_size=8, n_groups=2,
+    mamba_chunk_size=8, mamba_dt_rank=4, time_step_rank=4, ssm_state_size=8, state_size=8, chunk_size=8,
+    n_groups=2,
     linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
     linear_head_dim=8, linear_num_heads=4,
 )
@@ -107,10 +112,12 @@ OVERRIDES = {
         swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=16, swa_kv_lora_rank=16,
         swa_head_dim=16, swa_qk_nope_head_dim=8, swa_v_head_dim=8, head_dim=16, n_group=1),
     "gemma3n_text": dict(
-        layer_types=SLIDING, num_kv_shared_layers=2, vocab_size_per_layer_input=82, hidden_size_per_layer_input=8,
+        layer_types=SLIDING, num_kv_shared_layers=2, vocab_size_per_layer_input=82,
+        hidden_size_per_layer_input=8,
         laurel_rank=8, activation_sparsity_pattern=[0.0] * 4),
     "gemma4_text": dict(
-        layer_types=SLIDING, num_kv_shared_layers=1, vocab_size_per_layer_input=82, hidden_size_per_layer_input=8,
+        layer_types=SLIDING, num_kv_shared_layers=1, vocab_size_per_layer_input=82,
+        hidden_size_per_layer_input=8,
         global_head_dim=8),
     "gemma4_unified_text": dict(global_head_dim=8, layer_types=SLIDING),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
@@ -123,9 +130,11 @@ OVERRIDES = {
     "mellum": dict(layer_types=SLIDING),
     "minicpm3": dict(dim_model_base=32),
     "qwen4_exp_text": dict(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=128, indexer_compress_ratio=4),
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=128,
+        indexer_compress_ratio=4),
     "reformer": dict(
-        is_decoder=True, attn_layers=["local", "lsh"] * 2, axial_pos_shape=[8, 16], axial_pos_embds_dim=[16, 16],
+        is_decoder=True, attn_layers=["local", "lsh"] * 2,
+        axial_pos_shape=[8, 16], axial_pos_embds_dim=[16, 16],
         local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=4),
     "roc_bert": dict(
         pronunciation_vocab_size=20, shape_vocab_size=20, pronunciation_embed_dim=16, shape_embed_dim=16),
@@ -134,7 +143,8 @@ OVERRIDES = {
     "zamba": dict(
         num_hidden_layers=6, layers_block_type=["linear_attention", "linear_attention", "hybrid"] * 2,
         num_key_value_heads=4, attention_head_dim=16),
-    "zamba2": dict(layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4, n_mamba_heads=4),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4, n_mamba_heads=4),
     "zaya": dict(num_experts_per_tok=1),
 }
 OVERRIDES["dots3_note"] = dict(
@@ -164,7 +174,8 @@ VARIANTS = {
     "llama+dynamic RoPE beyond its length": dict(
         max_position_embeddings=32, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
     "llama+yarn": dict(
-        rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)),
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)),
     "phi3+longrope within its length": dict(
         original_max_position_embeddings=128, max_position_embeddings=256,
         rope_parameters=dict(**LONGROPE, original_max_position_embeddings=128)),
@@ -255,8 +266,9 @@ def names():
 
 @torch.no_grad()
 def enlarge(model):
-    """Weights whose products neither vanish nor explode: every matrix gets the standard deviation 1.5 / sqrt(inputs),
-    biases and norms a random part. What does not look like a random matrix (a state's decay) keeps its own values."""
+    """Weights whose products neither vanish nor explode: every matrix gets the standard deviation
+    1.5 / sqrt(inputs), biases and norms a random part. What does not look like a random matrix (a state's
+    decay) keeps its own values."""
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape)
         spread = parameter.float().std() if parameter.numel() > 1 else torch.zeros(())
@@ -268,7 +280,7 @@ def enlarge(model):
         elif parameter.float().mean().abs() < 0.5 * spread:
             parameter *= wanted / spread
     for module in model.modules():
-        # Gemma 3n takes the root of an embedding's size, which has no gradient where a pad's embedding is zero
+        # Gemma 3n takes the root of an embedding's size, which has no gradient where a pad's is zero
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             module.weight[module.padding_idx].normal_(0, 0.1)
 
@@ -286,7 +298,8 @@ def build(name, folder):
     model.generation_config = GenerationConfig(eos_token_id=EOS_IDS, pad_token_id=0)
     model.save_pretrained(folder)
     if model.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config.save_pretrained(folder)  # a text model that has no Auto class by itself: its checkpoints have the whole
+        # A text model without an Auto class: its checkpoints have the whole model's config
+        config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(folder)
     return type(model).__name__
 
@@ -294,7 +307,7 @@ def build(name, folder):
 # ================================================================ the oracle
 
 def load_oracle(folder):
-    """The model with eager attention, or with its default where transformers' two disagree, and a remark on that."""
+    """The model with eager attention, or with its default where the two disagree; a remark on that."""
     eager, default = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
         for options in ({"attn_implementation": "eager"}, {}))
@@ -304,7 +317,7 @@ def load_oracle(folder):
     with torch.no_grad():
         if largest(oracle_logprobs(eager, ids, 1), oracle_logprobs(default, ids, 1)) < TOLERANCE:
             return eager, ""
-    return default, "transformers' eager attention gives other numbers than its default, which is compared here"
+    return default, "transformers' eager attention gives other numbers than its default, compared here"
 
 
 def oracle_logprobs(model, ids, prompt_length):
@@ -317,7 +330,8 @@ def oracle_logprobs(model, ids, prompt_length):
 def oracle_rows(batch):
     """[(ids without padding, prompt length)] of a batch."""
     rows = []
-    for prompt, response, mask, n in zip(batch.prompt_ids, batch.response_ids, batch.response_mask, batch.prompt_lengths):
+    tensors = batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask
+    for prompt, n, response, mask in zip(*tensors):
         rows.append((prompt[len(prompt) - n:].tolist() + response[mask > 0].tolist(), int(n)))
     return rows
 
@@ -376,9 +390,10 @@ def set_constants(folder, **more):
     script = grpo()
     data = [{"path": f"{folder}/prompts.jsonl", "type": "jsonl", "input": "problem", "output": "solution"}]
     constants = {
-        **SMALL, "ACTOR_MODEL": str(folder), "OUTPUT_DIR": f"{folder}/run", "SEED": 1, "TRAIN_DATASETS": data,
-        "EVAL_DATASETS": data, "REWARD_FUNCTIONS": [(by_position, 1.0)], "GROUP_SIZE": 4, "TEMPERATURE": TEMPERATURE,
-        "MAX_NEW_TOKENS": 24, "MAX_PROMPT_TOKENS": 48, "GRADIENT_CHECKPOINTING": False, **more}
+        **SMALL, "ACTOR_MODEL": str(folder), "OUTPUT_DIR": f"{folder}/run", "SEED": 1,
+        "TRAIN_DATASETS": data, "EVAL_DATASETS": data, "REWARD_FUNCTIONS": [(by_position, 1.0)],
+        "GROUP_SIZE": 4, "TEMPERATURE": TEMPERATURE, "MAX_NEW_TOKENS": 24, "MAX_PROMPT_TOKENS": 48,
+        "GRADIENT_CHECKPOINTING": False, **more}
     for key, value in constants.items():
         assert key in script.constants(), key
         setattr(script, key, value)
@@ -476,7 +491,8 @@ def step(trainer, batch):
 
 
 def oracle_gradient(oracle, batch):
-    """The norm of what the step's gradient should be: of minus the mean of advantage * log-probability over the tokens."""
+    """The norm of what the step's gradient should be, that of minus the mean over the tokens of advantage
+    times log-probability."""
     tokens = batch.response_mask.sum().item()
     for (ids, n), advantage in zip(oracle_rows(batch), batch.advantages.tolist()):
         if advantage:
@@ -512,14 +528,14 @@ HEAD = """| model type | class, variant | outcome | sampled by | scored by | lar
 
 WRITTEN = """# What the trainers do with each architecture
 
-Written by `python tests/architectures.py --write docs/architectures.md` with transformers {version}: every model type
-of AutoModelForCausalLM, built tiny with random weights, sampled from, scored and trained one step by grpo/grpo.py in
-float32, against a plain forward pass of each row by itself; {summary}.
-The three trainers share the code that this is about. Tests hold it: a dozen types by default, all of them with
-`python -m pytest -m sweep tests/test_architectures.py`. A row concerns text: no image and no sound was put in.
+Written by `python tests/architectures.py --write docs/architectures.md` with transformers {version}: every
+model type of AutoModelForCausalLM, built tiny with random weights, sampled from, scored and trained one step
+by grpo/grpo.py in float32, against a plain forward pass of each row by itself; {summary}.
+The three trainers share the code that this is about. Tests hold it: a dozen types by default, all of them by
+`python -m pytest -m sweep tests/test_architectures.py`. A row concerns text: no image, no sound was put in.
 
-- equal: sampler, scorer and plain pass agree to {tolerance} nats, the first step's ratios are 1 and its gradient is that of
-  the plain pass, with GRADIENT_CHECKPOINTING too where the model has it
+- equal: sampler, scorer and plain pass agree to {tolerance} nats, the first step's ratios are 1 and its
+  gradient is that of the plain pass, with GRADIENT_CHECKPOINTING too where the model has it
 - refused: the trainer ends with the sentence shown
 - wrong: it went on with other numbers; traceback: it ended in no sentence
 - not built: there was no tiny model to try, for the reason shown
@@ -527,7 +543,8 @@ The three trainers share the code that this is about. Tests hold it: a dozen typ
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--write", metavar="FILE")
     words = parser.parse_args()

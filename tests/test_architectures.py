@@ -1,7 +1,6 @@
 """grpo.py with other architectures: equal to a plain forward pass, or refused in a sentence."""
 import pytest
-import torch
-from architectures import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NOT_BUILT, TOLERANCE, enlarge, examine, names
+from architectures import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NOT_BUILT, TOLERANCE, examine, names
 
 CORE = {
     "llama": "equal", "qwen2": "equal", "qwen3": "equal", "gpt2": "equal",
@@ -32,12 +31,18 @@ def test_an_architecture_is_sampled_and_scored_as_a_plain_pass_does_or_refused(t
     check(name, tmp_path, (CORE[name],))
 
 
+def pytest_generate_tests(metafunc):
+    """Importing every config takes seconds: only who asks for the sweep pays them."""
+    if "any_name" in metafunc.fixturenames:
+        left_out = "not sweep" in metafunc.config.getoption("markexpr")
+        metafunc.parametrize("any_name", ["llama"] if left_out else names())
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", names())
-def test_every_architecture_is_equal_or_refused(tmp_path, name):
-    if name in NOT_BUILT:
-        pytest.skip(NOT_BUILT[name])
-    check(name, tmp_path)
+def test_every_architecture_is_equal_or_refused(tmp_path, any_name):
+    if any_name in NOT_BUILT:
+        pytest.skip(NOT_BUILT[any_name])
+    check(any_name, tmp_path)
 
 
 def test_the_sweep_reaches_the_architectures():
@@ -56,9 +61,3 @@ def test_the_sweep_sees_a_scorer_that_is_a_token_late(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "response_logprobs", late)
     result = examine("llama", tmp_path)
     assert result.outcome != "equal" and not result.error < 1, result
-
-
-def test_the_weights_make_attention_matter(tmp_path):
-    layer = torch.nn.Linear(32, 64)
-    enlarge(layer)
-    assert layer.weight.std().item() == pytest.approx(1.5 / 32**0.5, rel=1e-4)
