@@ -1685,8 +1685,8 @@ class RCETrainer:
             shared = set.intersection(*(set(self.token_ends(text, len(mark))[1]) for text in texts))
         if mark and max(shared) == 0:
             golds = f"the gold answers of {row.get('id', 'a prompt')}, {', '.join(texts)[:80]!r}"
-            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: the tokenizer of ACTOR_MODEL has no place to cut between "
-                            f"the mark and {golds}: put a space or a line end before {{answer}}")
+            raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: ACTOR_MODEL's tokenizer has no place to cut "
+                            f"between the mark and {golds}: put a space or a line end before {{answer}}")
         return max(shared)
 
     def gold_ids(self, row):

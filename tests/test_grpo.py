@@ -266,7 +266,8 @@ def test_pass_at_k_counts_a_problem_that_any_of_k_samples_solves(grpo, monkeypat
 
 def words(out):
     return [f"{k}={v}" for k, v in {"OUTPUT_DIR": out, "MAX_STEPS": 6, "SAVE_EVERY_N_STEPS": 3, "EVAL_EVERY_N_STEPS": 2, "MINI_BATCHES": 2, "KL_COEF": 0.1, "GROUP_SIZE": 3,
-                                    "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_FLAT_GROUPS": 1, "NUM_EPOCHS": 3}.items()]
+                                    "REFERENCE_SYNC_STEPS": 2, "RESAMPLE_FLAT_GROUPS": 1,
+                                    "NUM_EPOCHS": 3}.items()]
 
 
 def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(tmp_path):
@@ -305,10 +306,11 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
 # ---------------------------------------------------------------- what an audit found
 
 def flat_script(grpo, **constants):
-    """Every group is flat, so each step asks for as many further prompts as it may; returns the script and the ids it rolls out."""
+    """A script whose groups are all flat, so that it asks for all the prompts it may; the ids it rolls out."""
     def all_equal(prompts, responses, answers):
         return [1.0] * len(responses)
-    small = dict(REWARD_FUNCTIONS=[(all_equal, 1.0)], RESAMPLE_FLAT_GROUPS=1, MAX_STEPS=None, MAX_TRAIN_PROMPTS=10, MAX_NEW_TOKENS=4, EVAL_DATASETS=[])
+    small = dict(REWARD_FUNCTIONS=[(all_equal, 1.0)], RESAMPLE_FLAT_GROUPS=1, MAX_STEPS=None,
+                 EVAL_DATASETS=[], MAX_TRAIN_PROMPTS=10, MAX_NEW_TOKENS=4)
     script, taken = grpo(**{**small, **constants}), []
 
     class Spy(script.GRPOTrainer):
@@ -324,7 +326,8 @@ def flat_script(grpo, **constants):
 
 @pytest.mark.parametrize("rounds", [1, 2, 9])
 def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, rounds, capsys):
-    script, taken = flat_script(grpo, NUM_EPOCHS=2, RESAMPLE_FLAT_GROUPS=rounds, EVAL_DATASETS=load_script("grpo/grpo.py").EVAL_DATASETS)
+    held_out = module.EVAL_DATASETS
+    script, taken = flat_script(grpo, NUM_EPOCHS=2, RESAMPLE_FLAT_GROUPS=rounds, EVAL_DATASETS=held_out)
     trainer = script.GRPOTrainer()
     assert trainer.total_steps == 6  # 2 epochs of 4 + 4 + 2 prompts, if none were flat
     trainer.train()
@@ -345,11 +348,13 @@ def test_a_run_that_resampled_resumes_to_the_same_end(grpo, tmp_path):
     trainer.train()
     assert taken[-len(again):] == again and len(again) < 30 == len(taken)
     steps = [line for line in untimed(tmp_path / "run/logs/metrics.jsonl") if line["step"] > 2]
-    assert untimed(trainer.metrics_file.name) == steps and len({line["learning_rate"] for line in steps}) == len(steps) > 1
+    assert untimed(trainer.metrics_file.name) == steps
+    assert len({line["learning_rate"] for line in steps}) == len(steps) > 1
 
 
 def first_step_of_gspo(grpo, dtype, **constants):
-    trainer = grpo(LOSS_TYPE="gspo", DTYPE=dtype, CLIP_RANGE=3e-4, CLIP_RANGE_HIGH=4e-4, GROUP_SIZE=4, BATCH_SIZE=8, **constants).GRPOTrainer()
+    trainer = grpo(LOSS_TYPE="gspo", DTYPE=dtype, CLIP_RANGE=3e-4, CLIP_RANGE_HIGH=4e-4,
+                   GROUP_SIZE=4, BATCH_SIZE=8, **constants).GRPOTrainer()
     batch = scored_batch(trainer)
     batch.scores = torch.tensor([1.0, 0, 0, 1] * 8)
     trainer.compute_advantages(batch)
@@ -364,13 +369,15 @@ def first_step_of_gspo(grpo, dtype, **constants):
 @pytest.mark.parametrize("constants", [{}, {"MINI_BATCHES": 2}, {"GRADIENT_CHECKPOINTING": True}])
 def test_gspo_clips_nothing_on_policy_in_bfloat16(grpo, constants):
     trainer, batch, steps = first_step_of_gspo(grpo, "bfloat16", **constants)
-    assert (batch.logprobs - batch.sampled_logprobs).abs().max() > 1e-3  # the noise that the clip range would take for a change
+    noise = (batch.logprobs - batch.sampled_logprobs).abs().max()
+    assert noise > 1e-3  # which the clip range would take for a change of the policy
     assert steps[0]["clip_fraction"] == 0 and steps[0]["ratio_max"] < 3e-4
 
 
 def test_gspos_old_log_probabilities_are_those_before_the_first_update(grpo):
-    trainer, batch, steps = first_step_of_gspo(grpo, "bfloat16", GROUP_EPOCHS=2, MINI_BATCHES=2, LEARNING_RATE=3e-3)
-    assert len(steps) == 4 and min(step["ratio_max"] for step in steps[1:]) > 3e-3  # later steps see that the policy has moved
+    _, batch, steps = first_step_of_gspo(grpo, "bfloat16", GROUP_EPOCHS=2, MINI_BATCHES=2, LEARNING_RATE=3e-3)
+    assert len(steps) == 4
+    assert min(step["ratio_max"] for step in steps[1:]) > 3e-3  # later steps see that the policy has moved
     fresh = grpo(DTYPE="bfloat16", BATCH_SIZE=8, GROUP_SIZE=4).GRPOTrainer()
     with torch.no_grad(), fresh.autocast():
         before, _ = module.response_logprobs(fresh.actor, batch, torch.arange(len(batch.rows)), 1.0)
@@ -384,6 +391,7 @@ def test_gspo_in_float32_takes_the_samplers_own(grpo):
 
 def test_cispo_with_a_dual_clip_is_refused(grpo):
     script = grpo(LOSS_TYPE="cispo", DUAL_CLIP=3.0)
-    with pytest.raises(script.UserError, match="DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = 'cispo'.*set DUAL_CLIP to None"):
+    says = "DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = 'cispo'.*DUAL_CLIP to None"
+    with pytest.raises(script.UserError, match=says):
         script.GRPOTrainer()
     grpo(LOSS_TYPE="gspo", DUAL_CLIP=3.0).GRPOTrainer()

@@ -685,18 +685,26 @@ def merging(tmp_path_factory):
     """A random model whose tokenizer, a BPE over characters, makes one token of `{-` and of `#7`."""
     from tokenizers import Tokenizer, decoders, models
     words = ["<pad>", "<eos>", *"\\boxed{}-57a#\n", "{-", "#7"]
-    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("{", "-"), ("#", "7")], unk_token="<pad>"))
+    merges = [("{", "-"), ("#", "7")]
+    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<pad>"))
     bpe.decoder = decoders.Fuse()
     folder = tmp_path_factory.mktemp("merging")
-    PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder / "model")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(4)
-    config = LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                         eos_token_id=1, pad_token_id=0)
-    LlamaForCausalLM(config).apply(lambda m: torch.nn.init.normal_(m.weight, std=0.4) if isinstance(m, torch.nn.Linear) else None).save_pretrained(folder / "model")
+    config = LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=0)
+    model = LlamaForCausalLM(config)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            torch.nn.init.normal_(layer.weight, std=0.4)
+    model.save_pretrained(folder / "model")
     answers = ["\\boxed{-5}", "\\boxed{5}", ["\\boxed{5}", "\\boxed{-5}", "\\boxed{57}"]]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"problem": p, "solution": s}) + "\n" for p, s in zip(("a5", "a7", "aa"), answers)))
+    lines = [json.dumps({"problem": p, "solution": s}) + "\n" for p, s in zip(("a5", "a7", "aa"), answers)]
+    (folder / "data.jsonl").write_text("".join(lines))
     data = [{"path": str(folder / "data.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
-    return dict(ACTOR_MODEL=str(folder / "model"), TRAIN_DATASETS=data, EVAL_DATASETS=[], ANSWER_FORM="\\boxed{{answer}}", MAX_NEW_TOKENS=20)
+    return dict(ACTOR_MODEL=str(folder / "model"), TRAIN_DATASETS=data, EVAL_DATASETS=[], MAX_NEW_TOKENS=20,
+                ANSWER_FORM="\\boxed{{answer}}")
 
 
 BOXED = ["\\", "b", "o", "x", "e", "d"]
@@ -707,14 +715,18 @@ def test_gold_ids_hold_the_whole_answer_where_a_token_straddles_the_mark(rce, me
     tokens = lambda row: [trainer.tokenizer.convert_ids_to_tokens(ids) for ids, _ in trainer.gold_ids(row)]
     negative, positive, both = trainer.train_rows
     assert tokens(negative) == [["{-", "5", "}"]] and tokens(positive) == [["5", "}"]]
-    assert tokens(both) == [["{", "5", "}"], ["{-", "5", "}"], ["{", "5", "7", "}"]]  # from one place, so that they exclude one another
+    # all from one place, so that they exclude one another
+    assert tokens(both) == [["{", "5", "}"], ["{-", "5", "}"], ["{", "5", "7", "}"]]
     assert [trainer.mark_cut(row) for row in (negative, positive, both)] == [6, 7, 6]
 
 
 @pytest.mark.parametrize("said, cut, working", [
     ("a\\boxed{5}", None, ["a", *BOXED, "{"]), ("a\\boxed{5}", 6, ["a", *BOXED]),
-    ("a\\boxed{-5}", None, ["a", *BOXED, "{"]), ("a\\boxed{-5}", 7, ["a", *BOXED, "{"]), ("a\\boxed{-5}", 6, ["a", *BOXED]),  # never the candidate's own sign
-    ("a", None, ["a", "\n", *BOXED, "{"]), ("a", 6, ["a", "\n", *BOXED]), ("\\boxed{-5}\\boxed{7}", 6, [*BOXED, "{-", "5", "}", *BOXED]),
+    # never with the candidate's own sign
+    ("a\\boxed{-5}", None, ["a", *BOXED, "{"]), ("a\\boxed{-5}", 7, ["a", *BOXED, "{"]),
+    ("a\\boxed{-5}", 6, ["a", *BOXED]),
+    ("a", None, ["a", "\n", *BOXED, "{"]), ("a", 6, ["a", "\n", *BOXED]),
+    ("\\boxed{-5}\\boxed{7}", 6, [*BOXED, "{-", "5", "}", *BOXED]),
 ])
 def test_the_working_ends_where_the_gold_ids_begin(rce, merging, said, cut, working):
     trainer = rce(**merging).RCETrainer()
@@ -725,15 +737,17 @@ def test_the_working_ends_where_the_gold_ids_begin(rce, merging, said, cut, work
 @torch.no_grad()
 def test_gt_prob_of_a_negative_answer_is_the_policys_own(rce, merging):
     trainer = rce(**merging).RCETrainer()
-    ids_of = trainer.tokenizer.convert_tokens_to_ids
+    rows, ids_of = trainer.train_rows, trainer.tokenizer.convert_tokens_to_ids
     says = (["a", *BOXED, "{", "5", "}"], ["a", *BOXED, "{-", "7", "}"], ["7", "7"])
-    candidates = [{"prompt_id": row["id"], "token_ids": ids_of(tokens) + [1]} for row in trainer.train_rows for tokens in says]
-    trainer.score_gold({row["id"]: row for row in trainer.train_rows}, candidates, [row["ids"] for row in trainer.train_rows for _ in says])
+    each = [(row, ids_of(tokens) + [1]) for row in rows for tokens in says]
+    candidates = [{"prompt_id": row["id"], "token_ids": ids} for row, ids in each]
+    trainer.score_gold({row["id"]: row for row in rows}, candidates, [row["ids"] for row, _ in each])
     wanted = []
-    for row, golds, mark in zip(trainer.train_rows, (["{-5}"], ["5}"], ["{5}", "{-5}", "{57}"]), (BOXED, [*BOXED, "{"], BOXED)):
+    marks = (BOXED, [*BOXED, "{"], BOXED)  # up to where every gold answer of the row begins
+    for row, golds, mark in zip(rows, (["{-5}"], ["5}"], ["{5}", "{-5}", "{57}"]), marks):
+        golds = [trainer.tokenizer(gold)["input_ids"] for gold in golds]
         for before in (["a", *mark], ["a", *mark], ["7", "7", "\n", *mark]):
-            each = [probability(trainer, row["ids"] + ids_of(before), trainer.tokenizer(gold)["input_ids"]) for gold in golds]
-            wanted.append(sum(each))
+            wanted.append(sum(probability(trainer, row["ids"] + ids_of(before), ids) for ids in golds))
     assert [c["gt_prob"] for c in candidates] == pytest.approx(wanted, rel=1e-4) and min(wanted) > 0
 
 
@@ -742,8 +756,9 @@ def test_a_mark_that_cannot_be_cut_from_the_answer_is_refused(rce, merging, tmp_
     data = [{"path": str(tmp_path / "a.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
     script = rce(**{**merging, "ANSWER_FORM": "#{answer}", "TRAIN_DATASETS": data})
     trainer = script.RCETrainer()
-    with pytest.raises(script.UserError, match="ANSWER_FORM = '#{answer}': .*no place to cut between the mark and the gold answers of a.jsonl:1, '#7'"):
-        trainer.score_gold({row["id"]: row for row in trainer.train_rows}, [{"prompt_id": "a.jsonl:1", "token_ids": [5, 1]}], [trainer.train_rows[0]["ids"]])
+    says = "'#{answer}': .*no place to cut between the mark and the gold answers of a.jsonl:1, '#7':"
+    with pytest.raises(script.UserError, match=says):
+        trainer.mine_part(trainer.train_rows)
     assert trainer.gold_ids({"answer": "5"}) and trainer.gold_ids({"answer": None}) == []
 
 
@@ -751,7 +766,8 @@ def test_a_mark_of_characters_of_several_tokens_is_whole_in_the_working(rce, mon
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     alphabet = {letter: i for i, letter in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     bytewise = Tokenizer(models.BPE(alphabet, []))
-    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
     trainer = rce(ANSWER_FORM="→{answer}").RCETrainer()
     trainer.tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")
     ids = trainer.tokenizer("2+2→4")["input_ids"]
