@@ -12,7 +12,7 @@ itself, unpadded, without a cache or a mask, in float32 with transformers' eager
     equal      sampler, scorer and oracle agree; the first update sees ratios of 1 and has the oracle's
                gradient, with GRADIENT_CHECKPOINTING too
     refused    the trainer says in one sentence that it does not take the model
-    wrong      it went on with other numbers
+    wrong      it sampled, scored or trained by other numbers, whether or not the first update then stopped it
     traceback  it ended in an exception that is no sentence
     not built  there is no tiny model to try
 """
@@ -502,12 +502,16 @@ def oracle_gradient(oracle, batch):
 
 
 def examine_apart(name):
-    """examine() in a folder of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="architecture_"))
+    """examine() in a folder of its own, which no sentence names."""
+    parent = tempfile.mkdtemp(prefix="architecture_")
     try:
-        return examine(name, folder)
+        folder = Path(parent) / name.partition("+")[0]
+        folder.mkdir()
+        result = examine(name, folder)
+        result.sentence = result.sentence.replace(f"{parent}/", "")
+        return result
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(parent)
 
 
 # ================================================================ the table
@@ -516,7 +520,7 @@ def row(result):
     kind, _, variant = result.name.partition("+")
     found = f"{result.error:.0e}" if result.errors and result.outcome in ("equal", "wrong") else ""
     said = " ".join("; ".join(filter(None, (result.sentence, result.remark, *result.notes))).split())
-    said = said.replace("|", "\\|").replace(tempfile.gettempdir(), "")
+    said = said.replace("|", "\\|")
     what = result.model + f", {variant}" * bool(variant)
     cells = kind, what, result.outcome, result.sampled_by, result.scored_by, found, said
     return f"| {' | '.join(cells)} |"
@@ -537,7 +541,8 @@ The three trainers share the code that this is about. Tests hold it: a dozen typ
 - equal: sampler, scorer and plain pass agree to {tolerance} nats, the first step's ratios are 1 and its
   gradient is that of the plain pass, with GRADIENT_CHECKPOINTING too where the model has it
 - refused: the trainer ends with the sentence shown
-- wrong: it went on with other numbers; traceback: it ended in no sentence
+- wrong: it sampled, scored or trained by other numbers, whether or not the first update then stopped it
+- traceback: it ended in no sentence
 - not built: there was no tiny model to try, for the reason shown
 """
 
