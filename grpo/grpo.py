@@ -313,9 +313,13 @@ def load_config(path, constant):
     """The model's config without what differs between one forward pass and the next: dropout, which layers recomputed in training
     mode would apply; nor with a router's logits, which the loss of load balancing takes for all tokens of whole rows."""
     config = load_pretrained(AutoConfig, path, constant)
-    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+    parts = [config]
+    while parts:  # with those inside it
+        part = parts.pop()
         for name, value in list(vars(part).items()):
-            if "drop" in name and type(value) is float:
+            if isinstance(value, transformers.PreTrainedConfig):
+                parts.append(value)
+            elif "drop" in name and type(value) is float:
                 setattr(part, name, 0.0)
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
