@@ -673,3 +673,218 @@ def test_the_file_and_rewards_alone_are_a_working_trainer(tmp_path):
     done = subprocess.run([sys.executable, "rce.py", *(f"{k}={v}" for k, v in SMALL.items()), f"ACTOR_MODEL={TINY}/policy", f"TRAIN_DATASETS={data}", f"EVAL_DATASETS={data}", "MAX_STEPS=1"],
                           cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and (tmp_path / "checkpoints/rce/step_1/policy").exists(), done.stderr
+
+
+# ---------------------------------------------------------------- what an audit found
+
+def flat_rng(script):
+    """The generators' states as something that == compares."""
+    return {key: x.tolist() if isinstance(x, torch.Tensor) else x for key, x in walk(script.get_rng_state())}
+
+
+def test_evaluating_and_validating_take_nothing_from_the_random_streams_of_training(rce, mined):
+    script = rce(STAGE="train", CANDIDATES=str(mined))
+    trainer, before = prepared(script), flat_rng(script)
+    first = trainer.evaluate()
+    assert trainer.validate() and flat_rng(script) == before
+    torch.manual_seed(99)
+    assert trainer.evaluate() == first
+
+
+def test_evaluation_logs_the_mean_of_each_part(rce):
+    def length(prompts, responses, answers):
+        seen.append([float(len(r)) for r in responses])
+        return seen[-1]
+    seen = []
+    metrics = rce(REWARD_FUNCTIONS=[(length, 0.5)], EVAL_SAMPLES=2).RCETrainer().evaluate()
+    mean = sum(seen[0]) / len(seen[0])
+    assert len(seen[0]) == 8 and max(seen[0]) > mean
+    assert metrics["reward/length"] == pytest.approx(mean) and metrics["reward"] == pytest.approx(mean / 2)
+
+
+def after_evaluations(trainer, monkeypatch, values):
+    """The picks' accuracies at which best/ was saved, and the patience and halvings after each of these evaluations."""
+    saved, patience, halvings = [], [], []
+    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(trainer, "write_metrics", lambda *x: None)
+    monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": -len(patience), "accuracy_greedy": -len(patience)})
+    for value in values:
+        monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
+        trainer.evaluate_and_log()
+        patience.append(trainer.state.evals_since_best)
+        halvings.append(trainer.state.halvings)
+    return saved, patience, halvings
+
+
+def test_a_pick_that_is_hardly_better_does_not_renew_patience(rce, monkeypatch):
+    trainer = rce(EARLY_STOPPING_THRESHOLD=0.2).RCETrainer()
+    assert after_evaluations(trainer, monkeypatch, [0.3, 0.4, 0.45])[1] == [0, 1, 2]
+
+
+def test_best_is_the_highest_pick_and_patience_counts_from_the_last_that_passed_the_threshold(rce, monkeypatch):
+    trainer = rce(EARLY_STOPPING_THRESHOLD=0.2).RCETrainer()
+    saved, patience, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.4, 0.35, 0.45, 0.51, 0.51, 0.2])
+    assert saved == [0.3, 0.4, 0.45, 0.51, 0.51]  # of equal ones the later
+    assert patience == [0, 1, 2, 3, 0, 1, 2]  # .51 passes .3 + .2
+
+
+def test_plateau_halves_the_rate_each_time_that_patience_runs_out(rce, mined, monkeypatch):
+    script = rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], VALIDATION_FRACTION=0.0, BATCH_SIZE=2,
+                 USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2, LEARNING_RATE=1e-3)
+    trainer = prepared(script)
+    assert trainer.state.best_reward == -math.inf  # nothing was evaluated yet
+    _, _, halvings = after_evaluations(trainer, monkeypatch, [0.5, 0.4, 0.5, 0.1, 0.2])
+    assert halvings == [0, 0, 1, 1, 2]
+    metrics = trainer.update(trainer.next_batch())
+    assert metrics["learning_rate"] == trainer.optimizers["policy"].param_groups[0]["lr"] == 1e-3 / 4
+
+
+def test_early_stopping_ends_the_run(rce, monkeypatch):
+    trainer = rce(EARLY_STOPPING_PATIENCE=2).RCETrainer()
+    for evaluations, goes_on in ((1, True), (2, False)):
+        trainer.state.evals_since_best = evaluations
+        assert trainer.going() == goes_on
+
+
+def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
+    trainer, batch = step(TEMPERATURE=0.7, TAU=0.5, LENGTH_NORMALISE=False)
+    expected = 0.0
+    with torch.no_grad():
+        for row, c, weight in zip(batch.rows, batch.candidates, batch.weights.tolist()):
+            ids = c["token_ids"]
+            logits = trainer.actor(torch.tensor([row["ids"] + ids])).logits[0, len(row["ids"]) - 1:-1].double()
+            logprobs = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+            expected -= weight * logprobs.sum().item() / batch.prompts
+    assert trainer.update(batch)["policy_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_weights_shrink_by_weight_decay_and_gradients_are_clipped(rce, mined):
+    trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2, WEIGHT_DECAY=0.5,
+                           USE_LR_SCHEDULER=False, LEARNING_RATE=0.1, MAX_GRAD_NORM=1e-3))
+    batch, norms, take = trainer.next_batch(), [], trainer.optimizers["policy"].step
+
+    def spy():
+        norms.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]).norm().item())
+        for p in trainer.actor.parameters():
+            p.grad.zero_()
+        take()
+    trainer.optimizers["policy"].step = spy
+    before = [p.detach().clone() for p in trainer.actor.parameters()]
+    metrics = trainer.update(batch)
+    assert metrics["grad_norm"] > 1e-2 and norms == pytest.approx([1e-3], rel=1e-3)
+    for p, q in zip(trainer.actor.parameters(), before):
+        torch.testing.assert_close(p.detach(), q * (1 - 0.1 * 0.5), rtol=1e-5, atol=0)
+
+
+def test_the_schedule_reaches_the_optimizer(rce, mined):
+    trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2, USE_LR_SCHEDULER=True,
+                           LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, MAX_STEPS=4, NUM_EPOCHS=4, LEARNING_RATE=1e-6))
+    assert trainer.total_steps == 4
+    batch, rates = trainer.next_batch(), []
+    for trainer.state.step in range(4):
+        rates.append(trainer.update(batch)["learning_rate"])
+        assert trainer.optimizers["policy"].param_groups[0]["lr"] == rates[-1]
+    assert rates == pytest.approx([x * 1e-6 for x in (1 / 2, 1, 1, 1 / 2)])
+
+
+def test_a_second_end_that_the_generation_config_names_ends_every_proposal(rce, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "policy")
+    config = json.loads((TINY / "policy/generation_config.json").read_text())
+    newline = AutoTokenizer.from_pretrained(TINY / "policy")("\n", add_special_tokens=False)["input_ids"][-1]
+    (tmp_path / "policy/generation_config.json").write_text(json.dumps({**config, "eos_token_id": [1, newline]}))
+    trainer = rce(ACTOR_MODEL=str(tmp_path / "policy")).RCETrainer()
+    candidates = [c for group in trainer.propose(trainer.train_rows[:3]) for c in group]
+    assert {source for c in candidates for source in c["source"]} == {"greedy", "beam", "sample"}
+    assert any(c["token_ids"][-1] == newline for c in candidates)
+    for c in candidates:
+        assert newline not in c["token_ids"][:-1] and c["truncated"] == (c["token_ids"][-1] not in (1, newline))
+
+
+def test_candidates_that_differ_in_their_last_token_stay_two(rce, monkeypatch):
+    trainer = rce(GREEDY=False, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+    monkeypatch.setattr(trainer, "beam_search", lambda prompts: [[5, 6, 1], [5, 6, 7]] * len(prompts))
+    for group in trainer.propose(trainer.train_rows[:2]):
+        assert [c["token_ids"] for c in group][:2] == [[5, 6, 1], [5, 6, 7]]
+        assert [c["truncated"] for c in group][:2] == [False, True]
+
+
+def given(script, rows, path):
+    """Candidates of some prompts, a right one and a wrong one each, written by hand."""
+    records = []
+    for row in rows:
+        for hard in (1, 0):
+            facts = {"prompt_id": row["id"], "prompt": row["prompt"], "token_ids": [5 + hard, 1]}
+            records.append({**candidate(hard), **facts, "truncated": False, "eval_error": None})
+    script.write_parquet(records, path, {})
+
+
+@pytest.fixture
+def second_round(rce, tmp_path):
+    """A trainer at the start of its second round, and the prompts of the first; 10 of 24 are mined first, 2 held back."""
+    script = rce(MINE_PROMPTS=10, ROUNDS=4, EVAL_DATASETS=[])
+    trainer = script.RCETrainer()
+    trainer.open_run()
+    first = trainer.round_rows()
+    given(script, first, tmp_path / "run/candidates_round_1.parquet")
+    trainer.prepare_round()
+    trainer.state.step, trainer.state.round = 3, 2
+    yield script, trainer, first
+    trainer.lock.close()
+
+
+def test_later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out(second_round):
+    script, trainer, first = second_round
+    assert len(first) == 10 and len(trainer.held_back) == 2
+    trained = [row["id"] for row in first if row["prompt"] not in trainer.held_back]
+    for trainer.state.round in (2, 3, 4):
+        trained += [row["id"] for row in trainer.round_rows()]
+    assert len(trained) == 4 * 8 and len(set(trained[:22])) == 22  # every prompt but those held back
+    assert trained[22:] == trained[:10]  # then from the start
+
+
+def test_the_second_round_validates_on_the_prompts_that_the_first_held_back(second_round, tmp_path):
+    script, trainer, first = second_round
+    held_back, rows = set(trainer.held_back), trainer.round_rows()
+    given(script, rows, tmp_path / "run/candidates_round_2.parquet")
+    trainer.prepare_round()
+    assert trainer.held_back == held_back == {row["prompt"] for row, _ in trainer.validation}
+    assert held_back <= {row["prompt"] for row in first}
+    assert {row["id"] for row in trainer.train_rows} == {row["id"] for row in rows}  # none of its own is held back
+
+
+def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
+    trainer, batch = step(LOG_SAMPLES=3, TAU=1.0, REWARD_MODE="hard_plus_soft")
+    metrics = trainer.update(batch)
+    n = len(batch.rows)
+    batch.rewards, batch.weights = [i / 4 for i in range(n)], torch.arange(n) / 8
+    batch.candidates = [{"text": f"text {i}", "source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2}
+                        for i in range(n)]
+    trainer.state.step = 1
+    trainer.log_step(batch, metrics)
+    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.samples_file.name), strict=True):
+        assert sample == {
+            "step": 1, **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")}, "response": f"text {i}",
+            "source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2, "reward": i / 4, "weight": i / 8}
+    record = next(r for r in read(trainer.metrics_file.name) if r["phase"] == "train")
+    wanted = {"reward": (n - 1) / 8, "weighted_reward": sum(i * i for i in range(n)) / 32 / batch.prompts, "candidates": n}
+    assert {key: record[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert record["response_length"] == pytest.approx(batch.response_lengths.float().mean().item())
+
+
+def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(rce):
+    trainer, epochs = rce(BATCH_SIZE=5).RCETrainer(), []
+    for _ in range(3):
+        parts = [trainer.next_rows() for _ in range(5)]
+        assert [len(part) for part in parts] == [5, 5, 5, 5, 4]
+        epochs.append([row["id"] for part in parts for row in part])
+    everything = sorted(row["id"] for row in trainer.train_rows)
+    assert len(everything) == 24 and all(sorted(epoch) == everything for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(rce):
+    lengths = [len(row["ids"]) for row in rce().RCETrainer().train_rows]
+    bound = sorted(lengths)[len(lengths) // 2]
+    assert max(lengths) > bound
+    trainer = rce(MAX_PROMPT_TOKENS=bound).RCETrainer()
+    assert [len(row["ids"]) for row in trainer.train_rows] == [n for n in lengths if n <= bound]
