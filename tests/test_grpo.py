@@ -316,8 +316,8 @@ def moved_policy(folder, factor=1.05):
 
 def walk_equal(a, b):
     a, b = dict(walk(a)), dict(walk(b))
-    same = [torch.equal(x, b[key]) if isinstance(x, torch.Tensor) else x == b[key] for key, x in a.items() if key in b]
-    return a.keys() == b.keys() and all(same)
+    return a.keys() == b.keys() and all(
+        torch.equal(x, b[key]) if isinstance(x, torch.Tensor) else x == b[key] for key, x in a.items())
 
 
 def test_evaluating_takes_nothing_from_the_random_streams_of_training(grpo):
@@ -345,7 +345,8 @@ def after_evaluations(trainer, monkeypatch, rewards, **others):
 
 def test_best_follows_the_sampled_reward_and_not_the_greedy_accuracy(grpo, monkeypatch):
     trainer = grpo().GRPOTrainer()
-    saved, patience, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.5, 0.4, 0.6], accuracy_greedy=[0.9, 0.2, 1.0, 0.1])
+    greedy = [0.9, 0.2, 1.0, 0.1]
+    saved, patience, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.5, 0.4, 0.6], accuracy_greedy=greedy)
     assert saved == [0.3, 0.5, 0.6] and patience == [0, 0, 1, 0]
 
 
@@ -385,7 +386,8 @@ def test_the_entropy_bonus_alone_raises_the_entropy(grpo):
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_every_scale_with_every_baseline_by_hand(grpo, scale, leave_one_out):
-    batch = SimpleNamespace(scores=torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0]), response_mask=torch.ones(6, 2))
+    scores = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0])
+    batch = SimpleNamespace(scores=scores, response_mask=torch.ones(6, 2))
     if leave_one_out:  # minus the mean of the two others
         above = [1 - 4.0, 2 - 3.5, 6 - 1.5, 0 - 1.5, 0 - 1.5, 3 - 0.0]
     else:  # the groups' means are 3 and 1
@@ -411,11 +413,13 @@ def test_a_second_end_that_the_generation_config_names_ends_a_response(grpo, tmp
     shutil.copytree(TINY / "policy", tmp_path / "policy")
     config = json.loads((TINY / "policy/generation_config.json").read_text())
     newline = AutoTokenizer.from_pretrained(TINY / "policy")("\n", add_special_tokens=False)["input_ids"][-1]
-    (tmp_path / "policy/generation_config.json").write_text(json.dumps({**config, "eos_token_id": [1, newline]}))
+    config["eos_token_id"] = [1, newline]
+    (tmp_path / "policy/generation_config.json").write_text(json.dumps(config))
     trainer = grpo(ACTOR_MODEL=str(tmp_path / "policy")).GRPOTrainer()
     assert sorted(trainer.eos_ids.tolist()) == sorted([1, newline])
     batch = trainer.rollout(trainer.train_rows[:4])
-    for ids, n, truncated in zip(batch.response_ids.tolist(), batch.response_lengths.tolist(), batch.truncated.tolist()):
+    lengths, cut = batch.response_lengths.tolist(), batch.truncated.tolist()
+    for ids, n, truncated in zip(batch.response_ids.tolist(), lengths, cut):
         assert newline not in ids[:n - 1] and truncated == (ids[n - 1] not in (1, newline))
     assert newline in batch.response_ids
 
@@ -449,7 +453,8 @@ def test_the_gradient_is_clipped_to_its_greatest_norm_and_logged_as_it_was(grpo)
 
 
 def test_the_schedule_reaches_the_optimizer(grpo):
-    script = grpo(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, MAX_STEPS=6, LEARNING_RATE=1e-6)
+    script = grpo(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, MAX_STEPS=6,
+                  LEARNING_RATE=1e-6)
     trainer, rates = script.GRPOTrainer(), []
     batch = scored_batch(trainer, 2)
     for trainer.state.step in range(6):
@@ -467,8 +472,8 @@ def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(g
 
 
 def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
-    script = grpo(LOG_SAMPLES=3, BATCH_SIZE=4, REWARD_FUNCTIONS=[("exact_answer", 1.0), ("answer_format", 1.0)])
-    trainer = script.GRPOTrainer()
+    functions = [("exact_answer", 1.0), ("answer_format", 1.0)]
+    trainer = grpo(LOG_SAMPLES=3, BATCH_SIZE=4, REWARD_FUNCTIONS=functions).GRPOTrainer()
     trainer.open_run()
     batch = scored_batch(trainer, 4)
     metrics = trainer.update(batch)
@@ -513,16 +518,62 @@ def test_clip_fraction_counts_the_side_that_is_clipped(grpo, loss_type):
     clipped = [0, 4, 6] if loss_type == "cispo" else [0, 3, 6]
     batch.logprobs = (batch.logprobs - ratios.log()[:, None]) * batch.response_mask
     metrics, _ = gradient(trainer, batch)
-    lengths = batch.response_lengths
-    assert metrics["clip_fraction"] == pytest.approx((lengths[clipped].sum() / lengths.sum()).item(), rel=1e-5)
+    share = batch.response_lengths[clipped].sum() / batch.response_lengths.sum()
+    assert metrics["clip_fraction"] == pytest.approx(share.item(), rel=1e-5)
 
 
-def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(grpo):
-    trainer, epochs = grpo(BATCH_SIZE=5).GRPOTrainer(), []
+@pytest.mark.parametrize("sizes", [[5, 5, 5, 5, 4], [23, 1], [24]])
+def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(grpo, sizes):
+    trainer, epochs = grpo(BATCH_SIZE=sizes[0]).GRPOTrainer(), []
     for _ in range(3):
-        parts = [trainer.next_rows() for _ in range(5)]
-        assert [len(part) for part in parts] == [5, 5, 5, 5, 4]
+        parts = [trainer.next_rows() for _ in sizes]
+        assert [len(part) for part in parts] == sizes
         epochs.append([row["id"] for part in parts for row in part])
     everything = sorted(row["id"] for row in trainer.train_rows)
     assert len(everything) == 24 and all(sorted(epoch) == everything for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_reference_that_follows_is_saved_and_comes_back(grpo, tmp_path):
+    settings = dict(KL_COEF=0.1, REFERENCE_SYNC_STEPS=1, MAX_STEPS=1, LEARNING_RATE=1e-3, EVAL_DATASETS=[])
+    trainer = grpo(**settings).GRPOTrainer()
+    trainer.draw_plots = lambda: None  # they take seconds
+    trainer.train()
+    again = grpo(**settings, RESUME="yes").GRPOTrainer()
+    first, saved, loaded = (
+        torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (
+            AutoModelForCausalLM.from_pretrained(TINY / "policy"), trainer.reference, again.reference))
+    assert torch.equal(loaded, saved) and (loaded != first).float().mean() > 0.5
+
+
+def test_with_a_reference_flat_groups_are_trained_too(grpo, monkeypatch):
+    script = grpo(KL_COEF=0.1)
+    trainer, graded = script.GRPOTrainer(), []
+    batch = scored_batch(trainer, 4)
+    batch.advantages = torch.tensor([1.0, -1, 0, 0, 0, 0, 0, 0])
+    score = script.response_logprobs
+
+    def spy(model, batch, rows, temperature):
+        graded.append((torch.is_grad_enabled(), len(rows)))
+        return score(model, batch, rows, temperature)
+    monkeypatch.setattr(script, "response_logprobs", spy)
+    trainer.optimizer_step(batch, torch.arange(8))
+    assert graded == [(True, 8)]
+
+
+def test_the_parts_of_a_resampled_batch_stay_beside_their_responses(grpo):
+    trainer = grpo(RESAMPLE_FLAT_GROUPS=2, BATCH_SIZE=6).GRPOTrainer()
+    batch = trainer.rollout_and_score()
+    assert batch.flat_groups > 0 and torch.equal(batch.parts["exact_answer"], batch.scores)
+    assert batch.scores.unique().numel() == 2
+
+
+@pytest.mark.parametrize("advantage, ratio, dual, loss", [
+    (1.0, 3.0, None, -1.4), (-1.0, 0.5, None, 0.8), (-1.0, 3.0, None, 3.0), (-1.0, 3.0, 1.5, 1.5),
+])
+def test_the_clip_constants_reach_the_loss(grpo, advantage, ratio, dual, loss):
+    trainer = grpo(CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.4, DUAL_CLIP=dual).GRPOTrainer()
+    batch = scored_batch(trainer, 2)
+    batch.advantages = torch.full_like(batch.advantages, advantage)
+    batch.logprobs = (batch.logprobs - math.log(ratio)) * batch.response_mask
+    assert gradient(trainer, batch)[0]["policy_loss"] == pytest.approx(loss, rel=1e-4)

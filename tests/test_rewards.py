@@ -10,7 +10,7 @@ import rewards
     ("#### 4\n#### 5", "5"),  # the last one counts
     ("####\n5", None), ("#### ", None), ("", None), ("the answer is 4", None), ("# 4", None),
     (r"so \boxed{7}", "7"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{7", None), (r"\boxed{}", None),
-    (r"\boxed{7} #### 8", "8"), (r"#### 8 so \boxed{7}", "7"),
+    (r"\boxed{7} then \boxed{8}", "8"), (r"\boxed{7} #### 8", "8"), (r"#### 8 so \boxed{7}", "7"),
 ])
 def test_final_answer_reads_what_is_stated_and_nothing_else(text, answer):
     assert rewards.final_answer(text) == answer
