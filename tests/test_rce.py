@@ -817,6 +817,25 @@ def test_weights_can_be_of_scaled_rewards(step):
     assert len(got) == 8 and all(got[key] == pytest.approx(wanted[key], rel=1e-5) for key in got)
 
 
+def test_where_the_verified_are_all_wrong_the_others_are_verified_too(rce):
+    trainer = rce(VERIFY_TOP=2, VERIFY_RANDOM=0).RCETrainer()
+    rows = trainer.train_rows[:2]
+    texts = [[rows[0]["answer"], "no", "no"], ["no", "no", rows[1]["answer"]]]
+
+    def propose(rows):
+        return [[{"prompt_id": row["id"], "prompt": row["prompt"], "token_ids": [5 + i, 1], "text": text,
+                  "source": ["sample"]} for i, text in enumerate(group)] for row, group in zip(rows, texts)]
+
+    def score_gold(by_id, candidates, prompts):
+        for c in candidates:
+            c["gt_prob"] = 1 / c["token_ids"][0]  # falls along the group
+    trainer.propose, trainer.score_gold = propose, score_gold
+    trainer.sequence_logprobs = lambda prompts, responses: [-1.0] * len(responses)
+    records = trainer.mine_part(rows)
+    assert [c["hard"] for c in records] == [1, 0, None, 0, 0, 1]
+    assert [c["eval_mode"] for c in records] == ["verified", "verified", "cheap", "verified", "verified", "verified"]
+
+
 def test_weights_shrink_by_weight_decay_and_gradients_are_clipped(rce, mined):
     trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2,
                            WEIGHT_DECAY=0.5, USE_LR_SCHEDULER=False, LEARNING_RATE=0.1, MAX_GRAD_NORM=1e-3))
@@ -880,7 +899,8 @@ def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
 
     def respond(prompts, uniform, group_size=1, temperature=None):
         ids = torch.tensor([[10 + i, 1] for i in range(len(prompts)) for _ in range(group_size)])
-        return SimpleNamespace(response_ids=ids, response_lengths=torch.full((len(ids),), 2), logprobs=torch.zeros(ids.shape))
+        lengths = torch.full((len(ids),), 2)
+        return SimpleNamespace(response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape))
 
     def beam_search(prompts):
         return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
@@ -995,7 +1015,10 @@ def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(rce,
 
 def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(rce):
     lengths = [len(row["ids"]) for row in rce().RCETrainer().train_rows]
-    bound = sorted(lengths)[len(lengths) // 2]
-    assert max(lengths) > bound
+    bound = next(n for n in sorted(set(lengths)) if n + 1 in lengths)
     trainer = rce(MAX_PROMPT_TOKENS=bound).RCETrainer()
     assert [len(row["ids"]) for row in trainer.train_rows] == [n for n in lengths if n <= bound]
+
+
+def test_rewards_are_flat_only_where_they_are_equal():
+    assert module.is_flat([0.1 + 0.2, 0.3]) and not module.is_flat([0.5, 0.501, 0.5])
