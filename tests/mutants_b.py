@@ -1,5 +1,5 @@
-"""Mutants of grpo/grpo.py, rce/rce.py and rewards/: (file, old text that stands in it once, new text, the test that
-kills it)."""
+"""Mutants of grpo/grpo.py, rce/rce.py and rewards/: (file, old text that stands in it once, new text, the test
+that kills it)."""
 
 GRPO, RCE, REWARDS = "grpo/grpo.py", "rce/rce.py", "rewards/__init__.py"
 IN_GRPO = "tests/test_grpo.py::test_"
@@ -410,7 +410,7 @@ MUTANTS = [
     *in_rce("(counts.cumsum() - (counts - 1) / 2)[which]", "counts.cumsum()[which]",
             "check_up_figures_of_a_hand_made_table"),
     *in_rce('key=lambda i: ("greedy" in g[i]["source"],', "key=lambda i: (0,",
-            "check_up_figures_of_a_hand_made_table"),
+            "the_check_ups_pick_is_the_greedy_response_else_the_likeliest"),
     *in_rce('"duplicate rate": 1 - len(every) / figures["proposed"]',
             '"duplicate rate": 1 - len(flat) / figures["proposed"]',
             "check_up_figures_of_a_hand_made_table"),

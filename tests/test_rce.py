@@ -1022,3 +1022,10 @@ def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(r
 
 def test_rewards_are_flat_only_where_they_are_equal():
     assert module.is_flat([0.1 + 0.2, 0.3]) and not module.is_flat([0.5, 0.501, 0.5])
+
+
+def test_the_check_ups_pick_is_the_greedy_response_else_the_likeliest(rce):
+    greedy = candidate(1, source=["greedy"], temperature=[None], logprob=-3.0)
+    groups = [[candidate(0, logprob=-0.5), greedy], [candidate(0, logprob=-4.0), candidate(1, logprob=-2.0)]]
+    figures, _ = rce(REWARD_MODE="hard_only").check_up(groups)
+    assert figures["accuracy of the policy's pick"] == 1
