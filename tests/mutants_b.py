@@ -1,5 +1,7 @@
-"""Mutants of grpo/grpo.py, rce/rce.py and rewards/: (file, old text that stands in it once, new text, the test
-that kills it)."""
+"""Mutants of grpo/grpo.py, rce/rce.py and rewards/.
+
+Each is (file, old text that stands in the file once, new text, the test that kills it).
+"""
 
 GRPO, RCE, REWARDS = "grpo/grpo.py", "rce/rce.py", "rewards/__init__.py"
 IN_GRPO = "tests/test_grpo.py::test_"
@@ -278,6 +280,18 @@ MUTANTS = [
     *in_grpo("float(right.max(1).mean())", "float(right.mean(1).mean())",
              "pass_at_k_counts_a_problem_that_any_of_k_samples_solves"),
 
+    # -------------------------------------------------- log-probabilities and sampling
+    (GRPO, "(logprobs + entropy.unsqueeze(-1))", "(logprobs - entropy.unsqueeze(-1))",
+     IN_SPEED + "token_logprobs_and_their_gradient_are_autograds"),
+    (GRPO, "if grad_entropy.any():", "if False:",
+     IN_SPEED + "token_logprobs_and_their_gradient_are_autograds"),
+    (GRPO, "(out.div_(ctx.temperature) if ctx.temperature != 1 else out)", "out",
+     IN_SPEED + "token_logprobs_and_their_gradient_are_autograds"),
+    (GRPO, "out.gather(-1, ids) + grad.unsqueeze(-1)", "grad.unsqueeze(-1)",
+     IN_SPEED + "token_logprobs_and_their_gradient_are_autograds"),
+    (GRPO, "torch.searchsorted(cumulative, target, right=True)", "torch.searchsorted(cumulative, target)",
+     IN_SPEED + "sampling_by_blocks_inverts_the_same_distribution"),
+
     # -------------------------------------------------- RCE: weights and loss
     *in_rce("return (rewards / tau).softmax(0)", "return (rewards / tau).softmax(0).requires_grad_()",
             "weights_sum_to_one_and_a_constant_changes_nothing"),
@@ -388,6 +402,12 @@ MUTANTS = [
             "the_second_round_validates_on_the_prompts_that_the_first_held_back"),
     *in_rce('if row["prompt"] not in self.held_back and len(candidates) > 1', "if len(candidates) > 1",
             "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on"),
+    *in_rce('candidates = [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]',
+            'candidates = [c for c in candidates if c["hard"] is not None]',
+            "failed_candidates_are_neither_trained_nor_validated_on"),
+    *in_rce('(row, [c for c in candidates if c["hard"] is not None and not c["eval_failed"]])',
+            '(row, [c for c in candidates if c["hard"] is not None])',
+            "failed_candidates_are_neither_trained_nor_validated_on"),
     *in_rce("and not is_flat(shaped := shaped_rewards(candidates))",
             "and (shaped := shaped_rewards(candidates))",
             "flat_prompts_are_skipped_and_two_with_one_difference_are_not"),

@@ -1029,3 +1029,19 @@ def test_the_check_ups_pick_is_the_greedy_response_else_the_likeliest(rce):
     groups = [[candidate(0, logprob=-0.5), greedy], [candidate(0, logprob=-4.0), candidate(1, logprob=-2.0)]]
     figures, _ = rce(REWARD_MODE="hard_only").check_up(groups)
     assert figures["accuracy of the policy's pick"] == 1
+
+
+def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):
+    path = tmp_path / "given.parquet"
+    script = rce(STAGE="train", CANDIDATES=str(path), EVAL_DATASETS=[], VALIDATION_FRACTION=0.5)
+    records = []
+    for row in script.RCETrainer().train_rows[:4]:
+        facts = {"prompt_id": row["id"], "prompt": row["prompt"], "truncated": False, "eval_error": None}
+        records += [{**candidate(hard), **facts, "token_ids": [5 + hard, 1]} for hard in (0, 1)]
+        records.append({**candidate(0, eval_failed=True), **facts, "token_ids": [9, 1]})  # and called wrong
+    script.write_parquet(records, path, {})
+    trainer = prepared(script)
+    trainer.lock.close()
+    groups = [row["candidates"] for row in trainer.train_rows] + [candidates for _, candidates in trainer.validation]
+    assert len(trainer.train_rows) == len(trainer.validation) == 2
+    assert all([c["token_ids"] for c in group] == [[5, 1], [6, 1]] for group in groups)
