@@ -327,7 +327,7 @@ MUTANTS = [
     *in_rce("torch.special.entr(w).sum().exp().item()", "(1 / w.max()).item()", "facts_of_the_weights"),
     *in_rce("[list(r) + [pad_id] * (width - len(r)) for r in responses]",
             "[[pad_id] * (width - len(r)) + list(r) for r in responses]",
-            "the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy[0.3-False]"),
+            "gt_prob_of_a_toy_model_by_enumeration"),
 
     # -------------------------------------------------- RCE: gt_prob
     *in_rce("sum(w * math.exp(x) for x, w in zip(logprobs, weights))",
