@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conftest import ROOT, SMALL, TINY, load_script  # noqa: E402
+from conftest import SMALL, TINY, load_script  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

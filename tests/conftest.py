@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time (pytest.ini): threads of theirs would only wait for each other
-import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny"

@@ -1,17 +1,18 @@
 """GRPO's maths against hand-worked numbers and independent float64 sums; the classic bugs that concern it; its runs."""
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import NATS, ROOT, SMALL, TINY, distance, load_script, run_script
 from test_run import read, untimed, walk
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 module = load_script("grpo/grpo.py")
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
@@ -395,3 +396,278 @@ def test_cispo_with_a_dual_clip_is_refused(grpo):
     with pytest.raises(script.UserError, match=says):
         script.GRPOTrainer()
     grpo(LOSS_TYPE="gspo", DUAL_CLIP=3.0).GRPOTrainer()
+
+
+def moved_policy(folder, factor=1.05):
+    """The tiny policy with every weight times a factor, saved in folder."""
+    shutil.copytree(TINY / "policy", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def walk_equal(a, b):
+    a, b = dict(walk(a)), dict(walk(b))
+    return a.keys() == b.keys() and all(
+        torch.equal(x, b[key]) if isinstance(x, torch.Tensor) else x == b[key] for key, x in a.items())
+
+
+def test_evaluating_takes_nothing_from_the_random_streams_of_training(grpo):
+    script = grpo()
+    trainer, before = script.GRPOTrainer(), script.get_rng_state()
+    first = trainer.evaluate()
+    assert walk_equal(script.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert trainer.evaluate() == first
+
+
+def after_evaluations(trainer, monkeypatch, rewards, **others):
+    """The rewards at which best/ was saved, and the patience and halvings after each of these evaluations."""
+    saved, patience, halvings = [], [], []
+    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["reward"]))
+    monkeypatch.setattr(trainer, "write_metrics", lambda *x: None)
+    for i, reward in enumerate(rewards):
+        metrics = {"reward": reward, **{key: values[i] for key, values in others.items()}}
+        monkeypatch.setattr(trainer, "evaluate", lambda: dict(metrics))
+        trainer.evaluate_and_log()
+        patience.append(trainer.state.evals_since_best)
+        halvings.append(trainer.state.halvings)
+    return saved, patience, halvings
+
+
+def test_best_follows_the_sampled_reward_and_not_the_greedy_accuracy(grpo, monkeypatch):
+    trainer = grpo().GRPOTrainer()
+    greedy = [0.9, 0.2, 1.0, 0.1]
+    saved, patience, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.5, 0.4, 0.6], accuracy_greedy=greedy)
+    assert saved == [0.3, 0.5, 0.6] and patience == [0, 0, 1, 0]
+
+
+def test_patience_counts_evaluations_that_do_not_pass_the_threshold(grpo, monkeypatch):
+    trainer = grpo(EARLY_STOPPING_THRESHOLD=0.2).GRPOTrainer()
+    _, patience, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.4, 0.45, 0.51, 0.6, 0.2])
+    assert patience == [0, 1, 2, 0, 1, 2]  # .51 passes .3 + .2, .6 does not pass .51 + .2
+
+
+def test_best_is_the_highest_reward_ever_seen_whatever_the_threshold(grpo, monkeypatch):
+    trainer = grpo(EARLY_STOPPING_THRESHOLD=0.2).GRPOTrainer()
+    saved, _, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.4, 0.35, 0.45, 0.51, 0.2])
+    assert saved == [0.3, 0.4, 0.45, 0.51]
+
+
+def test_plateau_halves_the_rate_each_time_that_patience_runs_out(grpo, monkeypatch):
+    script = grpo(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2, LEARNING_RATE=1e-3)
+    trainer = script.GRPOTrainer()
+    _, _, halvings = after_evaluations(trainer, monkeypatch, [0.5, 0.4, 0.5, 0.1, 0.2])
+    assert halvings == [0, 0, 1, 1, 2]
+    metrics = trainer.update(scored_batch(trainer, 2))
+    assert metrics["learning_rate"] == trainer.optimizers["policy"].param_groups[0]["lr"] == 1e-3 / 4
+
+
+def test_the_entropy_bonus_alone_raises_the_entropy(grpo):
+    script = grpo(ENTROPY_COEF=1.0, LEARNING_RATE=1e-4)
+    trainer = script.GRPOTrainer()
+    batch = scored_batch(trainer)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    trainer.update(batch)
+    with torch.no_grad():
+        _, entropies = script.response_logprobs(trainer.actor, batch, torch.arange(len(batch.rows)), 1.0)
+    before = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
+    assert entropies.sum() / batch.response_mask.sum() > 1.02 * before
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_every_scale_with_every_baseline_by_hand(grpo, scale, leave_one_out):
+    scores = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0])
+    batch = SimpleNamespace(scores=scores, response_mask=torch.ones(6, 2))
+    if leave_one_out:  # minus the mean of the two others
+        above = [1 - 4.0, 2 - 3.5, 6 - 1.5, 0 - 1.5, 0 - 1.5, 3 - 0.0]
+    else:  # the groups' means are 3 and 1
+        above = [1 - 3.0, 2 - 3.0, 6 - 3.0, 0 - 1.0, 0 - 1.0, 3 - 1.0]
+    deviation = {"group": [7 ** 0.5] * 3 + [3 ** 0.5] * 3, "batch": [(26 / 5) ** 0.5] * 6}  # ddof 1
+    if scale != "none":
+        above = [x / (d + 1e-4) for x, d in zip(above, deviation[scale])]
+    script = grpo(GROUP_SIZE=3, SCALE_REWARDS=scale, LEAVE_ONE_OUT=leave_one_out)
+    script.GRPOTrainer.compute_advantages(None, batch)
+    assert batch.advantages.tolist() == pytest.approx(above, rel=1e-5)
+
+
+def test_at_another_temperature_sampler_reference_and_update_agree(grpo):
+    trainer = grpo(TEMPERATURE=0.7, KL_COEF=0.1).GRPOTrainer()
+    batch = scored_batch(trainer)
+    mask = batch.response_mask
+    torch.testing.assert_close(batch.ref_logprobs * mask, batch.logprobs * mask, rtol=1e-4, atol=1e-4)
+    metrics, _ = gradient(trainer, batch)
+    assert metrics["ratio_max"] < 1e-3 and abs(metrics["kl"]) < 1e-6
+
+
+def test_a_second_end_that_the_generation_config_names_ends_a_response(grpo, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "policy")
+    config = json.loads((TINY / "policy/generation_config.json").read_text())
+    newline = AutoTokenizer.from_pretrained(TINY / "policy")("\n", add_special_tokens=False)["input_ids"][-1]
+    config["eos_token_id"] = [1, newline]
+    (tmp_path / "policy/generation_config.json").write_text(json.dumps(config))
+    trainer = grpo(ACTOR_MODEL=str(tmp_path / "policy")).GRPOTrainer()
+    assert sorted(trainer.eos_ids.tolist()) == sorted([1, newline])
+    batch = trainer.rollout(trainer.train_rows[:4])
+    lengths, cut = batch.response_lengths.tolist(), batch.truncated.tolist()
+    for ids, n, truncated in zip(batch.response_ids.tolist(), lengths, cut):
+        assert newline not in ids[:n - 1] and truncated == (ids[n - 1] not in (1, newline))
+    assert newline in batch.response_ids
+
+
+def test_a_reference_of_its_own_is_what_the_kl_is_measured_from(grpo, tmp_path):
+    path = moved_policy(tmp_path / "reference")
+    trainer = grpo(KL_COEF=0.1, REFERENCE_MODEL=path).GRPOTrainer()
+    wanted = AutoModelForCausalLM.from_pretrained(path).parameters()
+    assert all(torch.equal(a, b) for a, b in zip(trainer.reference.parameters(), wanted))
+    batch = scored_batch(trainer)
+    with torch.no_grad():
+        logprobs, _ = module.response_logprobs(trainer.reference, batch, torch.arange(len(batch.rows)), 1.0)
+    torch.testing.assert_close(batch.ref_logprobs * batch.response_mask, logprobs, rtol=1e-4, atol=1e-4)
+    assert gradient(trainer, batch)[0]["kl"] > 1e-3
+
+
+def test_weight_decay_shrinks_the_weights_where_no_gradient_is(grpo):
+    trainer = grpo(WEIGHT_DECAY=0.5, LEARNING_RATE=0.1).GRPOTrainer()
+    batch = scored_batch(trainer, 2)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    before = [p.detach().clone() for p in trainer.actor.parameters()]
+    trainer.update(batch)
+    for p, q in zip(trainer.actor.parameters(), before):
+        torch.testing.assert_close(p.detach(), q * (1 - 0.1 * 0.5), rtol=1e-5, atol=0)
+
+
+def test_the_gradient_is_clipped_to_its_greatest_norm_and_logged_as_it_was(grpo):
+    trainer = grpo(MAX_GRAD_NORM=1e-3).GRPOTrainer()
+    metrics, got = gradient(trainer, scored_batch(trainer))
+    assert metrics["grad_norm"] > 1e-2 and got.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_schedule_reaches_the_optimizer(grpo):
+    script = grpo(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, MAX_STEPS=6,
+                  LEARNING_RATE=1e-6)
+    trainer, rates = script.GRPOTrainer(), []
+    batch = scored_batch(trainer, 2)
+    for trainer.state.step in range(6):
+        rates.append(trainer.update(batch)["learning_rate"])
+        assert trainer.optimizers["policy"].param_groups[0]["lr"] == rates[-1]
+    assert rates == pytest.approx([x * 1e-6 for x in (1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4)])
+
+
+def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(grpo):
+    lengths = [len(row["ids"]) for row in grpo().GRPOTrainer().train_rows]
+    bound = next(n for n in sorted(set(lengths)) if n + 1 in lengths)
+    trainer = grpo(MAX_PROMPT_TOKENS=bound).GRPOTrainer()
+    assert [len(row["ids"]) for row in trainer.train_rows] == [n for n in lengths if n <= bound]
+
+
+def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
+    functions = [("exact_answer", 1.0), ("answer_format", 1.0)]
+    trainer = grpo(LOG_SAMPLES=3, BATCH_SIZE=4, REWARD_FUNCTIONS=functions).GRPOTrainer()
+    trainer.open_run()
+    batch = scored_batch(trainer, 4)
+    metrics = trainer.update(batch)
+    batch.flat_groups, batch.responses = 0.0, [f"response {i}" for i in range(8)]
+    batch.parts = {"exact_answer": torch.arange(8.0) + 10, "answer_format": torch.arange(8.0) ** 2}
+    batch.scores, batch.advantages = torch.arange(8.0) + 30, torch.arange(8.0) - 4
+    batch.truncated = torch.tensor([False, True, True, True, False, True, True, True])
+    trainer.state.step = 1
+    trainer.log_step(batch, metrics)
+    trainer.lock.close()
+    samples = read(trainer.samples_file.name)
+    for i, sample in zip((0, 3, 7), samples, strict=True):
+        assert sample == {
+            "step": 1, **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
+            "response": f"response {i}", "truncated": bool(i % 4), "reward": 30 + i, "advantage": i - 4,
+            "reward/exact_answer": 10 + i, "reward/answer_format": i * i}
+    record, = read(trainer.metrics_file.name)
+    wanted = {"reward": 33.5, "reward/exact_answer": 13.5, "reward/answer_format": 17.5,
+              "advantage": 2.0, "truncated_fraction": 0.75}
+    assert {key: record[key] for key in wanted} == pytest.approx(wanted)
+    assert record["response_length"] == pytest.approx(batch.response_lengths.float().mean().item())
+
+
+def test_evaluation_logs_the_mean_of_each_part(grpo):
+    def length(prompts, responses, answers):
+        seen.append([float(len(r)) for r in responses])
+        return seen[-1]
+    seen = []
+    metrics = grpo(REWARD_FUNCTIONS=[(length, 0.5)], EVAL_SAMPLES=2).GRPOTrainer().evaluate()
+    mean = sum(seen[0]) / len(seen[0])
+    assert len(seen[0]) == 8 and max(seen[0]) > mean
+    assert metrics["reward/length"] == pytest.approx(mean) and metrics["reward"] == pytest.approx(mean / 2)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_clip_fraction_counts_the_side_that_is_clipped(grpo, loss_type):
+    trainer = grpo(LOSS_TYPE=loss_type, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.4).GRPOTrainer()
+    batch = scored_batch(trainer, 4)
+    ratios = torch.tensor([1.5, 1.3, 0.5, 0.7, 1.5, 1.5, 3.0, 0.9])
+    batch.advantages = torch.tensor([1.0, 1, 1, -1, -1, 0, 2, -2])
+    # cispo bounds the ratio from above, whatever the advantage's sign
+    clipped = [0, 4, 6] if loss_type == "cispo" else [0, 3, 6]
+    batch.logprobs = (batch.logprobs - ratios.log()[:, None]) * batch.response_mask
+    metrics, _ = gradient(trainer, batch)
+    share = batch.response_lengths[clipped].sum() / batch.response_lengths.sum()
+    assert metrics["clip_fraction"] == pytest.approx(share.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[5, 5, 5, 5, 4], [23, 1], [24]])
+def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(grpo, sizes):
+    trainer, epochs = grpo(BATCH_SIZE=sizes[0]).GRPOTrainer(), []
+    for _ in range(3):
+        parts = [trainer.next_rows() for _ in sizes]
+        assert [len(part) for part in parts] == sizes
+        epochs.append([row["id"] for part in parts for row in part])
+    everything = sorted(row["id"] for row in trainer.train_rows)
+    assert len(everything) == 24 and all(sorted(epoch) == everything for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_reference_that_follows_is_saved_and_comes_back(grpo, tmp_path):
+    settings = dict(KL_COEF=0.1, REFERENCE_SYNC_STEPS=1, MAX_STEPS=1, LEARNING_RATE=1e-3, EVAL_DATASETS=[])
+    trainer = grpo(**settings).GRPOTrainer()
+    trainer.draw_plots = lambda: None  # they take seconds
+    trainer.train()
+    again = grpo(**settings, RESUME="yes").GRPOTrainer()
+    first, saved, loaded = (
+        torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (
+            AutoModelForCausalLM.from_pretrained(TINY / "policy"), trainer.reference, again.reference))
+    assert torch.equal(loaded, saved) and (loaded != first).float().mean() > 0.5
+
+
+def test_with_a_reference_flat_groups_are_trained_too(grpo, monkeypatch):
+    script = grpo(KL_COEF=0.1)
+    trainer, graded = script.GRPOTrainer(), []
+    batch = scored_batch(trainer, 4)
+    batch.advantages = torch.tensor([1.0, -1, 0, 0, 0, 0, 0, 0])
+    score = script.response_logprobs
+
+    def spy(model, batch, rows, temperature):
+        graded.append((torch.is_grad_enabled(), len(rows)))
+        return score(model, batch, rows, temperature)
+    monkeypatch.setattr(script, "response_logprobs", spy)
+    trainer.optimizer_step(batch, torch.arange(8))
+    assert graded == [(True, 8)]
+
+
+def test_the_parts_of_a_resampled_batch_stay_beside_their_responses(grpo):
+    trainer = grpo(RESAMPLE_FLAT_GROUPS=2, BATCH_SIZE=6).GRPOTrainer()
+    batch = trainer.rollout_and_score()
+    assert batch.flat_groups > 0 and torch.equal(batch.parts["exact_answer"], batch.scores)
+    assert batch.scores.unique().numel() == 2
+
+
+@pytest.mark.parametrize("advantage, ratio, dual, loss", [
+    (1.0, 3.0, None, -1.4), (-1.0, 0.5, None, 0.8), (-1.0, 3.0, None, 3.0), (-1.0, 3.0, 1.5, 1.5),
+])
+def test_the_clip_constants_reach_the_loss(grpo, advantage, ratio, dual, loss):
+    trainer = grpo(CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.4, DUAL_CLIP=dual).GRPOTrainer()
+    batch = scored_batch(trainer, 2)
+    batch.advantages = torch.full_like(batch.advantages, advantage)
+    batch.logprobs = (batch.logprobs - math.log(ratio)) * batch.response_mask
+    assert gradient(trainer, batch)[0]["policy_loss"] == pytest.approx(loss, rel=1e-4)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -343,7 +343,7 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
     figures, _ = script.check_up([[c for c in records if c["prompt_id"] == key] for key in trainer.rows if any(c["prompt_id"] == key for c in records)])
     good = [c for c in records if not c["eval_failed"]]
     assert figures["positive rate"] == pytest.approx(sum(c["hard"] for c in good) / len(good)) and figures["eval mode failed"] == pytest.approx(len(failed) / len(records))
-    assert f"the reward failed for" in capsys.readouterr().out
+    assert "the reward failed for" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("function, constants, says", [
@@ -779,3 +779,372 @@ def test_a_log_probability_of_exactly_zero_is_the_likeliest(rce):
     certain = candidate(1, logprob=0.0)
     figures, _ = rce().check_up([[candidate(0, logprob=-0.5), certain, candidate(0, logprob=None)]])
     assert figures["accuracy of the policy's pick"] == 1
+
+
+def flat_rng(script):
+    """The generators' states as something that == compares."""
+    return {key: x.tolist() if isinstance(x, torch.Tensor) else x for key, x in walk(script.get_rng_state())}
+
+
+def test_evaluating_and_validating_take_nothing_from_the_random_streams_of_training(rce, mined):
+    script = rce(STAGE="train", CANDIDATES=str(mined))
+    trainer, before = prepared(script), flat_rng(script)
+    first = trainer.evaluate()
+    assert trainer.validate() and flat_rng(script) == before
+    torch.manual_seed(99)
+    assert trainer.evaluate() == first
+
+
+def test_evaluation_logs_the_mean_of_each_part(rce):
+    def length(prompts, responses, answers):
+        seen.append([float(len(r)) for r in responses])
+        return seen[-1]
+    seen = []
+    metrics = rce(REWARD_FUNCTIONS=[(length, 0.5)], EVAL_SAMPLES=2).RCETrainer().evaluate()
+    mean = sum(seen[0]) / len(seen[0])
+    assert len(seen[0]) == 8 and max(seen[0]) > mean
+    assert metrics["reward/length"] == pytest.approx(mean) and metrics["reward"] == pytest.approx(mean / 2)
+
+
+def after_evaluations(trainer, monkeypatch, values):
+    """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
+    saved, patience, halvings = [], [], []
+    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(trainer, "write_metrics", lambda *x: None)
+    others = "reward", "accuracy_greedy"  # these fall all the time
+    monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))
+    for value in values:
+        monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
+        trainer.evaluate_and_log()
+        patience.append(trainer.state.evals_since_best)
+        halvings.append(trainer.state.halvings)
+    return saved, patience, halvings
+
+
+def test_a_pick_that_is_hardly_better_does_not_renew_patience(rce, monkeypatch):
+    trainer = rce(EARLY_STOPPING_THRESHOLD=0.2).RCETrainer()
+    assert after_evaluations(trainer, monkeypatch, [0.3, 0.4, 0.45])[1] == [0, 1, 2]
+
+
+def test_best_is_the_highest_pick_and_patience_counts_from_the_last_one_counted(rce, monkeypatch):
+    trainer = rce(EARLY_STOPPING_THRESHOLD=0.2).RCETrainer()
+    saved, patience, _ = after_evaluations(trainer, monkeypatch, [0.3, 0.4, 0.35, 0.45, 0.51, 0.51, 0.2])
+    assert saved == [0.3, 0.4, 0.45, 0.51, 0.51]  # of equal ones the later
+    assert patience == [0, 1, 2, 3, 0, 1, 2]  # .51 passes .3 + .2
+
+
+def test_plateau_halves_the_rate_each_time_that_patience_runs_out(rce, mined, monkeypatch):
+    script = rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], VALIDATION_FRACTION=0.0,
+                 BATCH_SIZE=2, USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2,
+                 LEARNING_RATE=1e-3)
+    trainer = prepared(script)
+    assert trainer.state.best_reward == -math.inf  # nothing was evaluated yet
+    _, _, halvings = after_evaluations(trainer, monkeypatch, [0.5, 0.4, 0.5, 0.1, 0.2])
+    assert halvings == [0, 0, 1, 1, 2]
+    metrics = trainer.update(trainer.next_batch())
+    assert metrics["learning_rate"] == trainer.optimizers["policy"].param_groups[0]["lr"] == 1e-3 / 4
+
+
+def test_early_stopping_ends_the_run(rce, monkeypatch):
+    trainer = rce(EARLY_STOPPING_PATIENCE=2).RCETrainer()
+    for evaluations, goes_on in ((1, True), (2, False)):
+        trainer.state.evals_since_best = evaluations
+        assert trainer.going() == goes_on
+
+
+def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
+    trainer, batch = step(TEMPERATURE=0.7, TAU=0.5, LENGTH_NORMALISE=False)
+    expected = 0.0
+    with torch.no_grad():
+        for row, c, weight in zip(batch.rows, batch.candidates, batch.weights.tolist()):
+            ids = c["token_ids"]
+            logits = trainer.actor(torch.tensor([row["ids"] + ids])).logits[0, len(row["ids"]) - 1:-1]
+            logprobs = (logits.double() / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+            expected -= weight * logprobs.sum().item() / batch.prompts
+    assert trainer.update(batch)["policy_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_at_another_temperature_a_candidates_logprob_is_of_the_tempered_policy(rce):
+    trainer = rce(TEMPERATURE=0.7, GROUP_SIZE=2, BEAMS=0, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+    for c in trainer.mine_part(trainer.train_rows[:2]):
+        before, ids = trainer.rows[c["prompt_id"]]["ids"], c["token_ids"]
+        with torch.no_grad():
+            logits = trainer.actor(torch.tensor([before + ids])).logits[0, len(before) - 1:-1]
+        logprobs = (logits.double() / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
+        assert c["logprob"] == pytest.approx(logprobs.sum().item(), rel=1e-4, abs=1e-4)
+
+
+def test_samples_are_drawn_at_their_own_temperature(rce):
+    trainer = rce(TEMPERATURE=1.0, SAMPLE_TEMPERATURES=[0.001, 2.0], GROUP_SIZE=6, BEAMS=0).RCETrainer()
+    for group in trainer.propose(trainer.train_rows[:3]):
+        cold = [c for c in group if 0.001 in c["temperature"]]
+        assert len(cold) == 1 and cold[0]["temperature"].count(0.001) == 3 and "greedy" in cold[0]["source"]
+        assert len(group) > 1
+
+
+def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
+    trainer = rce().RCETrainer()
+    first, second = trainer.train_rows[:2]
+
+    def draw(row, use):
+        return torch.rand(2, generator=trainer.prompt_generator(row, use)).tolist()
+    drawn = [draw(first, "a"), draw(second, "a"), draw(first, "b")]
+    assert draw(first, "a") == drawn[0]
+    trainer.state.round = 2
+    drawn.append(draw(first, "a"))
+    assert len(set(map(tuple, drawn))) == 4
+
+
+def test_so_many_others_are_verified_at_random(rce):
+    trainer = rce(VERIFY_TOP=1, VERIFY_RANDOM=2, GREEDY=False, BEAMS=0, GROUP_SIZE=8,
+                  SAMPLE_TEMPERATURES=[1.5]).RCETrainer()
+    trainer.verify = lambda candidates, by_id: None  # so that no second look adds to those chosen
+    records, ranks = trainer.mine_part(trainer.train_rows[:4]), set()
+    for row in trainer.train_rows[:4]:
+        group = sorted((c for c in records if c["prompt_id"] == row["id"]), key=lambda c: -c["gt_prob"])
+        verified = [i for i, c in enumerate(group) if c["eval_mode"] == "verified"]
+        assert len(group) > 4 and verified[0] == 0 and len(verified) == 3
+        ranks.add(tuple(verified))
+    assert len(ranks) > 1  # not always the same ones
+
+
+def test_weights_can_be_of_scaled_rewards(step):
+    trainer, batch = step(WEIGHT_REWARDS="zscore", REWARD_MODE="hard_plus_soft", TAU=0.5)
+    wanted = {}
+    for row in trainer.train_rows:
+        rewards = torch.tensor(row["rewards"], dtype=torch.float64)
+        wanted[row["id"]] = ((rewards - rewards.mean()) / (rewards.std() + 1e-4) / 0.5).softmax(0).tolist()
+    got = {}
+    for row, weight in zip(batch.rows, batch.weights.tolist()):
+        got.setdefault(row["id"], []).append(weight)
+    assert len(got) == 8 and all(got[key] == pytest.approx(wanted[key], rel=1e-5) for key in got)
+
+
+def test_where_the_verified_are_all_wrong_the_others_are_verified_too(rce):
+    trainer = rce(VERIFY_TOP=2, VERIFY_RANDOM=0).RCETrainer()
+    rows = trainer.train_rows[:2]
+    texts = [[rows[0]["answer"], "no", "no"], ["no", "no", rows[1]["answer"]]]
+
+    def propose(rows):
+        return [[{"prompt_id": row["id"], "prompt": row["prompt"], "token_ids": [5 + i, 1], "text": text,
+                  "source": ["sample"]} for i, text in enumerate(group)] for row, group in zip(rows, texts)]
+
+    def score_gold(by_id, candidates, prompts):
+        for c in candidates:
+            c["gt_prob"] = 1 / c["token_ids"][0]  # falls along the group
+    trainer.propose, trainer.score_gold = propose, score_gold
+    trainer.sequence_logprobs = lambda prompts, responses: [-1.0] * len(responses)
+    records = trainer.mine_part(rows)
+    assert [c["hard"] for c in records] == [1, 0, None, 0, 0, 1]
+    assert [c["eval_mode"] for c in records] == ["verified", "verified", "cheap", "verified", "verified", "verified"]
+
+
+def test_weights_shrink_by_weight_decay_and_gradients_are_clipped(rce, mined):
+    trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2,
+                           WEIGHT_DECAY=0.5, USE_LR_SCHEDULER=False, LEARNING_RATE=0.1, MAX_GRAD_NORM=1e-3))
+    batch, norms, take = trainer.next_batch(), [], trainer.optimizers["policy"].step
+
+    def spy():
+        norms.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]).norm().item())
+        for p in trainer.actor.parameters():
+            p.grad.zero_()
+        take()
+    trainer.optimizers["policy"].step = spy
+    before = [p.detach().clone() for p in trainer.actor.parameters()]
+    metrics = trainer.update(batch)
+    assert metrics["grad_norm"] > 1e-2 and norms == pytest.approx([1e-3], rel=1e-3)
+    for p, q in zip(trainer.actor.parameters(), before):
+        torch.testing.assert_close(p.detach(), q * (1 - 0.1 * 0.5), rtol=1e-5, atol=0)
+
+
+def test_the_schedule_reaches_the_optimizer(rce, mined):
+    trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2,
+                           USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2,
+                           MAX_STEPS=4, NUM_EPOCHS=4, LEARNING_RATE=1e-6))
+    assert trainer.total_steps == 4
+    batch, rates = trainer.next_batch(), []
+    for trainer.state.step in range(4):
+        rates.append(trainer.update(batch)["learning_rate"])
+        assert trainer.optimizers["policy"].param_groups[0]["lr"] == rates[-1]
+    assert rates == pytest.approx([x * 1e-6 for x in (1 / 2, 1, 1, 1 / 2)])
+
+
+def test_a_second_end_that_the_generation_config_names_ends_every_proposal(rce, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "policy")
+    config = json.loads((TINY / "policy/generation_config.json").read_text())
+    newline = AutoTokenizer.from_pretrained(TINY / "policy")("\n", add_special_tokens=False)["input_ids"][-1]
+    config["eos_token_id"] = [1, newline]
+    (tmp_path / "policy/generation_config.json").write_text(json.dumps(config))
+    trainer = rce(ACTOR_MODEL=str(tmp_path / "policy")).RCETrainer()
+    candidates = [c for group in trainer.propose(trainer.train_rows[:3]) for c in group]
+    assert {source for c in candidates for source in c["source"]} == {"greedy", "beam", "sample"}
+    assert any(c["token_ids"][-1] == newline for c in candidates)
+    for c in candidates:
+        *before, last = c["token_ids"]
+        assert newline not in before and c["truncated"] == (last not in (1, newline))
+
+
+def test_beams_know_every_end(rce, monkeypatch):
+    trainer, ends = rce().RCETrainer(), []
+    trainer.eos_ids = torch.tensor([1, 9])
+    generate = trainer.actor.generate
+
+    def spy(*inputs, generation_config, **options):
+        ends.append(generation_config.eos_token_id)
+        return generate(*inputs, generation_config=generation_config, **options)
+    monkeypatch.setattr(trainer.actor, "generate", spy)
+    trainer.beam_search([trainer.train_rows[0]["ids"]])
+    assert ends == [[1, 9]]
+
+
+def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
+    trainer = rce(SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+
+    def respond(prompts, uniform, group_size=1, temperature=None):
+        ids = torch.tensor([[10 + i, 1] for i in range(len(prompts)) for _ in range(group_size)])
+        lengths = torch.full((len(ids),), 2)
+        return SimpleNamespace(response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape))
+
+    def beam_search(prompts):
+        return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
+    monkeypatch.setattr(trainer, "respond", respond)
+    monkeypatch.setattr(trainer, "beam_search", beam_search)
+    for i, group in enumerate(trainer.propose(trainer.train_rows[:3])):
+        assert [c["token_ids"] for c in group] == [[10 + i, 1], [30 + i, 2, 1], [30 + i, 3, 1]]
+        assert [c["source"] for c in group] == [["greedy"] + ["sample"] * 6, ["beam"], ["beam"]]
+
+
+def test_candidates_that_differ_in_their_last_token_stay_two(rce, monkeypatch):
+    trainer = rce(GREEDY=False, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+    monkeypatch.setattr(trainer, "beam_search", lambda prompts: [[5, 6, 1], [5, 6, 7]] * len(prompts))
+    for group in trainer.propose(trainer.train_rows[:2]):
+        assert [c["token_ids"] for c in group][:2] == [[5, 6, 1], [5, 6, 7]]
+        assert [c["truncated"] for c in group][:2] == [False, True]
+
+
+def given(script, rows, path):
+    """Candidates of some prompts, a right one and a wrong one each, written by hand."""
+    records = []
+    for row in rows:
+        for hard in (1, 0):
+            facts = {"prompt_id": row["id"], "prompt": row["prompt"], "token_ids": [5 + hard, 1]}
+            records.append({**candidate(hard), **facts, "truncated": False, "eval_error": None})
+    script.write_parquet(records, path, {})
+
+
+@pytest.fixture
+def second_round(rce, tmp_path):
+    """A trainer before its second round, and the prompts of the first: 10 of 24, of which 2 are held back."""
+    script = rce(MINE_PROMPTS=10, ROUNDS=4, EVAL_DATASETS=[])
+    trainer = script.RCETrainer()
+    trainer.open_run()
+    first = trainer.round_rows()
+    given(script, first, tmp_path / "run/candidates_round_1.parquet")
+    trainer.prepare_round()
+    trainer.state.step, trainer.state.round = 3, 2
+    yield script, trainer, first
+    trainer.lock.close()
+
+
+def test_later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out(second_round):
+    script, trainer, first = second_round
+    assert len(first) == 10 and len(trainer.held_back) == 2
+    trained = [row["id"] for row in first if row["prompt"] not in trainer.held_back]
+    for trainer.state.round in (2, 3, 4):
+        trained += [row["id"] for row in trainer.round_rows()]
+    assert len(trained) == 4 * 8 and len(set(trained[:22])) == 22  # every prompt but those held back
+    assert trained[22:] == trained[:10]  # then from the start
+
+
+def test_the_second_round_validates_on_the_prompts_that_the_first_held_back(second_round, tmp_path):
+    script, trainer, first = second_round
+    held_back, rows = set(trainer.held_back), trainer.round_rows()
+    given(script, rows, tmp_path / "run/candidates_round_2.parquet")
+    trainer.prepare_round()
+    assert trainer.held_back == held_back == {row["prompt"] for row, _ in trainer.validation}
+    assert held_back <= {row["prompt"] for row in first}
+    # none of its own is held back
+    assert {row["id"] for row in trainer.train_rows} == {row["id"] for row in rows}
+
+
+def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
+    out = tmp_path / "run"
+    script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
+    trainer = script.RCETrainer()
+    trainer.open_run()
+    trainer.save_checkpoint()
+    trainer.lock.close()
+    for number in (1, 2):
+        given(script, trainer.train_rows[:4], out / f"candidates_round_{number}.parquet")
+    again = script.RCETrainer()
+    assert again.checkpoint == out / "step_0"
+    again.stop_signal = signal.SIGTERM  # before its first step
+    again.train()
+    assert (out / "candidates_round_1.parquet").exists() and not (out / "candidates_round_2.parquet").exists()
+    assert list(out.glob("old_*/candidates_round_2.parquet"))
+
+
+def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
+    trainer, batch = step(LOG_SAMPLES=3, TAU=1.0, REWARD_MODE="hard_plus_soft")
+    metrics = trainer.update(batch)
+    n = len(batch.rows)
+    batch.rewards, batch.weights = [i / 4 for i in range(n)], torch.arange(n) / 8
+    parts = [{"source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2} for i in range(n)]
+    batch.candidates = [{"text": f"text {i}", **parts[i]} for i in range(n)]
+    trainer.state.step = 1
+    trainer.log_step(batch, metrics)
+    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.samples_file.name), strict=True):
+        assert sample == {
+            "step": 1, **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
+            "response": f"text {i}", **parts[i], "reward": i / 4, "weight": i / 8}
+    record = next(r for r in read(trainer.metrics_file.name) if r["phase"] == "train")
+    weighted = sum(i * i for i in range(n)) / 32 / batch.prompts
+    wanted = {"reward": (n - 1) / 8, "weighted_reward": weighted, "candidates": n}
+    assert {key: record[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert record["response_length"] == pytest.approx(batch.response_lengths.float().mean().item())
+
+
+@pytest.mark.parametrize("sizes", [[5, 5, 5, 5, 4], [23, 1], [24]])
+def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(rce, sizes):
+    trainer, epochs = rce(BATCH_SIZE=sizes[0]).RCETrainer(), []
+    for _ in range(3):
+        parts = [trainer.next_rows() for _ in sizes]
+        assert [len(part) for part in parts] == sizes
+        epochs.append([row["id"] for part in parts for row in part])
+    everything = sorted(row["id"] for row in trainer.train_rows)
+    assert len(everything) == 24 and all(sorted(epoch) == everything for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(rce):
+    lengths = [len(row["ids"]) for row in rce().RCETrainer().train_rows]
+    bound = next(n for n in sorted(set(lengths)) if n + 1 in lengths)
+    trainer = rce(MAX_PROMPT_TOKENS=bound).RCETrainer()
+    assert [len(row["ids"]) for row in trainer.train_rows] == [n for n in lengths if n <= bound]
+
+
+def test_rewards_are_flat_only_where_they_are_equal():
+    assert module.is_flat([0.1 + 0.2, 0.3]) and not module.is_flat([0.5, 0.501, 0.5])
+
+
+def test_the_check_ups_pick_is_the_greedy_response_else_the_likeliest(rce):
+    greedy = candidate(1, source=["greedy"], temperature=[None], logprob=-3.0)
+    groups = [[candidate(0, logprob=-0.5), greedy], [candidate(0, logprob=-4.0), candidate(1, logprob=-2.0)]]
+    figures, _ = rce(REWARD_MODE="hard_only").check_up(groups)
+    assert figures["accuracy of the policy's pick"] == 1
+
+
+def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):
+    path = tmp_path / "given.parquet"
+    script = rce(STAGE="train", CANDIDATES=str(path), EVAL_DATASETS=[], VALIDATION_FRACTION=0.5)
+    records = []
+    for row in script.RCETrainer().train_rows[:4]:
+        facts = {"prompt_id": row["id"], "prompt": row["prompt"], "truncated": False, "eval_error": None}
+        records += [{**candidate(hard), **facts, "token_ids": [5 + hard, 1]} for hard in (0, 1)]
+        records.append({**candidate(0, eval_failed=True), **facts, "token_ids": [9, 1]})  # and called wrong
+    script.write_parquet(records, path, {})
+    trainer = prepared(script)
+    trainer.lock.close()
+    groups = [row["candidates"] for row in trainer.train_rows] + [candidates for _, candidates in trainer.validation]
+    assert len(trainer.train_rows) == len(trainer.validation) == 2
+    assert all([c["token_ids"] for c in group] == [[5, 1], [6, 1]] for group in groups)

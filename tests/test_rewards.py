@@ -10,7 +10,7 @@ import rewards
     ("#### 4\n#### 5", "5"),  # the last one counts
     ("####\n5", None), ("#### ", None), ("", None), ("the answer is 4", None), ("# 4", None),
     (r"so \boxed{7}", "7"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{7", None), (r"\boxed{}", None),
-    (r"\boxed{7} #### 8", "8"), (r"#### 8 so \boxed{7}", "7"),
+    (r"\boxed{7} then \boxed{8}", "8"), (r"\boxed{7} #### 8", "8"), (r"#### 8 so \boxed{7}", "7"),
 ])
 def test_final_answer_reads_what_is_stated_and_nothing_else(text, answer):
     assert rewards.final_answer(text) == answer
@@ -20,12 +20,19 @@ def test_final_answer_reads_what_is_stated_and_nothing_else(text, answer):
     ("4", "4", True), ("4.0", "4", True), ("04", "4", True), ("-4", "4", False), ("+4", "4", True), ("\u22124", "-4", True), ("-$4", "-4", True),
     ("0", "0", True), ("-0", "0", True), ("0", "", False), ("", "0", False), ("", "", False), (None, None, False), (None, "0", False), ("0", None, False),
     ("1,234", "1234", True), ("1,2", "12", False), ("1.2.3", "1.2", False), ("/1", "1", False), ("-/2", "2", False), ("12.", "12", True), (".5", "0.5", True), ("1/2", "0.5", True), ("1/0", "1", False),
-    ("12 apples", "12", True), ("12 13", "12", False), ("5%", "5", True), ("2x+1", "2", False), ("12-3", "12", False), ("1e5", "1", False),
+    ("12 apples", "12", True), ("12 13", "12", False), ("5%", "5", True), ("2x+1", "2", False), ("12-3", "12", False), ("12-x", "12", False), ("5*x", "5", False), ("1e5", "1", False),
     ("41", "4", False), ("4", "41", False), ("four", "4", False), ("Paris", "Paris", True), ("Paris", "London", False), ("\u0664", "4", False),
     (r"\frac{1}{2}", "0.5", True), ("3^2", "9", True), (r"(x+1)^2", "x^2+2x+1", True), (r"\frac{1}{3}", "0.5", False),
 ])
 def test_answers_equal_is_not_fooled(answer, gold, equal):
     assert rewards.answers_equal(answer, gold) is equal
+
+
+@pytest.mark.parametrize("text, number", [
+    ("-$1,234.50", -1234.5), ("12 apples", 12), ("1,2", None), ("1,234,5", None), ("x", None), ("0", 0), ("+.5", 0.5),
+])
+def test_the_number_that_a_text_begins_with(text, number):
+    assert rewards._number(text) == number
 
 
 def test_a_very_long_answer_takes_no_time_and_is_wrong():

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, SMALL, TINY, load_script, run_script
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 
 def read(path):

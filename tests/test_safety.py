@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, SMALL, load_script, run_script
