@@ -776,3 +776,15 @@ def test_a_log_probability_of_exactly_zero_is_the_likeliest(rce):
     certain = candidate(1, logprob=0.0)
     figures, _ = rce().check_up([[candidate(0, logprob=-0.5), certain, candidate(0, logprob=None)]])
     assert figures["accuracy of the policy's pick"] == 1
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"EARLY_STOPPING_PATIENCE": 2}, "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_EVERY_N_STEPS = 0 evaluates before"),
+    ({"EARLY_STOPPING_PATIENCE": 2, "EVAL_EVERY_N_STEPS": 1}, ""), ({"EARLY_STOPPING_PATIENCE": 2, "ROUNDS": 2}, ""),
+    ({"EARLY_STOPPING_PATIENCE": 2, "EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": [], "VALIDATION_FRACTION": 0.0},
+     "EVAL_DATASETS and VALIDATION_FRACTION give nothing to evaluate"),
+])
+def test_patience_that_nothing_can_try_is_said(rce, mined, capsys, constants, says):
+    prepared(rce(CANDIDATES=str(mined), **constants))
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == bool(says) and says in said
