@@ -303,7 +303,7 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
 # ---------------------------------------------------------------- what an audit found
 
 def flat_script(grpo, **constants):
-    """A script whose groups are all flat, so that it asks for all the prompts it may; the ids it rolls out."""
+    """A script whose groups are all flat, so it asks for all the prompts it may; the ids that it rolls out."""
     def all_equal(prompts, responses, answers):
         return [1.0] * len(responses)
     small = dict(REWARD_FUNCTIONS=[(all_equal, 1.0)], RESAMPLE_FLAT_GROUPS=1, MAX_STEPS=None,
@@ -328,9 +328,11 @@ def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, epochs, rounds, s
     trainer = script.GRPOTrainer()
     assert trainer.total_steps == 3 * epochs  # of 4 + 4 + 2 prompts, if none were flat
     trainer.train()
-    assert len(taken) == 10 * epochs and all(len(set(taken[i:i + 10])) == 10 for i in range(0, len(taken), 10))
+    assert len(taken) == 10 * epochs
+    assert all(len(set(taken[i:i + 10])) == 10 for i in range(0, len(taken), 10))
     records = read(trainer.metrics_file.name)
-    assert len([r for r in records if r["phase"] == "train"]) == trainer.state.step == trainer.total_steps == steps
+    assert len([r for r in records if r["phase"] == "train"]) == steps
+    assert trainer.state.step == trainer.total_steps == steps
     assert records[-1]["phase"] == "eval" and records[-1]["step"] == steps  # the end is known, and evaluated
     assert f"Done at step {steps} of {steps}" in capsys.readouterr().out
 
