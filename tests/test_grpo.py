@@ -307,7 +307,7 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
 # ---------------------------------------------------------------- what an audit found
 
 def flat_script(grpo, **constants):
-    """A script whose groups are all flat, so that it asks for all the prompts it may; the ids it rolls out."""
+    """A script whose groups are all flat, so it asks for all the prompts it may; the ids that it rolls out."""
     def all_equal(prompts, responses, answers):
         return [1.0] * len(responses)
     small = dict(REWARD_FUNCTIONS=[(all_equal, 1.0)], RESAMPLE_FLAT_GROUPS=1, MAX_STEPS=None,
@@ -325,17 +325,18 @@ def flat_script(grpo, **constants):
     return script, taken
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 9])
-def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, rounds, capsys):
+@pytest.mark.parametrize("epochs, rounds, steps", [(2, 1, 3), (2, 2, 2), (2, 9, 1), (1, 1, 2)])
+def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, epochs, rounds, steps, capsys):
     held_out = module.EVAL_DATASETS
-    script, taken = flat_script(grpo, NUM_EPOCHS=2, RESAMPLE_FLAT_GROUPS=rounds, EVAL_DATASETS=held_out)
+    script, taken = flat_script(grpo, NUM_EPOCHS=epochs, RESAMPLE_FLAT_GROUPS=rounds, EVAL_DATASETS=held_out)
     trainer = script.GRPOTrainer()
-    assert trainer.total_steps == 6  # 2 epochs of 4 + 4 + 2 prompts, if none were flat
+    assert trainer.total_steps == 3 * epochs  # of 4 + 4 + 2 prompts, if none were flat
     trainer.train()
-    assert len(taken) == 20 and set(taken[:10]) == set(taken[10:]) and len(set(taken)) == 10
+    assert len(taken) == 10 * epochs
+    assert all(len(set(taken[i:i + 10])) == 10 for i in range(0, len(taken), 10))
     records = read(trainer.metrics_file.name)
-    steps = len([r for r in records if r["phase"] == "train"])
-    assert steps == trainer.state.step == trainer.total_steps == {1: 3, 2: 2, 9: 1}[rounds]
+    assert len([r for r in records if r["phase"] == "train"]) == steps
+    assert trainer.state.step == trainer.total_steps == steps
     assert records[-1]["phase"] == "eval" and records[-1]["step"] == steps  # the end is known, and evaluated
     assert f"Done at step {steps} of {steps}" in capsys.readouterr().out
 

@@ -1148,3 +1148,15 @@ def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):
     groups = [row["candidates"] for row in trainer.train_rows] + [candidates for _, candidates in trainer.validation]
     assert len(trainer.train_rows) == len(trainer.validation) == 2
     assert all([c["token_ids"] for c in group] == [[5, 1], [6, 1]] for group in groups)
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({}, "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_EVERY_N_STEPS = 0 evaluates before and after"),
+    ({"EVAL_EVERY_N_STEPS": 1}, ""), ({"ROUNDS": 2}, ""),
+    ({"EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": [], "VALIDATION_FRACTION": 0.0},
+     "EVAL_DATASETS and VALIDATION_FRACTION give nothing to evaluate"),
+])
+def test_patience_that_nothing_can_try_is_said(rce, mined, capsys, constants, says):
+    prepared(rce(CANDIDATES=str(mined), EARLY_STOPPING_PATIENCE=2, **constants))
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == bool(says) and says in said
