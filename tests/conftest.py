@@ -1,17 +1,21 @@
 import importlib.util
 import itertools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time (pytest.ini): threads of theirs would only wait for each other
+# Two tests run at a time (pytest.ini): threads of theirs would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny"
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
 sys.path.insert(0, str(ROOT))
 _numbers = itertools.count()
 
@@ -20,8 +24,25 @@ _numbers = itertools.count()
 # A bug is 1e-2 or more.
 NATS = 3e-4
 
-SMALL = dict(BATCH_SIZE=4, GRADIENT_ACCUMULATION_STEPS=1, GROUP_SIZE=2, MAX_TRAIN_PROMPTS=24, MAX_EVAL_PROMPTS=4, MAX_NEW_TOKENS=32,
-             MAX_STEPS=2, EVAL_EVERY_N_STEPS=0, SAVE_EVERY_N_STEPS=0, REWARD_MODEL=None, KL_COEF=0.0)
+SMALL = {
+    "BATCH_SIZE": 4,
+    "GRADIENT_ACCUMULATION_STEPS": 1,
+    "GROUP_SIZE": 2,
+    "MAX_TRAIN_PROMPTS": 24,
+    "MAX_EVAL_PROMPTS": 4,
+    "MAX_NEW_TOKENS": 32,
+    "MAX_STEPS": 2,
+    "EVAL_EVERY_N_STEPS": 0,
+    "SAVE_EVERY_N_STEPS": 0,
+    "REWARD_MODEL": None,
+    "KL_COEF": 0.0,
+}
+
+
+def small(path, **constants):
+    """SMALL, as far as the trainer has these constants, and `constants`."""
+    left_out = {"KL_COEF"} if path == "rce/rce.py" else set()
+    return {**{key: value for key, value in SMALL.items() if key not in left_out}, **constants}
 
 
 def load_script(path, **constants):
@@ -35,23 +56,72 @@ def load_script(path, **constants):
     return module
 
 
+def words_of(path, *words):
+    """The words of a trainer's command line: SMALL, then these."""
+    return [f"{key}={value}" for key, value in small(path).items()] + [str(word) for word in words]
+
+
+def run_script(path, *words, cwd=ROOT, **options):
+    """Run a trainer as a user does, without a terminal."""
+    command = [sys.executable, str(ROOT / path), *words_of(path, *words)]
+    plain = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
+    return subprocess.run(command, cwd=cwd, **plain, **options)
+
+
+@pytest.fixture
+def started(monkeypatch, capsys):
+    """started("ppo/ppo.py", "KEY=value", ...): what run_script() gives, without the seconds that a process
+    takes to begin."""
+    def run(path, *words):
+        script = load_script(path)
+        monkeypatch.setattr(sys, "argv", [path, *words_of(path, *words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            script.train_main()
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=end.value.code, stdout=said.out, stderr=said.err)
+    return run
+
+
+def loader(path, tmp_path):
+    """load(KEY=value, ...): a fresh module of a trainer with small constants, writing below tmp_path."""
+    def load(**constants):
+        return load_script(path, **{**small(path, OUTPUT_DIR=str(tmp_path / "run")), **constants})
+    return load
+
+
 @pytest.fixture
 def ppo(tmp_path):
     """ppo(KEY=value, ...): ppo/ppo.py with small constants, writing below tmp_path."""
-    return lambda **constants: load_script("ppo/ppo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+    return loader("ppo/ppo.py", tmp_path)
 
 
-TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
+@pytest.fixture
+def grpo(tmp_path):
+    return loader("grpo/grpo.py", tmp_path)
+
+
+@pytest.fixture
+def rce(tmp_path):
+    return loader("rce/rce.py", tmp_path)
 
 
 @pytest.fixture(params=TRAINERS, ids=["ppo", "grpo", "rce"])
 def each(request, tmp_path):
     """each(KEY=value, ...): module and class of each trainer in turn, small, writing below tmp_path."""
-    def load(**constants):
-        small = {key: value for key, value in SMALL.items() if key != "KL_COEF" or "rce" not in request.param}
-        module = load_script(request.param, **{**small, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+    load = loader(request.param, tmp_path)
+
+    def make(**constants):
+        module = load(**constants)
         return module, getattr(module, TRAINERS[request.param])
-    return load
+    make.path = request.param
+    return make
+
+
+@pytest.fixture(params=TRAINERS, ids=["ppo", "grpo", "rce"])
+def path(request):
+    """The file of each trainer in turn."""
+    return request.param
 
 
 def distance(got, want):
@@ -59,8 +129,35 @@ def distance(got, want):
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def run_script(path, *words, cwd=ROOT, **options):
-    """Run a trainer as a user does, without a terminal."""
-    small = [f"{k}={v}" for k, v in SMALL.items()]
-    return subprocess.run([sys.executable, str(ROOT / path), *small, *map(str, words)], cwd=cwd, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, timeout=240, **options)
+# ---------------------------------------------------------------- what a run wrote
+
+def read(path):
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def untimed(path):
+    """The records of metrics.jsonl without what the clock says."""
+    return [{k: v for k, v in record.items() if "second" not in k} for record in read(path)]
+
+
+def walk(value, path=""):
+    """(path, leaf) of everything in nested dicts and lists, but for the logs' lengths: timings differ in
+    length."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if key != "log_bytes":
+                yield from walk(item, f"{path}/{key}")
+    else:
+        yield path, value
+
+
+def assert_same_state(a, b):
+    """Two training_state.pt are equal to the bit, but for the logs' lengths."""
+    import torch
+
+    one, two = (dict(walk(torch.load(path, weights_only=True))) for path in (a, b))
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        other = two[key]
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
