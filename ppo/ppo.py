@@ -406,8 +406,7 @@ class PPOTrainer:
 
     def evaluate(self, prompts=None, answers=None):
         """Metrics of greedy and sampled responses to prompts (texts; default: the held-out set). Override to
-        add yours. The sampled responses have their own random stream, so evaluating never changes
-        training."""
+        add yours. The samples have their own random stream, so evaluating never changes training."""
         rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(prompts, answers, "evaluate", self.tokenizer, self.readers, self.run.say)
@@ -1461,6 +1460,7 @@ AttentionMaskInterface.register("shared_prompts", sdpa_mask)
 import faulthandler
 import json
 import math
+import sys
 from numbers import Number
 from pathlib import Path
 
@@ -1624,8 +1624,9 @@ def call_reward(name, function, prompts, responses, answers):
     """What a reward function gives, checked, (rows,). What it raises goes on with a note that names it.
     Scoring that takes longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside
     Python."""
-    if REWARD_TIMEOUT and not _CALLING:
-        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True)
+    if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
+        # not sys.stderr, which a notebook or a test may have replaced by something without a file
+        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     _CALLING.append(name)
     try:
         values = function(prompts, responses, answers)
@@ -2016,9 +2017,6 @@ class Run:
     def opened(self, headline):
         """Around the whole of training: OUTPUT_DIR ready, its files open, signals caught; at the end a
         checkpoint."""
-        if not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
-            alone = f"evaluates before and after the {self.total_steps} steps alone"
-            self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} {alone}")
         self.open_files(headline)
         handlers = self.catch_signals()
         try:
@@ -2040,6 +2038,9 @@ class Run:
         """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
         evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
         if self.evaluated_at < 0 and self.goes_on():
+            if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+                alone = f"evaluates before and after the {self.total_steps} steps alone"
+                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} {alone}")
             self.evaluate(evaluate)
         self.clock = (time.perf_counter(), self.step)
         while self.goes_on() and self.step < until:
