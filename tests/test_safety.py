@@ -1,10 +1,9 @@
-"""Nothing is lost, nothing hangs, nothing foreign is run: locks, time limits, rewards of every kind, malformed input of every kind.
-bench/chaos.py kills and starves whole runs; a short form of it is run here."""
+"""Nothing is lost, nothing hangs, nothing foreign is run: locks, time limits, rewards and malformed input of
+every kind. tests/chaos.py kills and starves whole runs; a short form of it is run here."""
 import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -12,148 +11,260 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, load_script, run_script
+from conftest import ROOT, TRAINERS, load_script, run_script, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rewards
 
-TRAINERS = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"]
 PPO = load_script("ppo/ppo.py")  # for pure functions; constants are put back by each test
 fuzz = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def test_a_short_chaos_loses_nothing():
-    """SIGKILL at random moments and between file operations; `python bench/chaos.py --quick` tries a few of every fault."""
-    done = subprocess.run([sys.executable, ROOT / "bench/chaos.py", *TRAINERS, "--quick", "--kills", "2", "--only", "kill,save_points"], capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0 and re.search(r"\n\d+ faults tried, 0 lost", done.stdout), done.stdout + done.stderr
+    """SIGKILL at random moments and between file operations; `python tests/chaos.py --quick` tries a few of
+    every fault."""
+    words = [*TRAINERS, "--quick", "--kills", "2", "--only", "kill,save_points"]
+    command = [sys.executable, ROOT / "tests/chaos.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\n\d+ faults tried, 0 lost", done.stdout), done.stdout
 
 
 # ---------------------------------------------------------------- one run at a time
 
+
+def python(program, **options):
+    """A Python program that has a trainer's module as `ppo`."""
+    begin = f"import sys, time; sys.argv = ['ppo.py']; sys.path.insert(0, {str(ROOT / 'ppo')!r}); import ppo\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", begin + program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def run_in(script, folder):
+    """A Run in a folder, as a trainer makes it, and no more."""
+    script.OUTPUT_DIR = str(folder)
+    return script.Run("ppo", "no", torch.device("cpu"))
+
+
 def test_a_folder_in_use_is_refused_and_a_dead_runs_lock_is_not(tmp_path):
-    hold = f"""
-import sys, time; sys.argv = ["ppo.py"]; sys.path.insert(0, {str(ROOT / "ppo")!r})
-import ppo; lock = ppo.lock_folder({str(tmp_path)!r}); print("held", flush=True); time.sleep(600)"""
-    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    holder = python(f"""
+ppo.OUTPUT_DIR = {str(tmp_path)!r}
+run = ppo.Run("ppo", "no", "cpu")
+print("held", flush=True)
+time.sleep(600)""")
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(PPO.UserError, match=rf"in use by another run \(process {holder.pid}\)"):
-        PPO.lock_folder(tmp_path)
+    script = load_script("ppo/ppo.py")
+    with pytest.raises(script.UserError, match=rf"in use by another run \(process {holder.pid}\)"):
+        run_in(script, tmp_path)
     holder.kill()
     holder.wait()
-    lock = PPO.lock_folder(tmp_path)
-    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
-    PPO.lock_folder(tmp_path).close()  # the same process may, as in a notebook
-    lock.close()
+    run = run_in(script, tmp_path)
+    assert run.lock.is_locked
+    assert (tmp_path / ".lock_owner").read_text() == str(os.getpid())
+    run_in(script, tmp_path)  # the same process may, as in a notebook
+    run.lock.release()
 
 
 def test_the_lock_is_let_go_after_training(ppo):
-    trainer = ppo().PPOTrainer()
+    script = ppo(MAX_STEPS=1)
+    trainer = script.PPOTrainer()
+    taken = []
+    trainer.run.draw_plots = lambda: taken.append(trainer.run.lock.is_locked)
     trainer.train()
-    assert trainer.lock.closed
+    assert taken == [True]
+    assert not trainer.run.lock.is_locked
 
 
 # ---------------------------------------------------------------- rewards
 
-@pytest.mark.parametrize("values, says", [
-    (["good", "bad"], r"\['good', 'bad'\]"), (None, "None"), ([1.0], "1, 0 of them"), ([1.0, float("nan")], "2, 1 of them not finite"),
-    ([float("inf"), 1e39], "2 of them not finite"), ([[1.0], [2.0]], r"a shape of \(2, 1\)"), (3.0, r"a shape of \(\)"), ({"a": 1}, "{'a': 1}"), ([1.0, None], r"\[1.0, None\]"),
-])
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        (["good", "bad"], r"\['good', 'bad'\]"),
+        (None, "None"),
+        ([1.0], "1, 0 of them"),
+        ([1.0, float("nan")], "2, 1 of them not finite"),
+        ([float("inf"), 1e39], "2 of them not finite"),
+        ([[1.0], [2.0]], r"a shape of \(2, 1\)"),
+        (3.0, r"a shape of \(\)"),
+        ({"a": 1}, "{'a': 1}"),
+        ([1.0, None], r"\[1.0, None\]"),
+    ],
+)
 def test_a_reward_that_returns_nonsense_is_named(values, says):
-    with pytest.raises(PPO.UserError, match=f"^REWARD_FUNCTIONS: judge must return 2 finite numbers, one a response; it returned .*{says}"):
-        PPO.guarded("REWARD_FUNCTIONS: judge", lambda p, r, a: values, ["x", "y"], ["a", "b"], [None, None])
+    must = "^judge must return 2 finite numbers, one a response; it returned"
+    with pytest.raises(PPO.UserError, match=f"{must} .*{says}"):
+        PPO.call_reward("judge", lambda p, r, a: values, ["x", "y"], ["a", "b"], [None, None])
 
 
-@pytest.mark.parametrize("values", [[True, False], (1, 0), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True), [1, 2.5]])
+NUMBERS = [
+    [True, False],
+    (1, 0),
+    torch.ones(2, dtype=torch.bfloat16),
+    torch.ones(2, requires_grad=True),
+    [1, 2.5],
+]
+
+
+@pytest.mark.parametrize("values", NUMBERS)
 def test_numbers_of_every_kind_are_taken(values):
-    scores = PPO.guarded("judge", lambda *_: values, ["x", "y"], ["a", "b"], [None, None])
+    scores = PPO.call_reward("judge", lambda *_: values, ["x", "y"], ["a", "b"], [None, None])
     assert scores.dtype == torch.float32 and scores.shape == (2,) and not scores.requires_grad
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), IndexError(), ZeroDivisionError("no"), RuntimeError("a\nb"), AssertionError(), StopIteration(), OSError(5, "io")])
-def test_a_reward_that_raises_is_named_with_its_line(error):
+ERRORS = [
+    KeyError("x"),
+    IndexError(),
+    ZeroDivisionError("no"),
+    RuntimeError("a\nb"),
+    AssertionError(),
+    StopIteration(),
+    OSError(5, "io"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_what_a_reward_raises_keeps_its_line_and_names_the_function(error):
     def judge(prompts, responses, answers):
         raise error
-    with pytest.raises(PPO.UserError, match=rf"judge raised {type(error).__name__}.*test_safety.py line \d+") as caught:
-        PPO.guarded("judge", judge, ["x"], ["a"], [None])
-    assert "\n" not in str(caught.value) and caught.value.__cause__ is error
+
+    def compute_rewards(*lists):  # as a trainer's own calls each function
+        return PPO.call_reward("judge", judge, *lists)
+
+    with pytest.raises(type(error)) as caught:
+        PPO.call_reward("compute_rewards", compute_rewards, ["x"], ["a"], [None])
+    assert caught.value is error
+    assert error.__notes__ == ["(raised by the reward function judge)"]  # once, and of the innermost
+    last = caught.traceback[-1]
+    assert last.path.name == "test_safety.py" and str(last.statement).strip() == "raise error"
 
 
-def test_a_reward_that_hangs_is_stopped(monkeypatch):
-    monkeypatch.setattr(PPO, "REWARD_TIMEOUT", 0.3)
+def test_a_sentence_that_a_reward_raises_stays_one():
+    """An override of compute_rewards() may raise UserError itself."""
+    error = PPO.UserError("set X")
 
-    def hangs(*_):
-        time.sleep(60)
+    def judge(*_):
+        raise error
 
-    def spins(*_):
-        while True:
-            pass
-
-    def catches(*_):
-        try:
-            time.sleep(60)
-        except Exception:
-            return [0.0]
-
-    for judge in (hangs, spins, catches):
-        started = time.monotonic()
-        with pytest.raises(PPO.UserError, match="judge raised TimeoutError: it took longer than REWARD_TIMEOUT = 0.3 s"):
-            PPO.guarded("judge", judge, ["x"], ["a"], [None])
-        assert time.monotonic() - started < 30
-    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
-    assert PPO.guarded("judge", lambda *_: [0.0], ["x"], ["a"], [None]).tolist() == [0.0]
+    with pytest.raises(PPO.UserError, match="^set X$"):
+        PPO.call_reward("judge", judge, ["x"], ["a"], [None])
+    assert not hasattr(error, "__notes__")
 
 
-def test_a_reward_that_cannot_be_interrupted_ends_the_program():
-    program = f"""
-import sys, time; sys.argv = ["ppo.py"]; sys.path.insert(0, {str(ROOT / "ppo")!r})
-import ppo; ppo.REWARD_TIMEOUT = 0.2
+# What a reward function can do for ever: a plain wait, Python that never ends, one that catches what is
+# raised in it, and one that holds the interpreter's lock
+HANGS = {
+    "sleeps": "time.sleep(60)",
+    "spins": "while True: pass",
+    "catches": "\n    while True:\n        try: time.sleep(60)\n        except Exception: pass",
+    "holds the lock": "import re; re.match('(a+)+b', 'a' * 60)",
+}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_reward_that_hangs_ends_the_program_and_shows_where(how):
+    started = time.monotonic()
+    process = python(f"""
+ppo.REWARD_TIMEOUT = 0.3
 def judge(*_):
-    while True:
-        try: time.sleep(60)
-        except Exception: pass
-ppo.guarded("judge", judge, ["x"], ["a"], [None])"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "judge: it took longer than REWARD_TIMEOUT = 0.2 s and could not be interrupted" in done.stderr and "Traceback" not in done.stderr
+    {HANGS[how]}
+ppo.call_reward("judge", judge, ["x"], ["a"], [None])""")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "Timeout (0:00:00.300000)!" in said and "in judge" in said and "in call_reward" in said
+    assert time.monotonic() - started < 60
+
+
+def test_a_reward_that_ends_in_time_leaves_no_limit_behind(monkeypatch):
+    """Nor does one that raises, nor one that a trainer's compute_rewards() calls within its own."""
+    monkeypatch.setattr(PPO, "REWARD_TIMEOUT", 0.2)
+
+    def raises(*_):
+        raise KeyError("x")
+
+    def inner(*lists):
+        return PPO.call_reward("judge", lambda *_: [0.0], *lists)
+
+    for judge in (inner, lambda *_: [0.0], raises):
+        try:
+            assert PPO.call_reward("judge", judge, ["x"], ["a"], [None]).tolist() == [0.0]
+        except KeyError:
+            pass
+    time.sleep(0.4)  # or this process would end here
+
+
+def test_a_reward_within_a_reward_does_not_lift_the_limit():
+    process = python("""
+ppo.REWARD_TIMEOUT = 0.3
+def judge(*lists):
+    ppo.call_reward("quick", lambda *_: [0.0], *lists)
+    time.sleep(60)
+ppo.call_reward("judge", judge, ["x"], ["a"], [None])""")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1 and "in judge" in said
 
 
 def test_the_time_limit_leaves_sigalrm_and_other_threads_alone():
     """math-verify sets SIGALRM's timer and handler for itself."""
-    assert PPO.guarded("exact_answer", rewards.exact_answer, ["x"], [r"\boxed{\frac{1}{2}}"], [r"\boxed{\frac{2}{4}}"]).tolist() == [1.0]
+    half = [r"\boxed{\frac{1}{2}}"], [r"\boxed{\frac{2}{4}}"]
+    assert PPO.call_reward("exact_answer", rewards.exact_answer, ["x"], *half).tolist() == [1.0]
     found = []
-    thread = threading.Thread(target=lambda: found.append(PPO.guarded("judge", lambda *_: [2.0], ["x"], ["a"], [None]).tolist()))
+
+    def score():
+        found.append(PPO.call_reward("judge", lambda *_: [2.0], ["x"], ["a"], [None]).tolist())
+
+    thread = threading.Thread(target=score)
     thread.start()
     thread.join()
     assert found == [[2.0]]
 
 
 def test_a_reward_function_that_fails_ends_the_program_and_the_run_goes_on_without(tmp_path):
-    words = [f"OUTPUT_DIR={tmp_path}/run", "SAVE_EVERY_N_STEPS=1", "REWARD_FUNCTIONS=[('exact_answer', 1.0), ('em_score', 1.0)]"]  # em_score takes other arguments
-    done = run_script("ppo/ppo.py", *words)
-    assert done.returncode == 2 and "ppo.py: REWARD_FUNCTIONS: em_score raised TypeError" in done.stderr and "Traceback" not in done.stderr
-    assert run_script("ppo/ppo.py", *words[:2]).returncode == 0
+    words = [f"OUTPUT_DIR={tmp_path}/run", "SAVE_EVERY_N_STEPS=1"]
+    faulty = "REWARD_FUNCTIONS=[('exact_answer', 1.0), ('em_score', 1.0)]"  # em_score takes other arguments
+    done = run_script("ppo/ppo.py", *words, faulty)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "\nTypeError: em_score() takes" in done.stderr
+    assert done.stderr.endswith("\n(raised by the reward function em_score)\n")
+    assert run_script("ppo/ppo.py", *words).returncode == 0
 
 
 # ---------------------------------------------------------------- what is printed
 
+
 def test_escapes_are_never_printed_raw(ppo, capsys):
     evil = "\x1b[2J\x1b]0;title\x07\x9b31m\r\b\x7f\u202e\ud800"
-    trainer = ppo().PPOTrainer()
-    trainer.say(f"one{evil}\ntwo ünïcode 🙂")
+    ppo().PPOTrainer().run.say(f"one{evil}\ntwo ünïcode 🙂")
     said = capsys.readouterr().out
-    assert said.endswith("two ünïcode 🙂\n") and not any(c in said for c in "\x1b\x07\x9b\r\b\x7f\u202e\ud800") and r"\x1b[2J" in said
+    assert said.endswith("two ünïcode 🙂\n")
+    assert not any(c in said for c in "\x1b\x07\x9b\r\b\x7f\u202e\ud800")
+    assert r"\x1b[2J" in said
 
 
-def test_prompts_and_errors_with_escapes_come_out_escaped(tmp_path):
+def test_prompts_and_errors_with_escapes_come_out_escaped(started, tmp_path):
     path = tmp_path / "evil.jsonl"
     path.write_text(json.dumps({"\x1b[31mproblem": 1}) + "\n")
-    done = run_script("grpo/grpo.py", f"TRAIN_DATASETS=[{{'path': '{path}', 'type': 'jsonl', 'input': 'problem'}}]", f"OUTPUT_DIR={tmp_path}/run")
-    assert done.returncode == 2 and "\x1b" not in done.stdout + done.stderr and "there is no value for column 'problem'" in done.stderr
+    data = f"TRAIN_DATASETS=[{{'path': '{path}', 'type': 'jsonl', 'input': 'problem'}}]"
+    done = started("grpo/grpo.py", data, f"OUTPUT_DIR={tmp_path}/run")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "there is no value for column 'problem'" in done.stderr
 
 
 # ---------------------------------------------------------------- fuzz: no traceback, no hang, no blow-up
 
-texts = st.one_of(st.text(), st.text("0123456789.,/$-+ #\\boxed{}()=^_\n", max_size=80), st.sampled_from(["#### 7", r"\boxed{\frac{1}{2}}", "####", r"\boxed{", "-", "1/0", "1e999", "٣", "½"]))
+texts = st.one_of(
+    st.text(),
+    st.text("0123456789.,/$-+ #\\boxed{}()=^_\n", max_size=80),
+    st.sampled_from(["#### 7", r"\boxed{\frac{1}{2}}", "####", r"\boxed{", "-", "1/0", "1e999", "٣", "½"]),
+)
 
 
 @fuzz
@@ -170,23 +281,56 @@ def test_answer_parsers_take_any_text(response, answer):
     assert len(rewards.answer_format(["p"], [response], [None])) == 1
 
 
-@pytest.mark.parametrize("text", ["#### " * 200_000, r"\boxed{" * 140_000, "#" * 1_000_000, "1," * 500_000, "#### " + "1" * 1_000_000, "\\boxed{" + "{" * 900_000, " " * 1_000_000,
-                                  "#### " + "1,000" * 200_000, "####" + " " * 1_000_000 + "7", "a " * 500_000, "####\t" * 200_000, "/1" * 500_000, "-$" * 500_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### " * 200_000,
+        r"\boxed{" * 140_000,
+        "#" * 1_000_000,
+        "1," * 500_000,
+        "#### " + "1" * 1_000_000,
+        "\\boxed{" + "{" * 900_000,
+        " " * 1_000_000,
+        "#### " + "1,000" * 200_000,
+        "####" + " " * 1_000_000 + "7",
+        "a " * 500_000,
+        "####\t" * 200_000,
+        "/1" * 500_000,
+        "-$" * 500_000,
+    ],
+)
 def test_answer_parsers_are_linear(text):
     """A megabyte each: what is linear takes a moment, what is quadratic would take hours."""
-    def limited(function, *lists):
-        return PPO.guarded("parser", function, *lists)
-    previous, PPO.REWARD_TIMEOUT = PPO.REWARD_TIMEOUT, 60.0
+    previous = PPO.REWARD_TIMEOUT
+    PPO.REWARD_TIMEOUT = 60.0  # ends this process, and shows where
     try:
         for function in (rewards.exact_answer, rewards.em, rewards.f1, rewards.answer_format):
-            limited(function, ["p"], [text], ["#### 7"])
-            limited(function, ["p"], ["#### 7"], [text])
+            PPO.call_reward("parser", function, ["p"], [text], ["#### 7"])
+            PPO.call_reward("parser", function, ["p"], ["#### 7"], [text])
     finally:
         PPO.REWARD_TIMEOUT = previous
 
 
-json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["problem", "solution", "x"]), x, max_size=3), max_leaves=8)
-lines = st.one_of(st.binary(max_size=60), json_values.map(lambda v: json.dumps(v).encode()), st.fixed_dictionaries({"problem": json_values, "solution": json_values}).map(lambda v: json.dumps(v).encode()))
+def as_line(value):
+    return json.dumps(value).encode()
+
+
+def nested(values):
+    keys = st.sampled_from(["problem", "solution", "x"])
+    return st.lists(values, max_size=3) | st.dictionaries(keys, values, max_size=3)
+
+
+plain_values = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+json_values = st.recursive(plain_values, nested, max_leaves=8)
+lines = st.one_of(
+    st.binary(max_size=60),
+    json_values.map(as_line),
+    st.fixed_dictionaries({"problem": json_values, "solution": json_values}).map(as_line),
+)
+
+
+def data_set(path, kind="jsonl"):
+    return [{"path": str(path), "type": kind, "input": "problem", "output": "solution"}]
 
 
 @fuzz
@@ -196,7 +340,7 @@ def test_the_loader_takes_any_file(tmp_path_factory, parts, end, bom):
     path.write_bytes(b"\xef\xbb\xbf" * bom + end.join(parts))
     for kind in ("jsonl", "parquet"):
         try:
-            rows = PPO.load_rows([{"path": str(path), "type": kind, "input": "problem", "output": "solution"}], "TRAIN_DATASETS")
+            rows = PPO.load_rows(data_set(path, kind), "TRAIN_DATASETS")
         except PPO.UserError as error:
             assert str(error).startswith("TRAIN_DATASETS: ") and "fuzz.jsonl" in str(error)
         else:
@@ -204,8 +348,11 @@ def test_the_loader_takes_any_file(tmp_path_factory, parts, end, bom):
             "".join(row["prompt"] for row in rows).encode()
 
 
+specs = st.dictionaries(st.sampled_from(["path", "type", "input", "output", "name"]), json_values, max_size=5)
+
+
 @fuzz
-@given(st.one_of(json_values, st.lists(st.dictionaries(st.sampled_from(["path", "type", "input", "output", "name"]), json_values, max_size=5), max_size=2)))
+@given(st.one_of(json_values, st.lists(specs, max_size=2)))
 def test_any_value_of_a_data_set_is_taken_or_refused(value):
     value = value if isinstance(value, list) else [value]
     try:
@@ -216,14 +363,21 @@ def test_any_value_of_a_data_set_is_taken_or_refused(value):
         assert value == []
 
 
+ABSURD = (
+    "nan", "-inf", "1e999", "-1", "0", "10**9", "None", "True", "[1]", "(1,)", "'x'", "\0", "1_000", "0x10",
+    "1j", "b'x'", "...", "{}", "[[", "9" * 5000, "lambda: 0",
+)
+
+
 @pytest.mark.parametrize("path", TRAINERS)
 def test_any_override_is_taken_or_refused(path):
     script = load_script(path)
     before = script.constants()
-    values = st.one_of(st.text(max_size=30), json_values.map(repr), st.sampled_from(["nan", "-inf", "1e999", "-1", "0", "10**9", "None", "True", "[1]", "(1,)", "'x'", "\0", "1_000", "0x10", "1j", "b'x'", "...", "{}", "[[", "9" * 5000, "lambda: 0"]))
+    values = st.one_of(st.text(max_size=30), json_values.map(repr), st.sampled_from(ABSURD))
+    overrides = st.tuples(st.sampled_from(sorted(before)), values).map("=".join)
 
     @settings(fuzz, max_examples=300)
-    @given(st.one_of(st.text(max_size=40), st.tuples(st.sampled_from(sorted(before)), values).map("=".join)))
+    @given(st.one_of(st.text(max_size=40), overrides))
     def check(word):
         for key, value in before.items():
             setattr(script, key, value)
@@ -238,11 +392,16 @@ def test_any_override_is_taken_or_refused(path):
             for key, value in after.items():
                 assert not isinstance(value, float) or value == value, f"{key} is NaN"
                 assert value is None or before[key] is None or type(value) is type(before[key]), key
+
     check()
 
 
+phases = st.sampled_from(["train", "eval", "x"])
+records = st.fixed_dictionaries({"phase": phases, "step": json_values, "reward": json_values}).map(as_line)
+
+
 @fuzz
-@given(st.lists(st.one_of(st.binary(max_size=60), st.fixed_dictionaries({"phase": st.sampled_from(["train", "eval", "x"]), "step": json_values, "reward": json_values}).map(lambda v: json.dumps(v).encode())), max_size=6))
+@given(st.lists(st.one_of(st.binary(max_size=60), records), max_size=6))
 def test_the_metrics_reader_takes_any_file(tmp_path_factory, parts):
     path = tmp_path_factory.getbasetemp() / "metrics.jsonl"
     path.write_bytes(b"\n".join(parts))
@@ -251,14 +410,21 @@ def test_the_metrics_reader_takes_any_file(tmp_path_factory, parts):
         assert all(isinstance(v, (int, float)) and abs(v) < 1e300 for k, v in record.items() if k != "phase")
 
 
+SPOILT = b"""{"phase": "train", "step": 2, "reward": "x", "entropy": NaN}
+{"phase": "train", "st
+\xff
+[1]
+"""
+
+
 def test_plots_are_drawn_from_a_spoilt_metrics_file(ppo, tmp_path):
     trainer = ppo(MAX_STEPS=1).PPOTrainer()
     trainer.train()
     with open(tmp_path / "run/logs/metrics.jsonl", "ab") as file:
-        file.write(b'{"phase": "train", "step": 2, "reward": "x", "entropy": NaN}\n{"phase": "train", "st\n\xff\n[1]\n')
+        file.write(SPOILT)
     for picture in (tmp_path / "run").glob("*.png"):
         picture.unlink()
-    trainer.draw_plots()
+    trainer.run.draw_plots()
     assert len(list((tmp_path / "run").glob("*.png"))) == 2
 
 
@@ -266,19 +432,28 @@ def test_a_shortened_log_is_said(ppo, tmp_path, capsys):
     ppo(MAX_STEPS=1, SAVE_EVERY_N_STEPS=1).PPOTrainer().train()
     path = tmp_path / "run/logs/metrics.jsonl"
     path.write_bytes(path.read_bytes()[:10])
-    ppo(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1).PPOTrainer(resume_from_checkpoint="yes").train()
-    assert re.search(r"WARNING: \S+metrics.jsonl has lost \d+ bytes since the checkpoint", capsys.readouterr().out)
+    trainer = ppo(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1).PPOTrainer(resume_from_checkpoint="yes")
+    trainer.run.draw_plots = lambda: None  # most of the time
+    trainer.train()
+    says = r"WARNING: \S+metrics.jsonl has lost \d+ bytes since the checkpoint"
+    assert re.search(says, capsys.readouterr().out)
 
 
 # ---------------------------------------------------------------- data and constants by hand
 
-@pytest.mark.parametrize("line, says", [
-    (b'{"problem": "\\ud800", "solution": "1"}', "line 1: half of a surrogate pair"), (b'{"problem": "x", "solution": ["1", "\\udfff"]}', "line 1: half of a surrogate pair"),
-    (b"[" * 100_000, "line 1: not a line of JSON"), ('{"problem": "\u200b", "solution": "1"}'.encode(), ""),
-])
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        (b'{"problem": "\\ud800", "solution": "1"}', "line 1: half of a surrogate pair"),
+        (b'{"problem": "x", "solution": ["1", "\\udfff"]}', "line 1: half of a surrogate pair"),
+        (b"[" * 100_000, "line 1: not a line of JSON"),
+        ('{"problem": "\u200b", "solution": "1"}'.encode(), ""),
+    ],
+)
 def test_odd_texts_are_named_or_taken(ppo, tmp_path, line, says):
     (tmp_path / "odd.jsonl").write_bytes(line + b"\n")
-    script = ppo(TRAIN_DATASETS=[{"path": str(tmp_path / "odd.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}], EVAL_DATASETS=[])
+    script = ppo(TRAIN_DATASETS=data_set(tmp_path / "odd.jsonl"), EVAL_DATASETS=[])
     if says:
         with pytest.raises(script.UserError, match=f"odd.jsonl {says}"):
             script.PPOTrainer()
@@ -287,42 +462,71 @@ def test_odd_texts_are_named_or_taken(ppo, tmp_path, line, says):
 
 
 def test_a_prompt_without_tokens_is_named(ppo):
-    trainer = ppo().PPOTrainer()
-    trainer.tokenizer = lambda text, **_: {"input_ids": []}
-    trainer.tokenizer.chat_template = None
-    with pytest.raises(Exception, match="TRAIN_DATASETS: a.jsonl:3: its tokenizer makes no token of it"):
-        trainer.encode([{"id": "a.jsonl:3", "prompt": "x"}], "TRAIN_DATASETS")
+    script = ppo()
+    trainer = script.PPOTrainer()
+
+    def tokenizer(text, **_):
+        return {"input_ids": []}
+
+    tokenizer.chat_template = None
+    tokenizer.eos_token_id = 1
+    rows = [{"id": "a.jsonl:3", "prompt": "x"}]
+    says = "TRAIN_DATASETS: a.jsonl:3: its tokenizer makes no token of it"
+    with pytest.raises(script.UserError, match=says):
+        script.encode(rows, "TRAIN_DATASETS", tokenizer, trainer.readers, trainer.run.say)
 
 
 @pytest.mark.parametrize("path", TRAINERS)
-@pytest.mark.parametrize("constant, value, says", [
-    ("OUTPUT_DIR", "", "OUTPUT_DIR = ''"), ("OUTPUT_DIR", "a\0b", "OUTPUT_DIR"), ("PROMPT_TEMPLATE", "Solve this:", "PROMPT_TEMPLATE.*must contain {input}"), ("ACTOR_MODEL", " ", "ACTOR_MODEL"),
-    ("TRAIN_DATASETS", [5], "TRAIN_DATASETS: a data set is a dict"), ("TRAIN_DATASETS", [{"path": 1, "type": "jsonl", "input": "x"}], "TRAIN_DATASETS: a data set is a dict"),
-    ("REWARD_FUNCTIONS", ["exact_answer"], "REWARD_FUNCTIONS: it takes pairs"), ("REWARD_FUNCTIONS", [("exact_answer", float("nan"))], "REWARD_FUNCTIONS: it takes pairs"),
-    ("ACCURACY_FUNCTION", "no_such", "ACCURACY_FUNCTION: rewards/ has no function 'no_such'"), ("REWARD_TIMEOUT", 0.0, "REWARD_TIMEOUT"),
-])
+@pytest.mark.parametrize(
+    "constant, value, says",
+    [
+        ("OUTPUT_DIR", "", "OUTPUT_DIR = ''"),
+        ("OUTPUT_DIR", "a\0b", "OUTPUT_DIR"),
+        ("PROMPT_TEMPLATE", "Solve this:", "PROMPT_TEMPLATE.*must contain {input}"),
+        ("ACTOR_MODEL", " ", "ACTOR_MODEL"),
+        ("TRAIN_DATASETS", [5], "TRAIN_DATASETS: a data set is a dict"),
+        (
+            "TRAIN_DATASETS",
+            [{"path": 1, "type": "jsonl", "input": "x"}],
+            "TRAIN_DATASETS: a data set is a dict",
+        ),
+        ("REWARD_FUNCTIONS", ["exact_answer"], "REWARD_FUNCTIONS: it takes pairs"),
+        ("REWARD_FUNCTIONS", [("exact_answer", float("nan"))], "REWARD_FUNCTIONS: it takes pairs"),
+        ("ACCURACY_FUNCTION", "no_such", "ACCURACY_FUNCTION: rewards/ has no function 'no_such'"),
+        ("REWARD_TIMEOUT", 0.0, "REWARD_TIMEOUT"),
+    ],
+)
 def test_absurd_constants_are_named(path, tmp_path, monkeypatch, constant, value, says):
     monkeypatch.chdir(tmp_path)
     script = load_script(path, **{"OUTPUT_DIR": str(tmp_path / "run"), constant: value})
-    trainer = {"ppo": "PPOTrainer", "grpo": "GRPOTrainer", "rce": "RCETrainer"}[path.split("/")[0]]
     with pytest.raises(script.UserError, match=says):
-        getattr(script, trainer)()
+        getattr(script, TRAINERS[path])()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_of_memory_is_a_sentence(tmp_path):
-    done = run_script("grpo/grpo.py", "MAX_NEW_TOKENS=1000000000000", f"OUTPUT_DIR={tmp_path}/run")
-    assert done.returncode == 2 and "grpo.py: out of memory" in done.stderr and "lower BATCH_SIZE" in done.stderr and "Traceback" not in done.stderr
+def test_out_of_memory_is_a_sentence(started, tmp_path):
+    done = started("grpo/grpo.py", "GROUP_SIZE=1000000000000", f"OUTPUT_DIR={tmp_path}/run")
+    assert done.returncode == 2
+    assert "grpo.py: out of memory" in done.stderr and "lower BATCH_SIZE" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---------------------------------------------------------------- things from elsewhere
 
+
+def one_step(script):
+    """Train a step; most of the time that it takes are the plots."""
+    script.draw_plot = lambda *_: None
+    script.PPOTrainer().train()
+
+
 def test_a_checkpoint_of_another_trainer_or_kind_is_refused(ppo, tmp_path):
-    ppo(MAX_STEPS=1).PPOTrainer().train()
+    one_step(ppo(MAX_STEPS=1))
     step = tmp_path / "run/step_1"
-    grpo = load_script("grpo/grpo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "other")})
-    with pytest.raises(grpo.UserError, match="it is no state of grpo.py"):
+    grpo = load_script("grpo/grpo.py", **small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "other")))
+    with pytest.raises(grpo.UserError, match="it is no state of this trainer") as error:
         grpo.GRPOTrainer(resume_from_checkpoint=str(step))
+    assert str(error.value).endswith("take a checkpoint that this version of grpo.py made")
 
 
 @pytest.mark.parametrize("path", TRAINERS)
@@ -333,6 +537,7 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
         (folder / "policy").mkdir()
         for name in ("training_state.pt", "policy/weights", "config.json"):
             (folder / name).write_bytes(name.encode() * 10)
+
     faults = {
         # of the same size
         "policy/weights is not what was saved":
@@ -344,7 +549,7 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
     }
     for number, (says, spoil) in enumerate(faults.items()):
         step = tmp_path / f"step_{number}"
-        script.write_checkpoint(step, fill)
+        script.write_folder(step, fill)
         assert script.checkpoint_fault(step) is None
         spoil(step)
         assert script.checkpoint_fault(step).startswith(says)
@@ -360,13 +565,15 @@ class Bomb:
 
 def test_a_pickle_bomb_does_not_go_off(ppo, tmp_path):
     script = ppo(MAX_STEPS=1)
-    script.PPOTrainer().train()
-    step, mark = tmp_path / "run/step_1", tmp_path / "pwned"
+    one_step(script)
+    step = tmp_path / "run/step_1"
+    mark = tmp_path / "pwned"
     for name in ("training_state.pt", "policy/pytorch_model.bin"):
         (step / name).write_bytes(pickle.dumps(Bomb(mark)))
         if name != "training_state.pt":
             (step / "policy/model.safetensors").unlink()
-        manifest = {str(p.relative_to(step)): script.file_digest(p) for p in step.rglob("*") if p.is_file() and p.name != "manifest.json"}
+        files = [p for p in step.rglob("*") if p.is_file() and p.name != "manifest.json"]
+        manifest = {str(p.relative_to(step)): script.file_digest(p) for p in files}
         (step / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(script.UserError, match="cannot be (used|loaded)"):
             script.PPOTrainer(resume_from_checkpoint="yes")
@@ -374,13 +581,33 @@ def test_a_pickle_bomb_does_not_go_off(ppo, tmp_path):
 
 
 def test_all_checkpoints_broken_is_an_error_that_touches_nothing(ppo, tmp_path):
-    ppo(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1).PPOTrainer().train()
-    for step in (tmp_path / "run").glob("step_*"):
+    one_step(ppo(MAX_STEPS=2, SAVE_EVERY_N_STEPS=1))
+    out = tmp_path / "run"
+
+    def files():
+        return {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+    for step in out.glob("step_*"):
         (step / "training_state.pt").write_bytes(b"")
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    before = files()
     script = ppo(MAX_STEPS=2)
     with pytest.raises(script.UserError, match="no checkpoint in .* is whole"):
         script.PPOTrainer(resume_from_checkpoint="yes")
-    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    ppo(MAX_STEPS=1).PPOTrainer(resume_from_checkpoint="no").train()  # and this keeps them
-    assert list((tmp_path / "run").glob("old_*/step_2"))
+    assert before == files()
+    afresh = ppo(MAX_STEPS=1, RESUME="no")
+    one_step(afresh)  # and this keeps them
+    assert list(out.glob("old_*/step_2"))
+
+
+def test_best_is_replaced_whole_and_comes_back_where_a_kill_came_between(tmp_path):
+    """Two renames replace best/: what was there before a kill is there after the next start."""
+    (tmp_path / "best.old/policy").mkdir(parents=True)
+    (tmp_path / "best.old/metrics.json").write_text("old")
+    run = run_in(load_script("ppo/ppo.py"), tmp_path)
+    run.lock.release()
+    assert (tmp_path / "best/metrics.json").read_text() == "old"
+    (tmp_path / "best.old").mkdir()
+    (tmp_path / "best.old/metrics.json").write_text("older")  # killed after both renames
+    run_in(load_script("ppo/ppo.py"), tmp_path).lock.release()
+    assert (tmp_path / "best/metrics.json").read_text() == "old"
+    assert not (tmp_path / "best.old").exists()
