@@ -1791,6 +1791,7 @@ AttentionMaskInterface.register("shared_prompts", sdpa_mask)
 import faulthandler
 import json
 import math
+import sys
 from numbers import Number
 from pathlib import Path
 
@@ -1954,8 +1955,9 @@ def call_reward(name, function, prompts, responses, answers):
     """What a reward function gives, checked, (rows,). What it raises goes on with a note that names it.
     Scoring that takes longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside
     Python."""
-    if REWARD_TIMEOUT and not _CALLING:
-        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True)
+    if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
+        # not sys.stderr, which a notebook or a test may have replaced by something without a file
+        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     _CALLING.append(name)
     try:
         values = function(prompts, responses, answers)
