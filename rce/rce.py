@@ -41,7 +41,8 @@ the loss      rce_loss, RCETrainer.update                the data      TRAIN_DAT
 the weights   TAU, WEIGHT_REWARDS; rce_weights           a metric      update, record, measure, evaluate
 the reward    REWARD_FUNCTIONS, REWARD_MODE;             a plot        self.run.panels; draw_plot
               compute_rewards, shaped_rewards            the schedule  learning_rate_scale, plan_steps
-what is mined propose, choose_verified; sample_tokens    the verdict   find_verdict
+what is mined propose, choose_verified; sampling_logprobs  the verdict find_verdict
+A constant is one more line above; _LIMITS may hold its range.
 """
 import hashlib
 import math
@@ -276,10 +277,10 @@ class RCETrainer:
         self.run = Run("rce", resume_from_checkpoint, self.device, made, best_by, later_of_equal=True)
         name = "/".join(Path(ACTOR_MODEL).parts[-2:])
         self.run.title = f"RCE ({REWARD_MODE}, tau {TAU:g}), {name}, seed {SEED}"
-        self.run.panels = [
-            ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"], ["pick_accuracy"], ["entropy"],
-            ["policy_loss"], ["grad_norm"], ["effective_candidates"],
-            ["weight_on_best"], ["reward"], ["response_length"]]
+        # Drawn in rce_metrics_with_entropy.png, (label, metrics); training_metrics_detailed.png has them all
+        names = "pick_accuracy entropy policy_loss grad_norm effective_candidates weight_on_best reward"
+        self.run.panels = [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])]
+        self.run.panels += [(name, [name]) for name in f"{names} response_length".split()]
         self.load_models()
         readers = self.tokenizer, self.readers, self.run.say
         self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
@@ -790,8 +791,8 @@ class RCETrainer:
 
 # ==== block: language models
 # Loading, sampling, scoring, and the one optimizer step they all share. The plain ways come first; what is
-# faster and not as plain comes last and says what it measured. Byte-identical in every trainer of language
-# models: see tests/blocks.py.
+# faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
+# repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import bisect
 import inspect
 import math
@@ -1036,6 +1037,12 @@ def find_in_cdf(weights, at):
     return found, (1 - (cumulative.gather(-1, found) - target) / weight).clamp(0, 1 - 2**-40)
 
 
+def sampling_logprobs(logits, temperature):
+    """Log-probabilities of the distribution that is sampled *and* scored, in float32: generate() and
+    TokenLogprobs both ask here, so that a change of it (top-p, say) is one and the first ratios stay 1."""
+    return (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)
+
+
 def sample_tokens(probabilities, uniform):
     """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform
     (rows,) in [0, 1). First among blocks of 128 ids, then within the block: four times as fast as over a
@@ -1165,8 +1172,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     logits = decoder.logits
     look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
-        scaled = logits.float() / temperature if temperature != 1 else logits.float()
-        scaled = scaled.log_softmax(-1)  # (rows still there, vocabulary)
+        scaled = sampling_logprobs(logits, temperature)  # (rows still there, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
@@ -1270,7 +1276,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, ids, temperature):
-        logprobs = (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)
+        logprobs = sampling_logprobs(logits, temperature)
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
         ctx.save_for_backward(logprobs, ids.unsqueeze(-1), entropy)
         ctx.temperature = temperature
@@ -1385,7 +1391,8 @@ def check_first_ratio(steps, step):
     first = steps[0]["ratio_max"]
     if step == 0 and DTYPE == "float32" and first > 1e-3:
         why = "ACTOR_MODEL scores a response otherwise than it sampled it"
-        raise UserError(f"the first update sees a ratio {first:.2g} away from 1: {why}")
+        sees = f"the first update sees a ratio {first:.2g} away from 1"
+        raise UserError(f"{sees}: {why}, or an edit changed one of the two")
     if step == 0 and apart > 0.05:
         sees = f"the first update sees log-probabilities {apart:.2g} nats a token away from the sampler's"
         raise UserError(f"{sees}: DTYPE = {DTYPE!r} does not suit ACTOR_MODEL")
@@ -1786,8 +1793,8 @@ AttentionMaskInterface.register("shared_prompts", sdpa_mask)
 
 
 # ==== block: data and rewards
-# Rows from files and the hub; calling reward functions and checking what they return. Byte-identical in every
-# trainer that has it: see tests/blocks.py.
+# Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
+# copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
 import faulthandler
 import json
 import math
@@ -1977,8 +1984,8 @@ def call_reward(name, function, prompts, responses, answers):
 
 # ==== block: the run
 # What a trainer does beside its algorithm: constants and errors, OUTPUT_DIR and its lock, checkpoints and
-# resume, logs, plots, signals. Byte-identical in every trainer: change it in one, then `python
-# tests/blocks.py FILE` copies it to the others.
+# resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
+# in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
 import ast
 import difflib
 import hashlib
@@ -2643,7 +2650,7 @@ class Run:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         every = [(with_unit(key), [key]) for key in keys]
-        own = [(with_unit(keys[0]) if len(keys) == 1 else "accuracy", keys) for keys in self.panels]
+        own = [(with_unit(label), keys) for label, keys in self.panels]
         title = f"{self.title}: every metric"
         draw_plot(records, self.folder / "training_metrics_detailed.png", title, every)
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, own)
