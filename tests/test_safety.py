@@ -36,7 +36,7 @@ def test_a_short_chaos_loses_nothing():
 
 def python(program, **options):
     """A Python program that has a trainer's module as `ppo`."""
-    begin = f"import sys, time; sys.argv = ['ppo.py']; sys.path.insert(0, {str(ROOT / 'ppo')!r}); import ppo\n"
+    begin = f"import sys, time; sys.argv = ['ppo.py']; sys.path.insert(0, {str(ROOT / 'ppo')!r})\nimport ppo\n"
     return subprocess.Popen(
         [sys.executable, "-c", begin + program],
         stdout=subprocess.PIPE,
