@@ -1,20 +1,38 @@
-"""What makes the trainers fast changes nothing they compute. (How fast they are: bench/run.py; nothing is timed here.)"""
+"""What makes the trainers fast changes nothing they compute. (How fast they are: bench/speed.py; nothing is
+timed here.)"""
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, SMALL, distance, load_script
-from transformers import AutoModelForCausalLM, Llama4TextConfig, MistralConfig
+from conftest import NATS, TINY, distance, load_script
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import Llama4TextConfig, MistralConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 module = load_script("grpo/grpo.py")
 
 
-@pytest.fixture
-def grpo(tmp_path):
-    return lambda **constants: load_script("grpo/grpo.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+def plain_pass(model, prompt, response, temperature):
+    """Log-probabilities of a response's ids and the entropies, (R,), by a forward pass of the row alone."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
+    logprobs = (logits / temperature).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, torch.tensor(response)[:, None]).squeeze(1), entropy
+
+
+def no_plots():
+    """They are most of a short run's time."""
+
+
+def flat_weights(model):
+    """All weights as one vector, a copy."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # ---------------------------------------------------------------- sampling in two levels
+
 
 @pytest.mark.parametrize("vocabulary", [82, 128, 1000, 4096])
 def test_sampling_by_blocks_inverts_the_same_distribution(vocabulary):
@@ -25,15 +43,18 @@ def test_sampling_by_blocks_inverts_the_same_distribution(vocabulary):
     cumulative = logprobs[0].double().exp().cumsum(0)
     uniform = torch.cat([(torch.arange(20000) + 0.5) / 20000, torch.tensor([0.0, 1 - 2**-24])])
     ids = module.sample_tokens(logprobs.exp().expand(len(uniform), -1), uniform)
-    assert logprobs[0, ids].isfinite().all() and len(set(ids.tolist())) > 5
+    assert logprobs[0, ids].isfinite().all()
+    assert len(set(ids.tolist())) > 5
     at = uniform.double() * cumulative[-1]
     below = torch.where(ids > 0, cumulative[(ids - 1).clamp(min=0)], 0)
-    assert (at >= below - 1e-6).all() and (at <= cumulative[ids] + 1e-6).all()
+    assert (at >= below - 1e-6).all()
+    assert (at <= cumulative[ids] + 1e-6).all()
 
 
 # ---------------------------------------------------------------- one prompt's keys for all its responses
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])  # eager cannot share: it must be right too
+
+@pytest.mark.parametrize("kind", ["shared_prompts", "eager"])  # eager cannot share: it must be right too
 def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
     trainer = grpo().GRPOTrainer()
     model = trainer.actor
@@ -41,37 +62,85 @@ def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
     torch.manual_seed(1)
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     assert len({len(p) for p in prompts}) > 2
-    ids, lengths, logprobs, entropies = module.generate(model, prompts, torch.rand(20, 32), 4, 32, 1.3, trainer.eos_ids, 0)
-    assert lengths.min() < 0.7 * lengths.max()  # rows were dropped on the way, of some prompts more than of others
-    for i in range(20):
-        whole, n = prompts[i // 4] + ids[i, :lengths[i]].tolist(), int(lengths[i])
-        with torch.no_grad():
-            want = (model(torch.tensor([whole])).logits[0, -n - 1:-1] / 1.3).log_softmax(-1)
-        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[i, :n, None])[:, 0], atol=NATS)
-        assert torch.allclose(entropies[i, :n], -(want.exp() * want).sum(-1), atol=NATS)
-        assert (ids[i, n:] == 0).all() and (logprobs[i, n:] == 0).all() and (entropies[i, n:] == 0).all()
+    eos_ids = module.end_ids(model, trainer.tokenizer)
+    ids, lengths, *found = module.generate(model, prompts, torch.rand(20, 32), 4, 32, 1.3, eos_ids, 0)
+    # rows were dropped on the way, of some prompts more than of others
+    assert lengths.min() < 0.7 * lengths.max()
+    for i, n in enumerate(lengths.tolist()):
+        wanted = plain_pass(model, prompts[i // 4], ids[i, :n].tolist(), 1.3)
+        for got, want in zip(found, wanted):
+            assert torch.allclose(got[i, :n], want, atol=NATS)
+        for rows in (ids, *found):
+            assert (rows[i, n:] == 0).all()
 
 
 def test_a_prompts_keys_are_kept_once(grpo, monkeypatch):
-    trainer, layers = grpo().GRPOTrainer(), []
-    made = module.GroupedLayer.__init__
-    monkeypatch.setattr(module.GroupedLayer, "__init__", lambda self, *a: (made(self, *a), layers.append(self))[0])
+    trainer = grpo().GRPOTrainer()
+    layers = []
+
+    class Spy(module.GroupedLayer):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            layers.append(self)
+
+    monkeypatch.setattr(module, "GroupedLayer", Spy)
     prompts = [row["ids"] for row in trainer.train_rows[:3]]
     module.generate(trainer.actor, prompts, torch.rand(24, 4), 8, 4, 1.0, torch.tensor([99]), 0)
     assert len(layers) == trainer.actor.config.num_hidden_layers
     for layer in layers:
-        assert len(layer.prompt[0]) == 3 and len(layer.room[0]) == 24 and layer.room[0].shape[2] < 32
+        assert len(layer.prompt[0]) == 3
+        assert len(layer.room[0]) == 24
+        assert layer.room[0].shape[2] < 32
 
 
-def test_other_models_attention_is_untouched():
-    """The function registered for sdpa hands everything else on to transformers' own."""
+# ---------------------------------------------------------------- other models beside ours
+
+
+def test_rows_that_share_nothing_get_transformers_own_attention():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 5, 8) for _ in range(3))
     owner = SimpleNamespace(num_key_value_groups=1, is_causal=True)
-    assert torch.equal(module.attend(owner, q, k, v, None)[0], module.sdpa_attention_forward(owner, q, k, v, None)[0])
+    got, _ = module.attend(owner, q, k, v, None)
+    assert torch.equal(got, sdpa_attention_forward(owner, q, k, v, None)[0])
+
+
+def outputs(model):
+    """What a model of the user's own says: of padded rows, and while it generates."""
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14]])
+    mask = (ids > 0).long()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits
+        generated = model.generate(
+            ids, attention_mask=mask, max_new_tokens=6, do_sample=False, output_logits=True,
+            return_dict_in_generate=True)
+    return torch.cat([logits.flatten(), *(step.flatten() for step in generated.logits)])
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_a_users_own_model_says_the_same_beside_a_trainer(grpo, kind, tmp_path):
+    # What other tests of this process imported has changed nothing
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    assert AttentionMaskInterface()["sdpa"] is sdpa_mask
+    assert AttentionMaskInterface()["eager"] is eager_mask
+    assert "eager" not in AttentionInterface()  # it is the model's own function
+    own = AutoModelForCausalLM.from_pretrained(TINY / "policy", attn_implementation=kind)
+    before = outputs(own)
+    script = grpo(MAX_STEPS=1, EVAL_DATASETS=[], KL_COEF=0.1, ACTOR_MODEL=str(TINY / "policy"))
+    trainer = script.GRPOTrainer()
+    trainer.run.draw_plots = no_plots
+    trainer.train()
+    assert trainer.actor.config._attn_implementation == "shared_prompts"
+    assert own.config._attn_implementation == kind
+    assert torch.equal(outputs(own), before)
+    later = AutoModelForCausalLM.from_pretrained(TINY / "policy", attn_implementation=kind)
+    assert torch.equal(outputs(later), before)
+    # and a policy that was trained is a plain model again where it is loaded
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run/step_1/policy")
+    assert policy.config._attn_implementation == "sdpa"
 
 
 # ---------------------------------------------------------------- each prompt once, responses without padding
+
 
 def packed_batch(prompts, responses, share):
     """Rows with random ids: lengths of the prompts and of the responses, share rows a prompt."""
@@ -80,103 +149,155 @@ def packed_batch(prompts, responses, share):
     ids = [torch.randint(3, 80, (n,)).tolist() for n in prompts for _ in range(share)]
     ids = [ids[i - i % share] for i in range(len(ids))]
     lengths = torch.tensor(responses)
-    return SimpleNamespace(prompt_ids=module.pad_left(ids, 0), prompt_lengths=prompt_lengths, response_lengths=lengths,
-                           response_ids=torch.randint(3, 80, (len(lengths), int(lengths.max()))))
+    return SimpleNamespace(
+        prompt_ids=module.pad_left(ids, 0),
+        prompt_lengths=prompt_lengths,
+        response_lengths=lengths,
+        response_ids=torch.randint(3, 80, (len(lengths), int(lengths.max()))))
 
 
 def test_a_packed_sequence_holds_each_prompt_once_and_hardly_any_padding():
-    lengths = (20 / torch.rand(64, generator=torch.Generator().manual_seed(0)) ** (1 / 1.5) - 18).clamp(2, 256).long()  # a heavy tail
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(0))
+    lengths = (20 / uniform ** (1 / 1.5) - 18).clamp(2, 256).long()  # a heavy tail
     batch = packed_batch([9, 5, 7, 9, 8, 9, 6, 9], lengths.tolist(), 8)
     packed = module.Packed(batch, torch.arange(64))
-    tokens, needed = packed.inputs["input_ids"].shape[1], int(lengths.sum()) - 64
+    tokens = packed.inputs["input_ids"].shape[1]
+    needed = int(lengths.sum()) - 64
     assert needed + 62 <= tokens < 1.1 * needed + 8 * 9
-    assert packed.mask.sum(1).tolist() == lengths.tolist() and len(packed.said) == lengths.sum()
+    assert packed.mask.sum(1).tolist() == lengths.tolist()
+    assert len(packed.predicted_at) == lengths.sum()
 
 
-LAYERS = dict(vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.5)
+LAYERS = dict(
+    vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, initializer_range=0.5)
+CHUNKS = Llama4TextConfig(
+    **LAYERS, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=32, pad_token_id=0,
+    bos_token_id=None, eos_token_id=1)
+CONFIGS = {
+    "all": MistralConfig(**LAYERS, sliding_window=None),
+    "window": MistralConfig(**LAYERS, sliding_window=3),
+    "chunks": CHUNKS,  # which cannot be packed
+}
 
 
 @pytest.mark.parametrize("responses", [[1] * 6, [1, 5, 1, 1, 30, 2], [4] * 6])
-@pytest.mark.parametrize("config", [MistralConfig(**LAYERS, sliding_window=None), MistralConfig(**LAYERS, sliding_window=3), Llama4TextConfig(
-    **LAYERS, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=32, pad_token_id=0, bos_token_id=None, eos_token_id=1)], ids=["all", "window", "chunks"])
-def test_packed_rows_are_plain_forward_passes(responses, config):  # but chunks cannot be packed
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_rows_are_plain_forward_passes(monkeypatch, responses, name):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    batch, rows = packed_batch([1, 6, 3], responses, 2), torch.tensor([3, 0, 5, 2, 4])
-    logprobs, entropy = module.response_logprobs(model, batch, rows, 0.8)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    batch = packed_batch([1, 6, 3], responses, 2)
+    rows = torch.tensor([3, 0, 5, 2, 4])
+    passes = []
+
+    class Spy(module.Packed):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            passes.append(self)
+
+    monkeypatch.setattr(module, "Packed", Spy)
+    model.set_attn_implementation("shared_prompts")
+    found = module.response_logprobs(model, batch, rows, 0.8)
+    assert len(passes) == (name != "chunks")
+    model.set_attn_implementation("sdpa")
     for i, row in enumerate(rows.tolist()):
-        p, n = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
-        ids = torch.cat([batch.prompt_ids[row, -p:], batch.response_ids[row, :n]])
-        want = (model(ids[None]).logits[0, p - 1:-1] / 0.8).log_softmax(-1)
-        assert torch.allclose(logprobs[i, :n], want.gather(1, ids[p:, None])[:, 0], atol=NATS)
-        assert torch.allclose(entropy[i, :n], -(want.exp() * want).sum(-1), atol=NATS)
-        assert (logprobs[i, n:] == 0).all() and (entropy[i, n:] == 0).all()
+        n = int(batch.response_lengths[row])
+        prompt = batch.prompt_ids[row, -batch.prompt_lengths[row]:].tolist()
+        wanted = plain_pass(model, prompt, batch.response_ids[row, :n].tolist(), 0.8)
+        for got, want in zip(found, wanted):
+            assert torch.allclose(got[i, :n], want, atol=NATS)
+            assert (got[i, n:] == 0).all()
 
 
 def test_no_other_attention_can_take_a_packed_sequence_for_a_row():
     packed = module.Packed(packed_batch([4, 4], [3, 5, 2, 2], 2), torch.arange(4))
     tokens = packed.inputs["input_ids"].shape[1]
     q, k, v = (torch.randn(1, 4, tokens, 8) for _ in range(3))
+    owner = SimpleNamespace(num_key_value_groups=1, is_causal=True)
     with pytest.raises(RuntimeError):
-        module.sdpa_attention_forward(SimpleNamespace(num_key_value_groups=1, is_causal=True), q, k, v, packed.inputs["attention_mask"])
+        sdpa_attention_forward(owner, q, k, v, packed.inputs["attention_mask"])
 
 
 # ---------------------------------------------------------------- log-probabilities of a large vocabulary
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1, 0.7])
 @pytest.mark.parametrize("of_entropy", [0.0, 0.3])
 def test_token_logprobs_and_their_gradient_are_autograds(dtype, temperature, of_entropy):
     torch.manual_seed(0)
-    logits, ids = (3 * torch.randn(4, 6, 50)).to(dtype).requires_grad_(), torch.randint(50, (4, 6))
-    weight = torch.randn(2, 4, 6)
+    logits = (3 * torch.randn(4, 6, 50)).to(dtype).requires_grad_()
+    ids = torch.randint(50, (4, 6))
+    weights = torch.randn(2, 4, 6)
     logprobs = (logits.float() / temperature).log_softmax(-1)
     want = logprobs.gather(-1, ids[..., None])[..., 0], -(logprobs.exp() * logprobs).sum(-1)
-    want_grad, = torch.autograd.grad((weight[0] * want[0] + of_entropy * weight[1] * want[1]).sum(), logits)
     got = module.TokenLogprobs.apply(logits, ids, temperature)
-    grad, = torch.autograd.grad((weight[0] * got[0] + of_entropy * weight[1] * got[1]).sum(), logits)
-    assert all(distance(a, b) < 1e-5 for a, b in zip(got, want))  # float32 sums of 50; bfloat16 keeps 8 bits
-    assert grad.dtype == dtype and distance(grad, want_grad) < (1e-5 if dtype == torch.float32 else 2 ** -8)
+
+    def gradient(said, entropy):
+        loss = (weights[0] * said + of_entropy * weights[1] * entropy).sum()
+        return torch.autograd.grad(loss, logits)[0]
+
+    for a, b in zip(got, want):
+        assert distance(a, b) < 1e-5  # float32 sums of 50; bfloat16 keeps 8 bits
+    mine = gradient(*got)
+    assert mine.dtype == dtype
+    assert distance(mine, gradient(*want)) < (1e-5 if dtype == torch.float32 else 2**-8)
 
 
 def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grpo, monkeypatch):
-    trainer = grpo(BATCH_SIZE=6, GROUP_SIZE=4).GRPOTrainer()
+    script = grpo(BATCH_SIZE=6, GROUP_SIZE=4)
+    trainer = script.GRPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:6])
-    assert trainer.rows_at_once(batch) == 24
+    assert script.rows_at_once(trainer.actor, batch) == 24
     micros = module.micro_batches(batch, torch.randperm(24), 8)
     assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
     for micro in micros:
-        assert len(micro) == 8 and len({i // 4 for i in micro.tolist()}) == 2
-    monkeypatch.setitem(trainer.rows_at_once.__globals__, "BATCH_SIZE", 100)
-    assert trainer.rows_at_once(batch) == 64
+        assert len(micro) == 8
+        assert len({i // 4 for i in micro.tolist()}) == 2
+    monkeypatch.setattr(script, "BATCH_SIZE", 100)
+    assert script.rows_at_once(trainer.actor, batch) == 64
     for vocabulary, rows in ((2**24 // batch.response_ids.shape[1] // 5, 5), (2**40, 1)):
         monkeypatch.setattr(trainer.actor.config, "vocab_size", vocabulary)
-        assert trainer.rows_at_once(batch) == rows
+        assert script.rows_at_once(trainer.actor, batch) == rows
 
 
 # ---------------------------------------------------------------- groups that teach nothing
 
+
 def test_flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same(grpo, monkeypatch):
-    weights, graded, metrics = [], [], []
-    for entropy_coef in (0.0, 1e-12):  # any entropy bonus gives every row a gradient
-        script = grpo(BATCH_SIZE=6, GROUP_SIZE=4, ENTROPY_COEF=entropy_coef, LEARNING_RATE=1e-3, GROUP_EPOCHS=2)
-        trainer, seen = script.GRPOTrainer(), []
+    groups = [[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]]
+    weights = []
+    graded = []
+    metrics = []
+    for constants in ({}, {"SKIP_FLAT_GROUPS": False}, {"ENTROPY_COEF": 1e-12}):
+        script = grpo(**constants, BATCH_SIZE=6, GROUP_SIZE=4, LEARNING_RATE=1e-3, GROUP_EPOCHS=2)
+        trainer = script.GRPOTrainer()
+        before = flat_weights(trainer.actor)
         batch = trainer.score(trainer.rollout(trainer.train_rows[:6]))
-        batch.scores = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]]).flatten()
+        batch.scores = torch.tensor(groups).flatten()
         trainer.compute_advantages(batch)
         score = script.response_logprobs
-        monkeypatch.setattr(script, "response_logprobs", lambda m, b, rows, t: (seen.append((torch.is_grad_enabled(), len(rows))), score(m, b, rows, t))[1])
+        calls = []
+
+        def spy(model, batch, rows, temperature):
+            calls.append((torch.is_grad_enabled(), len(rows)))
+            return score(model, batch, rows, temperature)
+
+        monkeypatch.setattr(script, "response_logprobs", spy)
         metrics.append(trainer.update(batch))
-        graded.append(seen)
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.actor.parameters()]))
-    assert graded == [[(True, 12), (True, 12), (False, 12)], [(True, 24)] * 2]  # at first the sampler's own figures will do
-    before = torch.cat([p.detach().flatten() for p in AutoModelForCausalLM.from_pretrained(module.ACTOR_MODEL).parameters()])
+        graded.append(calls)
+        weights.append(flat_weights(trainer.actor))
+    skipping, every, with_bonus = graded
+    assert skipping == [(True, 12), (True, 12), (False, 12)]  # at first the sampler's own figures will do
+    assert every == with_bonus == [(True, 24)] * 2  # any entropy bonus gives every row a gradient
     assert (weights[0] - before).abs().max() > 5e-4  # they did move
-    # Adam divides by the gradient's size: a gradient that is zero but for rounding takes a step either way
-    assert ((weights[0] - weights[1]).abs() > 1e-4).float().mean() < 1e-3
-    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-3)
-    for key in ("entropy", "approx_kl", "clip_fraction", "policy_loss"):
-        assert metrics[0][key] == pytest.approx(metrics[1][key], abs=NATS)
+    for other, other_metrics in zip(weights[1:], metrics[1:]):
+        # Adam divides by the gradient's size: a gradient that is zero but for rounding takes a step either
+        # way
+        assert ((weights[0] - other).abs() > 1e-4).float().mean() < 1e-3
+        assert metrics[0]["grad_norm"] == pytest.approx(other_metrics["grad_norm"], rel=1e-3)
+        for key in ("entropy", "approx_kl", "clip_fraction", "policy_loss"):
+            assert metrics[0][key] == pytest.approx(other_metrics[key], abs=NATS)
 
 
 def test_a_step_of_flat_groups_alone_still_takes_its_optimizer_step(grpo):
