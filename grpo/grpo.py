@@ -211,12 +211,15 @@ def policy_loss(
 
 
 def has_gradient(loss, logprobs, entropy):
-    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself,
-    slightly off the policy that sampled, so that any term of it counts."""
-    with torch.enable_grad():
-        at = (logprobs - 0.01).detach().requires_grad_(), entropy.detach().clone().requires_grad_()
-        gradients = torch.autograd.grad(loss(*at), at, allow_unused=True)
-    return sum((g != 0).sum(1) for g in gradients if g is not None) > 0
+    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself, at
+    the policy that sampled and to either side of it, so that any term of it counts, clipped or not."""
+    found = 0
+    for offset in (-0.01, 0.0, 0.01):
+        at = (logprobs + offset).detach().requires_grad_(), entropy.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss(*at), at, allow_unused=True)
+        found += sum((gradient != 0).sum(1) for gradient in gradients if gradient is not None)
+    return found > 0
 
 
 def kl_loss(logprobs, ref_logprobs, estimator):
@@ -2237,7 +2240,7 @@ class Run:
         self.evaluation = metrics
         if not metrics:
             if self.step == 0:
-                self.warn_of_idle_patience("there is nothing to evaluate")
+                self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
         shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())

@@ -2482,7 +2482,7 @@ class Run:
         self.evaluation = metrics
         if not metrics:
             if self.step == 0:
-                self.warn_of_idle_patience("there is nothing to evaluate")
+                self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
         shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
