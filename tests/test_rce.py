@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import NATS, ROOT, TINY, distance, load_script
-from conftest import SMALL as SHARED
-from test_run import read, untimed, walk
+from conftest import NATS, ROOT, TINY, distance, load_script, read, run_script, small, untimed, walk
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SMALL = {**{k: v for k, v in SHARED.items() if k not in ("KL_COEF", "MAX_STEPS")}, "MINE_PROMPTS": 15, "GROUP_SIZE": 6, "SAMPLE_TEMPERATURES": [0.7, 1.0, 1.3], "BEAMS": 2, "ROUNDS": 1, "NUM_EPOCHS": 1}
+SMALL = small(
+    "rce/rce.py", MAX_STEPS=None, MINE_PROMPTS=15, GROUP_SIZE=6, SAMPLE_TEMPERATURES=[0.7, 1.0, 1.3], BEAMS=2,
+    ROUNDS=1, NUM_EPOCHS=1)
 module = load_script("rce/rce.py")
 
 
@@ -53,7 +53,7 @@ def mined(tmp_path_factory):
 def prepared(script):
     """A trainer whose first round is ready to train."""
     trainer = script.RCETrainer()
-    trainer.open_run()
+    trainer.run.open_files(trainer.introduction())
     trainer.prepare_round()
     return trainer
 
@@ -151,7 +151,7 @@ def test_facts_of_the_weights(step):
 def test_tau_moves_by_equal_factors_to_its_end(step):
     trainer, _ = step(TAU=1.0, TAU_END=0.01, NUM_EPOCHS=3)
     seen = []
-    for trainer.state.step in range(trainer.total_steps):
+    for trainer.run.step in range(trainer.run.total_steps):
         seen.append(trainer.next_batch().facts["tau"])
     assert seen[0] == 1.0 and seen[-1] == pytest.approx(0.01) and all(b / a == pytest.approx(seen[1] / seen[0]) for a, b in zip(seen, seen[1:])) and len(seen) > 2
 
@@ -206,8 +206,10 @@ def test_gt_prob_of_a_toy_model_by_enumeration(rce, toy):
 
 
 def test_gold_answers_weigh_by_their_count_and_never_reach_above_one(rce, toy):
-    trainer = rce(**toy, GOLD_FULL_COUNT=3).RCETrainer()
-    assert trainer.gold_ids(trainer.train_rows[1]) == [([2, 1], 2 / 3), ([3, 1], 1 / 3)]
+    script = rce(**toy, GOLD_FULL_COUNT=3)
+    trainer = script.RCETrainer()
+    found = script.gold_ids(trainer.tokenizer, trainer.train_rows[1])
+    assert found == [([2, 1], 2 / 3), ([3, 1], 1 / 3)]
     assert module.gold_probability([math.log(0.5), math.log(0.25)], [1.0, 0.5]) == pytest.approx(0.625)
     assert module.gold_probability([math.log(0.75), math.log(0.25) + 1e-9], [1.0, 1.0]) == 1.0
     assert module.gold_probability([2 * math.log(0.1)], [1.0]) == pytest.approx(0.01)  # the product, not its root
@@ -216,11 +218,12 @@ def test_gold_answers_weigh_by_their_count_and_never_reach_above_one(rce, toy):
 @pytest.mark.parametrize("text, working", [
     ("2+2=4\n#### 4", "2+2=4\n####"), ("#### 1 2\n#### 3", "#### 1 2\n####"), ("2+2=4\n", "2+2=4\n\n####"), ("", "\n####"), ("2+2=4\n####", "2+2=4\n####")])
 def test_the_working_ends_with_the_mark(rce, text, working):
-    trainer = rce().RCETrainer()
-    ids = trainer.tokenizer(text)["input_ids"] + [trainer.tokenizer.eos_token_id]
-    assert trainer.tokenizer.decode(trainer.working(ids)) == working
-    gold, weight = trainer.gold_ids({"answer": "1+1=2\n#### 42"})[0]
-    assert trainer.tokenizer.decode(gold) == " 42<eos>" and weight == 1
+    script = rce()
+    tokenizer = script.RCETrainer().tokenizer
+    ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    assert tokenizer.decode(script.working(tokenizer, [tokenizer.eos_token_id], ids)) == working
+    gold, weight = script.gold_ids(tokenizer, {"answer": "1+1=2\n#### 42"})[0]
+    assert tokenizer.decode(gold) == " 42<eos>" and weight == 1
 
 
 def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
@@ -267,21 +270,25 @@ def test_equal_candidates_merge_and_keep_every_source(rce):
 
 
 def test_a_beam_is_one_of_the_likeliest_and_no_filter_of_the_model_touches_it(rce, toy):
-    trainer = rce(**{**toy, "MAX_NEW_TOKENS": 2}, BEAMS=3).RCETrainer()
+    script = rce(**{**toy, "MAX_NEW_TOKENS": 2}, BEAMS=3)
+    trainer = script.RCETrainer()
     trainer.actor.generation_config.repetition_penalty, trainer.actor.generation_config.no_repeat_ngram_size = 50.0, 1
     prompts = [row["ids"] for row in trainer.train_rows]
-    beams = trainer.beam_search(prompts)
+    beams = script.beam_search(trainer.actor, prompts, trainer.eos_ids.tolist(), trainer.pad_id)
     assert len(beams) == 9
     for i, prompt in enumerate(prompts):
         ended = [[1]] + [[x, y] for x in (0, 2, 3, 4, 5) for y in range(6)]
         got = beams[3 * i:3 * i + 3]
         assert all(x in ended for x in got) and len(set(map(tuple, got))) == 3
     assert trainer.actor.generation_config.repetition_penalty == 50.0  # put back
-    trainer = rce(**{**toy, "MAX_NEW_TOKENS": 5}, BEAMS=1).RCETrainer()
+    script = rce(**{**toy, "MAX_NEW_TOKENS": 5}, BEAMS=1)
+    trainer = script.RCETrainer()
     trainer.actor.generation_config.repetition_penalty, trainer.actor.generation_config.no_repeat_ngram_size = 50.0, 1
-    greedy = trainer.respond(prompts, None)
+    greedy = script.respond(trainer.actor, trainer.tokenizer, prompts, None)
     assert any(len(set(ids)) < len(ids) for ids in greedy.response_ids.tolist())  # a filter would have changed this one
-    assert trainer.beam_search(prompts) == [ids[:n] for ids, n in zip(greedy.response_ids.tolist(), greedy.response_lengths.tolist())]
+    beams = script.beam_search(trainer.actor, prompts, trainer.eos_ids.tolist(), trainer.pad_id)
+    lengths = greedy.response_lengths.tolist()
+    assert beams == [ids[:n] for ids, n in zip(greedy.response_ids.tolist(), lengths)]
 
 
 def test_how_prompts_are_cut_changes_no_sample(rce):
@@ -455,9 +462,13 @@ def test_prompts_are_split_by_their_text_and_those_held_back_are_never_trained_o
     lines = [json.dumps({"problem": f"Tom has {i // 2} apples.", "solution": f"#### {i // 2}"}) for i in range(40)]  # each prompt twice
     (tmp_path / "twice.jsonl").write_text("\n".join(lines))
     data = [{"path": str(tmp_path / "twice.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
-    trainer = prepared(rce(TRAIN_DATASETS=data, MAX_TRAIN_PROMPTS=None, MINE_PROMPTS=None, REWARD_MODE="soft_only", EVAL_DATASETS=[], BATCH_SIZE=8))
+    script = rce(
+        TRAIN_DATASETS=data, MAX_TRAIN_PROMPTS=None, MINE_PROMPTS=None, REWARD_MODE="soft_only", EVAL_DATASETS=[],
+        BATCH_SIZE=8)
+    trainer = prepared(script)
     assert len(trainer.held_back) == 4 and len(trainer.validation) == 8  # a fifth of 20 texts, both rows of each
-    trained = {trainer.next_rows()[0]["prompt"] for _ in range(20)} | {row["prompt"] for row in trainer.train_rows}
+    first = [script.next_rows(trainer.train_rows, trainer.state, 8)[0] for _ in range(20)]
+    trained = {row["prompt"] for row in first + trainer.train_rows}
     assert trained and not trained & trainer.held_back
 
 
@@ -489,13 +500,13 @@ def test_the_pick_is_the_likeliest_candidate(rce):
 def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path, monkeypatch):
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
-    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"]))
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
-    trainer.state.best_reward, trainer.state.evals_since_best = 0.1, 0
+    trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
     for value in (0.5, 0.4, 0.5, 0.6):
         monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
-        trainer.evaluate_and_log()
-    assert saved == [0.5, 0.5, 0.6] and trainer.state.evals_since_best == 0
+        trainer.run.evaluate(trainer.measure)
+    assert saved == [0.5, 0.5, 0.6] and trainer.run.evals_since_best == 0
 
 
 # ---------------------------------------------------------------- runs
@@ -607,11 +618,11 @@ def test_parts_mined_under_other_constants_are_refused_and_a_broken_part_is_mine
     out = tmp_path / "run"
     script = rce(STAGE="mine")
     trainer = script.RCETrainer()
-    trainer.open_run()
-    trainer.save_checkpoint()
-    trainer.stop_signal = signal.SIGTERM
+    trainer.run.open_files(trainer.introduction())
+    trainer.run.save()
+    trainer.run.stop_signal = signal.SIGTERM
     assert not trainer.mine(out / "candidates_round_1.parquet")
-    trainer.lock.close()
+    trainer.run.lock.release()
     done = run("STAGE=mine", f"OUTPUT_DIR={out}", "GROUP_SIZE=5")
     assert done.returncode == 2 and "was mined with GROUP_SIZE = 6, it is 5 now" in done.stderr and "Traceback" not in done.stderr
     os.truncate(out / "candidates_round_1.parts/00000000.parquet", 100)
@@ -664,9 +675,9 @@ def test_data_without_answers_is_said_to_need_them(rce):
 
 
 def test_grpo_goes_on_from_its_checkpoint(unbroken, tmp_path):
-    small = [f"{k}={v}" for k, v in SHARED.items()]
-    done = subprocess.run([sys.executable, str(ROOT / "grpo/grpo.py"), *small, f"ACTOR_MODEL={unbroken / 'best/policy'}", f"OUTPUT_DIR={tmp_path / 'run'}"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0 and (tmp_path / "run/step_2/policy/model.safetensors").exists(), done.stderr
+    out = tmp_path / "run"
+    done = run_script("grpo/grpo.py", f"ACTOR_MODEL={unbroken / 'best/policy'}", f"OUTPUT_DIR={out}")
+    assert done.returncode == 0 and (out / "step_2/policy/model.safetensors").exists(), done.stderr
 
 
 def test_the_file_and_rewards_alone_are_a_working_trainer(tmp_path):
@@ -711,13 +722,18 @@ BOXED = ["\\", "b", "o", "x", "e", "d"]
 
 
 def test_gold_ids_hold_the_whole_answer_where_a_token_straddles_the_mark(rce, merging):
-    trainer = rce(**merging).RCETrainer()
-    tokens = lambda row: [trainer.tokenizer.convert_ids_to_tokens(ids) for ids, _ in trainer.gold_ids(row)]
+    script = rce(**merging)
+    trainer = script.RCETrainer()
+    tokenizer = trainer.tokenizer
+
+    def tokens(row):
+        return [tokenizer.convert_ids_to_tokens(ids) for ids, _ in script.gold_ids(tokenizer, row)]
+
     negative, positive, both = trainer.train_rows
     assert tokens(negative) == [["{-", "5", "}"]] and tokens(positive) == [["5", "}"]]
     # all from one place, so that they exclude one another
     assert tokens(both) == [["{", "5", "}"], ["{-", "5", "}"], ["{", "5", "7", "}"]]
-    assert [trainer.mark_cut(row) for row in (negative, positive, both)] == [6, 7, 6]
+    assert [script.mark_cut(tokenizer, row) for row in (negative, positive, both)] == [6, 7, 6]
 
 
 @pytest.mark.parametrize("said, cut, working", [
@@ -729,9 +745,10 @@ def test_gold_ids_hold_the_whole_answer_where_a_token_straddles_the_mark(rce, me
     ("\\boxed{-5}\\boxed{7}", 6, [*BOXED, "{-", "5", "}", *BOXED]),
 ])
 def test_the_working_ends_where_the_gold_ids_begin(rce, merging, said, cut, working):
-    trainer = rce(**merging).RCETrainer()
-    ids = trainer.tokenizer(said)["input_ids"] + [1]
-    assert trainer.tokenizer.convert_ids_to_tokens(trainer.working(ids, cut)) == working
+    script = rce(**merging)
+    tokenizer = script.RCETrainer().tokenizer
+    ids = tokenizer(said)["input_ids"] + [1]
+    assert tokenizer.convert_ids_to_tokens(script.working(tokenizer, [1], ids, cut)) == working
 
 
 @torch.no_grad()
@@ -759,7 +776,8 @@ def test_a_mark_that_cannot_be_cut_from_the_answer_is_refused(rce, merging, tmp_
     says = "'#{answer}': .*no place to cut between the mark and the gold answers of a.jsonl:1, '#7':"
     with pytest.raises(script.UserError, match=says):
         trainer.mine_part(trainer.train_rows)
-    assert trainer.gold_ids({"answer": "5"}) and trainer.gold_ids({"answer": None}) == []
+    assert script.gold_ids(trainer.tokenizer, {"answer": "5"})
+    assert script.gold_ids(trainer.tokenizer, {"answer": None}) == []
 
 
 def test_a_mark_of_characters_of_several_tokens_is_whole_in_the_working(rce, monkeypatch):
@@ -768,11 +786,11 @@ def test_a_mark_of_characters_of_several_tokens_is_whole_in_the_working(rce, mon
     bytewise = Tokenizer(models.BPE(alphabet, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    trainer = rce(ANSWER_FORM="→{answer}").RCETrainer()
-    trainer.tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")
-    ids = trainer.tokenizer("2+2→4")["input_ids"]
-    assert len(ids) == 7 and trainer.working(ids) == ids[:6]
-    assert trainer.tokenizer.decode(trainer.gold_ids({"answer": "-5"})[0][0][:2]) == "-5"
+    script = rce(ANSWER_FORM="→{answer}")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")
+    ids = tokenizer("2+2→4")["input_ids"]
+    assert len(ids) == 7 and script.working(tokenizer, [0], ids) == ids[:6]
+    assert tokenizer.decode(script.gold_ids(tokenizer, {"answer": "-5"})[0][0][:2]) == "-5"
 
 
 def test_a_log_probability_of_exactly_zero_is_the_likeliest(rce):
@@ -809,15 +827,15 @@ def test_evaluation_logs_the_mean_of_each_part(rce):
 def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
-    monkeypatch.setattr(trainer, "save_best", lambda metrics: saved.append(metrics["pick_accuracy"]))
-    monkeypatch.setattr(trainer, "write_metrics", lambda *x: None)
+    monkeypatch.setattr(trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
     monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))
     for value in values:
         monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
-        trainer.evaluate_and_log()
-        patience.append(trainer.state.evals_since_best)
-        halvings.append(trainer.state.halvings)
+        trainer.run.evaluate(trainer.measure)
+        patience.append(trainer.run.evals_since_best)
+        halvings.append(trainer.run.halvings)
     return saved, patience, halvings
 
 
@@ -838,7 +856,7 @@ def test_plateau_halves_the_rate_each_time_that_patience_runs_out(rce, mined, mo
                  BATCH_SIZE=2, USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2,
                  LEARNING_RATE=1e-3)
     trainer = prepared(script)
-    assert trainer.state.best_reward == -math.inf  # nothing was evaluated yet
+    assert trainer.run.best_value == -math.inf  # nothing was evaluated yet
     _, _, halvings = after_evaluations(trainer, monkeypatch, [0.5, 0.4, 0.5, 0.1, 0.2])
     assert halvings == [0, 0, 1, 1, 2]
     metrics = trainer.update(trainer.next_batch())
@@ -848,8 +866,8 @@ def test_plateau_halves_the_rate_each_time_that_patience_runs_out(rce, mined, mo
 def test_early_stopping_ends_the_run(rce, monkeypatch):
     trainer = rce(EARLY_STOPPING_PATIENCE=2).RCETrainer()
     for evaluations, goes_on in ((1, True), (2, False)):
-        trainer.state.evals_since_best = evaluations
-        assert trainer.going() == goes_on
+        trainer.run.evals_since_best = evaluations
+        assert trainer.run.goes_on() == goes_on
 
 
 def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
@@ -961,9 +979,9 @@ def test_the_schedule_reaches_the_optimizer(rce, mined):
     trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2,
                            USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2,
                            MAX_STEPS=4, NUM_EPOCHS=4, LEARNING_RATE=1e-6))
-    assert trainer.total_steps == 4
+    assert trainer.run.total_steps == 4
     batch, rates = trainer.next_batch(), []
-    for trainer.state.step in range(4):
+    for trainer.run.step in range(4):
         rates.append(trainer.update(batch)["learning_rate"])
         assert trainer.optimizers["policy"].param_groups[0]["lr"] == rates[-1]
     assert rates == pytest.approx([x * 1e-6 for x in (1 / 2, 1, 1, 1 / 2)])
@@ -993,30 +1011,36 @@ def test_beams_know_every_end(rce, monkeypatch):
         ends.append(generation_config.eos_token_id)
         return generate(*inputs, generation_config=generation_config, **options)
     monkeypatch.setattr(trainer.actor, "generate", spy)
-    trainer.beam_search([trainer.train_rows[0]["ids"]])
+    trainer.propose(trainer.train_rows[:1])
     assert ends == [[1, 9]]
 
 
 def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
-    trainer = rce(SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+    script = rce(SAMPLE_TEMPERATURES=[1.0])
+    trainer = script.RCETrainer()
 
-    def respond(prompts, uniform, group_size=1, temperature=None):
+    def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
         ids = torch.tensor([[10 + i, 1] for i in range(len(prompts)) for _ in range(group_size)])
         lengths = torch.full((len(ids),), 2)
         return SimpleNamespace(response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape))
 
-    def beam_search(prompts):
+    def beam_search(model, prompts, eos, pad_id):
         return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
-    monkeypatch.setattr(trainer, "respond", respond)
-    monkeypatch.setattr(trainer, "beam_search", beam_search)
+    monkeypatch.setattr(script, "respond", respond)
+    monkeypatch.setattr(script, "beam_search", beam_search)
     for i, group in enumerate(trainer.propose(trainer.train_rows[:3])):
         assert [c["token_ids"] for c in group] == [[10 + i, 1], [30 + i, 2, 1], [30 + i, 3, 1]]
         assert [c["source"] for c in group] == [["greedy"] + ["sample"] * 6, ["beam"], ["beam"]]
 
 
 def test_candidates_that_differ_in_their_last_token_stay_two(rce, monkeypatch):
-    trainer = rce(GREEDY=False, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
-    monkeypatch.setattr(trainer, "beam_search", lambda prompts: [[5, 6, 1], [5, 6, 7]] * len(prompts))
+    script = rce(GREEDY=False, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0])
+    trainer = script.RCETrainer()
+
+    def beam_search(model, prompts, eos, pad_id):
+        return [[5, 6, 1], [5, 6, 7]] * len(prompts)
+
+    monkeypatch.setattr(script, "beam_search", beam_search)
     for group in trainer.propose(trainer.train_rows[:2]):
         assert [c["token_ids"] for c in group][:2] == [[5, 6, 1], [5, 6, 7]]
         assert [c["truncated"] for c in group][:2] == [False, True]
@@ -1037,13 +1061,13 @@ def second_round(rce, tmp_path):
     """A trainer before its second round, and the prompts of the first: 10 of 24, of which 2 are held back."""
     script = rce(MINE_PROMPTS=10, ROUNDS=4, EVAL_DATASETS=[])
     trainer = script.RCETrainer()
-    trainer.open_run()
+    trainer.run.open_files(trainer.introduction())
     first = trainer.round_rows()
     given(script, first, tmp_path / "run/candidates_round_1.parquet")
     trainer.prepare_round()
-    trainer.state.step, trainer.state.round = 3, 2
+    trainer.run.step, trainer.state.round = 3, 2
     yield script, trainer, first
-    trainer.lock.close()
+    trainer.run.lock.release()
 
 
 def test_later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out(second_round):
@@ -1071,14 +1095,14 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
     out = tmp_path / "run"
     script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
     trainer = script.RCETrainer()
-    trainer.open_run()
-    trainer.save_checkpoint()
-    trainer.lock.close()
+    trainer.run.open_files(trainer.introduction())
+    trainer.run.save()
+    trainer.run.lock.release()
     for number in (1, 2):
         given(script, trainer.train_rows[:4], out / f"candidates_round_{number}.parquet")
     again = script.RCETrainer()
-    assert again.checkpoint == out / "step_0"
-    again.stop_signal = signal.SIGTERM  # before its first step
+    assert again.run.checkpoint == out / "step_0"
+    again.run.stop_signal = signal.SIGTERM  # before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists() and not (out / "candidates_round_2.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet"))
@@ -1091,13 +1115,12 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
     batch.rewards, batch.weights = [i / 4 for i in range(n)], torch.arange(n) / 8
     parts = [{"source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2} for i in range(n)]
     batch.candidates = [{"text": f"text {i}", **parts[i]} for i in range(n)]
-    trainer.state.step = 1
-    trainer.log_step(batch, metrics)
-    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.samples_file.name), strict=True):
+    trainer.record(batch, metrics)
+    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.samples_file.name), strict=True):
         assert sample == {
             "step": 1, **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
             "response": f"text {i}", **parts[i], "reward": i / 4, "weight": i / 8}
-    record = next(r for r in read(trainer.metrics_file.name) if r["phase"] == "train")
+    record = next(r for r in read(trainer.run.metrics_file.name) if r["phase"] == "train")
     weighted = sum(i * i for i in range(n)) / 32 / batch.prompts
     wanted = {"reward": (n - 1) / 8, "weighted_reward": weighted, "candidates": n}
     assert {key: record[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
@@ -1106,9 +1129,11 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
 
 @pytest.mark.parametrize("sizes", [[5, 5, 5, 5, 4], [23, 1], [24]])
 def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(rce, sizes):
-    trainer, epochs = rce(BATCH_SIZE=sizes[0]).RCETrainer(), []
+    script = rce(BATCH_SIZE=sizes[0])
+    trainer = script.RCETrainer()
+    epochs = []
     for _ in range(3):
-        parts = [trainer.next_rows() for _ in sizes]
+        parts = [script.next_rows(trainer.train_rows, trainer.state, sizes[0]) for _ in sizes]
         assert [len(part) for part in parts] == sizes
         epochs.append([row["id"] for part in parts for row in part])
     everything = sorted(row["id"] for row in trainer.train_rows)
@@ -1144,7 +1169,7 @@ def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):
         records.append({**candidate(0, eval_failed=True), **facts, "token_ids": [9, 1]})  # and called wrong
     script.write_parquet(records, path, {})
     trainer = prepared(script)
-    trainer.lock.close()
+    trainer.run.lock.release()
     groups = [row["candidates"] for row in trainer.train_rows] + [candidates for _, candidates in trainer.validation]
     assert len(trainer.train_rows) == len(trainer.validation) == 2
     assert all([c["token_ids"] for c in group] == [[5, 1], [6, 1]] for group in groups)
@@ -1154,9 +1179,46 @@ def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):
     ({}, "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_EVERY_N_STEPS = 0 evaluates before and after"),
     ({"EVAL_EVERY_N_STEPS": 1}, ""), ({"ROUNDS": 2}, ""),
     ({"EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": [], "VALIDATION_FRACTION": 0.0},
-     "EVAL_DATASETS and VALIDATION_FRACTION give nothing to evaluate"),
+     "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_DATASETS gives nothing to evaluate"),
 ])
 def test_patience_that_nothing_can_try_is_said(rce, mined, capsys, constants, says):
-    prepared(rce(CANDIDATES=str(mined), EARLY_STOPPING_PATIENCE=2, **constants))
+    trainer = prepared(rce(CANDIDATES=str(mined), EARLY_STOPPING_PATIENCE=2, **constants))
+    next(trainer.run.steps(trainer.measure, until=trainer.round_end))
     said = capsys.readouterr().out
     assert said.count("WARNING") == bool(says) and says in said
+
+
+def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from_going_on(rce, tmp_path):
+    out = tmp_path / "run"
+    script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
+    trainer = script.RCETrainer()
+    trainer.run.open_files(trainer.introduction())
+    trainer.run.save()
+    trainer.run.lock.release()
+    given(script, trainer.train_rows[:4], out / "candidates_round_1.parquet")
+    for name in ("1.parquet.tmp", "1.csv.tmp", "2.parquet.tmp"):  # half written
+        (out / f"candidates_round_{name}").write_bytes(b"PAR1")
+    again = script.RCETrainer()
+    again.run.stop_signal = signal.SIGTERM  # before its first step
+    again.train()
+    assert (out / "candidates_round_1.parquet").exists()
+    assert list(out.glob("old_*/candidates_round_2.parquet.tmp"))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ZeroDivisionError("no"), RuntimeError("a")])
+def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, capsys, error):
+    def picky(prompts, responses, answers):
+        if "odd" in responses:
+            raise error
+        return [float(r == "right") for r in responses]
+
+    constants = {"REWARD_FUNCTIONS": [(picky, 1.0)], "HARD_REWARD": "picky", "SOFT_REWARD": "picky"}
+    trainer = rce(EVAL_DATASETS=[], **constants).RCETrainer()
+    row = trainer.train_rows[0]
+    some = [{"prompt_id": row["id"], "prompt": "q", "text": text, "eval_failed": False, "eval_error": None}
+            for text in ("right", "odd", "wrong")]
+    trainer.verify(some, {row["id"]: row})
+    assert [c["hard"] for c in some] == [1, None, 0]
+    assert [c["eval_failed"] for c in some] == [False, True, False]
+    assert some[1]["eval_error"] == f"{type(error).__name__}: {error} (raised by the reward function picky)"
+    assert "the reward failed for 1 of 3 candidates" in capsys.readouterr().out
