@@ -211,8 +211,8 @@ def policy_loss(
 
 
 def has_gradient(loss, logprobs, entropy):
-    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself, at
-    the policy that sampled and to either side of it, so that any term of it counts, clipped or not."""
+    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself,
+    at the policy that sampled and to either side of it, so that any term of it counts, clipped or not."""
     found = 0
     for offset in (-0.01, 0.0, 0.01):
         at = (logprobs + offset).detach().requires_grad_(), entropy.detach().clone().requires_grad_()
