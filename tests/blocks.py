@@ -1,4 +1,4 @@
-"""The sealed blocks below each trainer's algorithm are byte-identical copies, so that each trainer is one file.
+"""The blocks below each trainer's algorithm are byte-identical copies, so that each trainer is one file.
 
     python tests/blocks.py                  # compare them; exit code 1 and a diff where two differ
     python tests/blocks.py ppo/ppo.py       # copy this file's blocks to every other trainer that has them

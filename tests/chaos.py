@@ -10,8 +10,8 @@ trainer's file is run as `python trainer.py KEY=VALUE ...` runs it, without a te
 that fork (sys.addaudithook sees each file operation, a wrapper spoils the logits); the trainer knows nothing
 of them. "Lost" is: a hang, another exit code than is documented, a traceback (but a reward function's own,
 with exit code 1), or a final checkpoint, metrics.jsonl (timing aside), samples.jsonl, best/ or candidates
-that differ from the unbroken run's by a byte. Every fault that loses something is printed with what it lost; exit
-code 1 then.
+that differ from the unbroken run's by a byte. Every fault that loses something is printed with what it lost;
+exit code 1 then.
 """
 import argparse
 import concurrent.futures

@@ -36,9 +36,9 @@ def test_a_short_chaos_loses_nothing():
 
 def python(program, **options):
     """A Python program that has a trainer's module as `ppo`."""
-    begin = f"import sys, time; sys.argv = ['ppo.py']; sys.path.insert(0, {str(ROOT / 'ppo')!r})\nimport ppo\n"
+    begin = f"import sys, time\nsys.argv = ['ppo.py']\nsys.path.insert(0, {str(ROOT / 'ppo')!r})\n"
     return subprocess.Popen(
-        [sys.executable, "-c", begin + program],
+        [sys.executable, "-c", f"{begin}import ppo\n{program}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
