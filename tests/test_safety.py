@@ -289,7 +289,7 @@ def test_odd_texts_are_named_or_taken(ppo, tmp_path, line, says):
 def test_a_prompt_without_tokens_is_named(ppo):
     trainer = ppo().PPOTrainer()
     trainer.tokenizer = lambda text, **_: {"input_ids": []}
-    trainer.tokenizer.chat_template = None
+    trainer.tokenizer.chat_template = trainer.tokenizer.eos_token_id = None
     with pytest.raises(Exception, match="TRAIN_DATASETS: a.jsonl:3: its tokenizer makes no token of it"):
         trainer.encode([{"id": "a.jsonl:3", "prompt": "x"}], "TRAIN_DATASETS")
 
@@ -311,7 +311,7 @@ def test_absurd_constants_are_named(path, tmp_path, monkeypatch, constant, value
 
 
 def test_out_of_memory_is_a_sentence(tmp_path):
-    done = run_script("grpo/grpo.py", "MAX_NEW_TOKENS=1000000000000", f"OUTPUT_DIR={tmp_path}/run")
+    done = run_script("grpo/grpo.py", "GROUP_SIZE=1000000000000", f"OUTPUT_DIR={tmp_path}/run")
     assert done.returncode == 2 and "grpo.py: out of memory" in done.stderr and "lower BATCH_SIZE" in done.stderr and "Traceback" not in done.stderr
 
 
