@@ -1,14 +1,19 @@
-"""The loss of each LOSS_TYPE on the same float64 tensors, ours and trl 1.16.0's. Needs trl, in an environment of its own:
+"""The loss of each LOSS_TYPE on the same float64 tensors, ours and trl 1.16.0's. Needs trl, in an environment
+of its own:
 
-    python -m venv .venv-trl && .venv-trl/bin/pip install -r bench/requirements-trl.txt && .venv-trl/bin/python bench/losses_vs_trl.py
+    python -m venv .venv-trl
+    .venv-trl/bin/pip install -r bench/requirements-trl.txt
+    .venv-trl/bin/python bench/losses_vs_trl.py
 """
 import importlib.util
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LOW = 0.2  # CLIP_RANGE
+HIGH = 0.3  # CLIP_RANGE_HIGH
+LENGTH = 20  # MAX_NEW_TOKENS
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -19,42 +24,86 @@ def load_grpo():
     return module
 
 
-def compare_losses():
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+def make_trl(loss_type, dual, rows):
+    """trl's trainer with that loss, and its model in float64."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=rows,
+        num_generations=rows,
+        max_completion_length=LENGTH,
+        beta=0.0,
+        bf16=False,
+        use_cpu=True,
+        loss_type="grpo" if loss_type == "gspo" else loss_type,
+        importance_sampling_level="sequence" if loss_type == "gspo" else "token",
+        epsilon=LOW,
+        epsilon_high=1 + HIGH if loss_type == "cispo" else HIGH,
+        delta=dual,
+        report_to=[],
+        gradient_checkpointing=False)
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "data/tiny/policy", dtype=torch.float64)
+    trainer = GRPOTrainer(
+        model,
+        no_reward,
+        config,
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * rows}),
+        processing_class=AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy", padding_side="left"))
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer, model
+
+
+def compare_losses():
     grpo = load_grpo()
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy", padding_side="left")
-    torch.manual_seed(0)
-    rows, width, low, high = 6, 12, 0.2, 0.3
-    prompt, ids = torch.randint(3, 80, (rows, 9)), torch.randint(3, 80, (rows, width))
-    mask = (torch.arange(width) < torch.tensor([12, 1, 5, 8, 3, 12])[:, None]).double()
-    advantages, noise = torch.tensor([1.0, -1.0, 0.5, -2.0, -0.7, 1.5]).double(), 0.5 * torch.randn(rows, width).double()
+    import torch
     from transformers.utils import logging
+
     logging.disable_progress_bar()
+    torch.manual_seed(0)
+    rows = 6
+    width = 12
+    prompt = torch.randint(3, 80, (rows, 9))
+    ids = torch.randint(3, 80, (rows, width))
+    mask = (torch.arange(width) < torch.tensor([12, 1, 5, 8, 3, 12])[:, None]).double()
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0, -0.7, 1.5]).double()
+    noise = 0.5 * torch.randn(rows, width).double()
+    prompt_mask = torch.ones_like(prompt)
     print("loss type   dual clip        ours         trl   difference")
     for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
         for dual in (None, 1.4):
             if loss_type == "cispo" and dual:
                 continue  # neither has one
-            config = GRPOConfig(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows, num_generations=rows, max_completion_length=20, beta=0.0, bf16=False, use_cpu=True,
-                                loss_type="grpo" if loss_type == "gspo" else loss_type, importance_sampling_level="sequence" if loss_type == "gspo" else "token",
-                                epsilon=low, epsilon_high=1 + high if loss_type == "cispo" else high, delta=dual, report_to=[], gradient_checkpointing=False)
-            model = AutoModelForCausalLM.from_pretrained(ROOT / "data/tiny/policy", dtype=torch.float64)
-            trl = GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), config, train_dataset=Dataset.from_dict({"prompt": ["x"] * rows}), processing_class=tokenizer)
-            trl.current_gradient_accumulation_steps = 1
+            trl, model = make_trl(loss_type, dual, rows)
             model.eval()
             with torch.no_grad():
-                logprobs, *_ = trl._get_per_token_logps_and_entropies(model, torch.cat([prompt, ids], 1), torch.cat([torch.ones_like(prompt), mask.long()], 1), width)
-                inputs = {"prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": ids, "completion_mask": mask.long(), "advantages": advantages,
-                          "old_per_token_logps": logprobs - noise, "num_items_in_batch": mask.sum()}
+                whole = torch.cat([prompt, ids], 1)
+                whole_mask = torch.cat([prompt_mask, mask.long()], 1)
+                logprobs, *_ = trl._get_per_token_logps_and_entropies(model, whole, whole_mask, width)
+                old_logprobs = logprobs - noise
+                inputs = {
+                    "prompt_ids": prompt,
+                    "prompt_mask": prompt_mask,
+                    "completion_ids": ids,
+                    "completion_mask": mask.long(),
+                    "advantages": advantages,
+                    "old_per_token_logps": old_logprobs,
+                    "num_items_in_batch": mask.sum()}
                 model.train()  # trl normalises otherwise in evaluation; the model has no dropout
                 theirs = trl._compute_loss(model, inputs).item()
-                losses, _ = grpo.policy_loss(logprobs, logprobs - noise, advantages[:, None], mask, loss_type, low, high, dual)
-                mine = (losses * grpo.token_weights(mask, loss_type, 20)).sum().item()
-            print(f"{loss_type:>9} {str(dual):>11} {mine:11.7f} {theirs:11.7f}    {abs(mine - theirs):.1e}")
-            assert abs(mine - theirs) < 1e-6, loss_type
+                losses, _ = grpo.policy_loss(
+                    logprobs, old_logprobs, advantages[:, None], mask, loss_type, LOW, HIGH, dual)
+                ours = (losses * grpo.token_weights(mask, loss_type, LENGTH)).sum().item()
+            difference = abs(ours - theirs)
+            print(f"{loss_type:>9} {str(dual):>11} {ours:11.7f} {theirs:11.7f}    {difference:.1e}")
+            assert difference < 1e-6, loss_type
 
 
 if __name__ == "__main__":

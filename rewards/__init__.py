@@ -1,22 +1,26 @@
 """Reward functions: pure functions over strings, the one module the trainers share.
 
-Functions of one response (`final_answer`, `answers_equal`, `em_score`, `f1_score`, `rouge_l_score`) return one value.
+Functions of one response (`final_answer`, `answers_equal`, `em_score`, `f1_score`, `rouge_l_score`) return
+one value.
 Functions that REWARD_FUNCTIONS can name take three equally long lists and return one float a row:
 
     f(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]
 
-Yours may be any such function; `answers` comes from the data set's output column and holds None without one. Where that
-column holds a list of texts, several gold answers, a response is compared with each and the best counts.
-The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a candidate.
+Yours may be any such function; `answers` comes from the data set's output column and holds None without one.
+Where that column holds a list of texts, several gold answers, a response is compared with each and the best
+counts. The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a
+candidate.
 """
 import re
 import string
 from collections import Counter
 from fractions import Fraction
 
-# The number after `####`, as GSM8K writes it: sign, currency, thousands commas, decimals or a fraction, on the same line.
+# The number after `####`, as GSM8K writes it: sign, currency, thousands commas, decimals or a fraction, on
+# the same line.
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
-_NUMBER = re.compile(r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])")
+_NUMBER = re.compile(
+    r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])")
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
 
 
@@ -36,7 +40,8 @@ def _boxed(text):
 
 
 def _number(text):
-    """The leading number of `text` as a Fraction, or None. "-$1,234.50" is -1234.5; "12 apples" is 12; "1,2" is None."""
+    """The leading number of `text` as a Fraction, or None. "-$1,234.50" is -1234.5; "12 apples" is 12;
+    "1,2" is None."""
     text = text.strip()[:_MAX_ANSWER_CHARS]
     match = _NUMBER.match(text)
     digits = re.sub(r"[ \t$,+]", "", match.group()).replace("\u2212", "-") if match else ""
@@ -46,9 +51,11 @@ def _number(text):
 
 
 def final_answer(text: str) -> str | None:
-    """The final answer that `text` states: what follows its last `####` on that line, or its last `\\boxed{}`,
-    whichever stands later; None where there is neither or it is empty. Source: openai/grade-school-math, MATH."""
-    marked, boxed = None, _boxed(text)
+    """The final answer that `text` states: what follows its last `####` on that line, or its last
+    `\\boxed{}`, whichever stands later; None where there is neither or it is empty. Source:
+    openai/grade-school-math, MATH."""
+    boxed = _boxed(text)
+    marked = None
     for marked in _MARKED.finditer(text):
         pass
     if marked and (boxed is None or marked.start() > boxed[0]):
@@ -57,11 +64,12 @@ def final_answer(text: str) -> str | None:
 
 
 def answers_equal(answer: str | None, gold: str | None) -> bool:
-    """Whether two final answers are the same: as numbers, else as text, else as mathematics (library math-verify).
-    A missing or empty answer or gold equals nothing, not even another missing one."""
+    """Whether two final answers are the same: as numbers, else as text, else as mathematics (library
+    math-verify). A missing or empty answer or gold equals nothing, not even another missing one."""
     if answer is None or gold is None or not answer.strip() or not gold.strip():
         return False
-    a, b = _whole_number(answer), _whole_number(gold)
+    a = _whole_number(answer)
+    b = _whole_number(gold)
     if a is not None and b is not None:
         return a == b
     if re.sub(r"\s", "", answer) == re.sub(r"\s", "", gold):
@@ -87,8 +95,8 @@ def exact_answer(prompts, responses, answers):
 
 
 def gold_answers(answer: str | list[str]) -> list[str]:
-    """The bare gold answers that an output column's value states, repeats kept: of a text its final answer, of a text
-    without a mark the text itself, of a mark with nothing after it ""; of a list, each one's."""
+    """The bare gold answers that an output column's value states, repeats kept: of a text its final answer,
+    of a text without a mark the text itself, of a mark with nothing after it ""; of a list, each one's."""
     texts = answer if isinstance(answer, list) else [answer]
     return [final_answer(a) or ("" if "####" in a or "\\boxed" in a else a) for a in texts]
 
@@ -99,33 +107,38 @@ def _best(score, response, gold):
 
 def _need_answers(name, answers):
     if any(a is None for a in answers):
-        raise ValueError(f'{name} compares with the true answer, and a data set has none: give it an "output" column')
+        compares = f"{name} compares with the true answer, and a data set has none"
+        raise ValueError(f'{compares}: give it an "output" column')
     return answers
 
 
-# ---------------------------------------------------------------- question answering (HotpotQA's official script)
+# ---------------------------------------------------------------- question answering (HotpotQA's own script)
 
 def normalise_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and extra blanks. Source: hotpot_evaluate_v1.py, normalize_answer."""
+    """Lower case, without punctuation, articles and extra blanks. Source: hotpot_evaluate_v1.py,
+    normalize_answer."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def em_score(response: str, answer: str) -> float:
-    """1.0 if both normalise to the same text. Range {0, 1}. Source: hotpot_evaluate_v1.py, exact_match_score."""
+    """1.0 if both normalise to the same text. Range {0, 1}. Source: hotpot_evaluate_v1.py,
+    exact_match_score."""
     return float(normalise_answer(response) == normalise_answer(answer))
 
 
 def f1_score(response: str, answer: str) -> float:
     """F1 over the bags of normalised words; yes, no and noanswer count only when equal. Range [0, 1].
     Source: hotpot_evaluate_v1.py, f1_score."""
-    got, gold = normalise_answer(response), normalise_answer(answer)
+    got = normalise_answer(response)
+    gold = normalise_answer(answer)
     if got != gold and {got, gold} & {"yes", "no", "noanswer"}:
         return 0.0
     common = sum((Counter(got.split()) & Counter(gold.split())).values())
     if common == 0:
         return 0.0
-    precision, recall = common / len(got.split()), common / len(gold.split())
+    precision = common / len(got.split())
+    recall = common / len(gold.split())
     return 2 * precision * recall / (precision + recall)
 
 
@@ -142,7 +155,8 @@ def f1(prompts, responses, answers):
 # ---------------------------------------------------------------- overlap, form, length
 
 def rouge_l_score(response: str, answer: str) -> float:
-    """F-measure of the longest common subsequence of words (Lin 2004), by the library rouge-score. Range [0, 1]."""
+    """F-measure of the longest common subsequence of words (Lin 2004), by the library rouge-score. Range
+    [0, 1]."""
     from rouge_score.rouge_scorer import RougeScorer
     return float(RougeScorer(["rougeL"]).score(answer, response)["rougeL"].fmeasure)
 
@@ -153,9 +167,15 @@ def rouge_l(prompts, responses, answers):
 
 
 def answer_format(prompts, responses, answers):
-    """1.0 where the response states one final answer and ends with it (`#### n` or `\\boxed{}`), else 0.0. Range {0, 1}."""
+    """1.0 where the response states one final answer and ends with it (`#### n` or `\\boxed{}`), else 0.0.
+    Range {0, 1}."""
     form = r"(####[ \t]*\S[^\n]*|\\boxed\{[^\n]+\}[.$ \t]*)"
-    return [float(len(re.findall(r"####|\\boxed", r)) == 1 and bool(re.search(form + r"\Z", r.rstrip()))) for r in responses]
+
+    def well_formed(r):
+        states_one = len(re.findall(r"####|\\boxed", r)) == 1
+        return states_one and bool(re.search(form + r"\Z", r.rstrip()))
+
+    return [float(well_formed(response)) for response in responses]
 
 
 def length_penalty(prompts, responses, answers):
@@ -163,8 +183,9 @@ def length_penalty(prompts, responses, answers):
     return [-float(len(r)) for r in responses]
 
 
-# ---------------------------------------------------------------- reward modes of rce/rce.py: one prompt's candidates
-# hard is 0 or 1 (right or wrong), soft and gt_prob are in [0, 1], score is any number; lists of the same length.
+# ---------------------------------------------------------------- reward modes of rce/rce.py
+# Lists of the same length, of one prompt's candidates: hard is 0 or 1 (right or wrong), soft and gt_prob are
+# in [0, 1], score is any number.
 
 def hard_only(hard, soft, gt_prob, score):
     """hard. Range {0, 1}: candidates that are alike right or wrong weigh alike."""
@@ -187,7 +208,8 @@ def hard_plus_soft_v2(hard, soft, gt_prob, score):
 
 
 def separated(hard, soft, gt_prob, score):
-    """2 hard + soft: hard_plus_soft_v2 by its other name. Range [0, 1] for wrong ones, [2, 3] for right ones."""
+    """2 hard + soft: hard_plus_soft_v2 by its other name. Range [0, 1] for wrong ones, [2, 3] for right
+    ones."""
     return hard_plus_soft_v2(hard, soft, gt_prob, score)
 
 
@@ -202,13 +224,15 @@ def hard_plus_gtprob_separated(hard, soft, gt_prob, score):
 
 
 def hybrid(hard, soft, gt_prob, score, mix=0.5):
-    """mix * scaled score + (1 - mix) * hard, the score min-max scaled over the prompt's candidates (equal scores: 0).
-    Range [0, 1]; up to mix = 0.5 no wrong one is above a right one."""
-    low, width = min(score), max(score) - min(score)
+    """mix * scaled score + (1 - mix) * hard, the score min-max scaled over the prompt's candidates (equal
+    scores: 0). Range [0, 1]; up to mix = 0.5 no wrong one is above a right one."""
+    low = min(score)
+    width = max(score) - low
     return [mix * ((x - low) / width if width > 0 else 0.0) + (1 - mix) * h for h, x in zip(hard, score)]
 
 
 def shape_wrong(reward, hard, similarity, weight):
-    """reward + weight * similarity where hard is 0, reward elsewhere: being close orders wrong candidates among themselves
-    and never a right one. Keep weight below the mode's distance from wrong to right. Range: the mode's + [0, weight]."""
+    """reward + weight * similarity where hard is 0, reward elsewhere: being close orders wrong candidates
+    among themselves and never a right one. Keep weight below the mode's distance from wrong to right. Range:
+    the mode's + [0, weight]."""
     return [r if h else r + weight * s for r, h, s in zip(reward, hard, similarity)]
