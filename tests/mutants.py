@@ -13,7 +13,7 @@ planted in a copy of the tree:
     BROKEN  pytest neither passed nor failed, or the planted file is not Python
 Last line `N planted, M alive`; all but killed count as alive, and the exit code is 1 if there is any.
 
-Importing torch and transformers takes longer than most of the tests. It is done once, and pytest runs in a fork.
+Importing torch and transformers takes longer than most tests: it is done once, and pytest runs in a fork.
 """
 import argparse
 import gc
@@ -33,49 +33,52 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = 2
 SECONDS = 600  # a test may take with a mutant planted
+FORK = multiprocessing.get_context("fork")
 
-# What the tests import from elsewhere. Nothing of this repository may stand here: it would be imported unplanted.
+# What the tests import from elsewhere. Nothing of this repository: a mutant in it would have no effect.
 IMPORTED_ONCE = """
-    hypothesis numpy pandas pyarrow.parquet pytest tqdm.contrib.logging xdist.plugin torch torch._dynamo transformers
-    transformers.generation.utils transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
-    transformers.models.llama.modeling_llama transformers.models.gpt2.modeling_gpt2""".split()
+    hypothesis numpy pandas pyarrow.parquet pytest tqdm.contrib.logging xdist.plugin
+    torch torch._dynamo transformers transformers.generation.utils
+    transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
+    transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama""".split()
 
 MUTANTS = []
 for path in sorted(Path(__file__).parent.glob("mutants_*.py")):
     MUTANTS += runpy.run_path(str(path))["MUTANTS"]
 
 
-def copy_repository(folder):
-    """The tracked files as they are in the working tree; data/ as a link, since no test writes there."""
-    command = ["git", "-C", ROOT, "ls-files", "-z"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in listed.split("\0"):
-        if name and not name.startswith("data/") and (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    (folder / "data").symlink_to(ROOT / "data")
-
-
 def prepare():
-    """Import what can be shared. Forks are safe while no thread runs here: so one thread for OpenMP, no torch op."""
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    os.environ.update(settings)
-    sys.dont_write_bytecode = True  # it may outlive a planted file of the same size
-    sys.path.remove(str(ROOT / "tests"))
+    """Import what can be shared. A fork is safe where no thread runs: one for OpenMP, and no torch op."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"})
+    sys.dont_write_bytecode = True  # bytecode may outlive a planted file of the same size
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT / "tests"]
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     gc.freeze()  # no fork looks for garbage in what was imported
 
 
-def be_pytest(folder, tests, output):
-    """Turn this process, a fork, into `python -m pytest` in the folder."""
+def copy_repository(parent):
+    """This worker's COPY: the tracked files of the working tree; data/ as a link, no test writes there."""
+    global COPY
+    COPY = Path(parent) / str(os.getpid())
+    command = ["git", "-C", ROOT, "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\0"):
+        if name and not name.startswith("data/") and (ROOT / name).is_file():
+            (COPY / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, COPY / name)
+    (COPY / "data").symlink_to(ROOT / "data")
+
+
+def be_pytest(tests, output):
+    """Turn this process, a fork, into `python -m pytest` in the copy."""
     import pytest
-    os.setsid()  # so that a time limit ends what the tests started too
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    os.setsid()  # a time limit ends what the tests started too
+    os.chdir(COPY)
+    sys.path.insert(0, str(COPY))
     sys.argv = ["pytest"]
-    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(written, 1)
     os.dup2(written, 2)
     words = "-n 0 -x -q --assert=plain -p no:cacheprovider -p no:anyio"
@@ -83,11 +86,11 @@ def be_pytest(folder, tests, output):
     sys.exit(int(code))
 
 
-def run_tests(folder, tests):
+def run_tests(tests):
     """Exit code of pytest and what it said."""
-    output = folder.with_suffix(".txt")
+    output = COPY.with_suffix(".txt")
     limit = SECONDS * len(tests)
-    process = multiprocessing.get_context("fork").Process(target=be_pytest, args=(folder, tests, output))
+    process = FORK.Process(target=be_pytest, args=(tests, output))
     process.start()
     process.join(limit)
     if process.is_alive():
@@ -97,8 +100,8 @@ def run_tests(folder, tests):
     return process.exitcode, output.read_text(errors="replace")
 
 
-def plant(folder, mutant):
-    """One word for what became of a mutant planted in the copy in `folder`, which is put back as it was."""
+def plant(mutant):
+    """One word for what became of a mutant planted in the copy, which is put back as it was."""
     file, old, new, test = mutant
     text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
     if text.count(old) != 1:
@@ -108,25 +111,10 @@ def plant(folder, mutant):
         compile(planted, file, "exec")
     except SyntaxError:
         return "BROKEN"
-    (folder / file).write_text(planted)
-    code, _ = run_tests(folder, [test])
-    (folder / file).write_text(text)
+    (COPY / file).write_text(planted)
+    code, _ = run_tests([test])
+    (COPY / file).write_text(text)
     return {0: "ALIVE", 1: "killed"}.get(code, "BROKEN")
-
-
-def own_copy(parent):
-    """Give this worker a copy of the repository."""
-    global COPY
-    COPY = Path(parent) / str(os.getpid())
-    copy_repository(COPY)
-
-
-def run_here(tests):
-    return run_tests(COPY, tests)
-
-
-def plant_here(mutant):
-    return plant(COPY, mutant)
 
 
 def short(text):
@@ -149,15 +137,15 @@ def main():
 
     prepare()
     found = []
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as parent, ProcessPoolExecutor(jobs, fork, own_copy, [parent]) as pool:
+    with tempfile.TemporaryDirectory() as parent, ProcessPoolExecutor(
+            jobs, FORK, initializer=copy_repository, initargs=[parent]) as pool:
         print(f"{len(tests)} tests without a mutant", flush=True)
         parts = [tests[n::jobs] for n in range(jobs) if tests[n::jobs]]
-        for code, said in pool.map(run_here, parts):
+        for code, said in pool.map(run_tests, parts):
             if code != 0:
                 print(f"{said}\nThe named tests must pass without a mutant: mend them first")
                 sys.exit(1)
-        for mutant, word in zip(chosen, pool.map(plant_here, chosen)):
+        for mutant, word in zip(chosen, pool.map(plant, chosen)):
             file, old, new, test = mutant
             print(f"{word:6}  {file}: {short(old)} -> {short(new)}  {test.partition('::')[2]}", flush=True)
             found.append(word)
