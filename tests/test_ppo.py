@@ -133,7 +133,7 @@ def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
 
 def test_a_token_beyond_the_likeliest_few_is_sampled_too():
     shares = torch.tensor([1, 300, 200, 100, 90, 85, 84, 70, 50, 20]) / 1000
-    cache = SimpleNamespace(batch_repeat_interleave=lambda n: None)
+    cache = SimpleNamespace(reorder_cache=lambda rows: None)
 
     def says(input_ids, **_):
         return SimpleNamespace(logits=shares.log().expand(len(input_ids), 1, 10), past_key_values=cache)
