@@ -225,6 +225,7 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
             width = logprobs.shape[1]
             ratio = ((logprobs - batch.logprobs[rows, :width]) * batch.response_mask[rows, :width]).exp()
             assert (ratio - 1).abs().max() < NATS
+    assert trainer.actor.scored_by == "packed"  # whole rows are read where packing is wrong
 
 
 COMMON = dict(vocab_size=82, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
@@ -244,6 +245,7 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1 and len(set(batch.prompt_lengths.tolist())) > 1
     assert trainer.update(batch)["ratio_max_first"] < NATS
+    assert trainer.actor.scored_by == "packed"  # whole rows are read where packing is wrong
 
 
 def test_left_padding_with_absolute_positions_changes_nothing():
@@ -467,6 +469,8 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
     assert first["ratio_max_first"] < NATS
+    trainer.recompute(True)
+    assert not any(m.training for m in trainer.actor.modules() if isinstance(m, torch.nn.Dropout))
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_five_end_the_run(ppo, capsys):

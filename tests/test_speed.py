@@ -50,6 +50,7 @@ def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
         assert torch.allclose(logprobs[i, :n], want.gather(1, ids[i, :n, None])[:, 0], atol=NATS)
         assert torch.allclose(entropies[i, :n], -(want.exp() * want).sum(-1), atol=NATS)
         assert (ids[i, n:] == 0).all() and (logprobs[i, n:] == 0).all() and (entropies[i, n:] == 0).all()
+    assert model.sampled_by == "grouped"  # sharing is given up where it is wrong
 
 
 def test_a_prompts_keys_are_kept_once(grpo, monkeypatch):
