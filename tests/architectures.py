@@ -163,8 +163,8 @@ NOT_BUILT = {
     "musicgen_melody": "it writes codes of sound, several at a time, from an encoder's output",
 }
 
-# Windows and sparse keys that a plain forward pass of a short row does not read (moshi's cache alone keeps one), or that give
-# a weight its shape
+# Windows and sparse keys that a plain forward pass of a short row does not read (moshi's cache alone keeps
+# one), or that give a weight its shape
 NOT_SEEN = ["moshi+window", "nemotron_h+window", "zaya+window", "deepseek_v4+sparse", "inkling_text+window",
             "inkling2_text+window"]
 
@@ -209,7 +209,8 @@ def tiny_values(config_class, overrides):
     if "kv_lora_rank" in known and "num_key_value_heads" in values:
         values["num_key_value_heads"] = 4  # latent attention has as many as heads
     for key, sub_class in config_class.sub_configs.items():
-        spec, change = config_class.sub_configs_defaults.get(key), overrides.get(key, {})
+        spec = config_class.sub_configs_defaults.get(key)
+        change = overrides.get(key, {})
         if sub_class is not AutoConfig:
             values[key] = tiny_values(sub_class, change)
         elif kind := change.get("model_type", getattr(spec, "model_type", None)):
@@ -414,18 +415,22 @@ def write_prompts(folder):
 
 def examine(name, folder):
     """Build a type in an empty folder and see what the trainer does with it."""
-    result, started = Result(name), time.perf_counter()
+    result = Result(name)
+    started = time.perf_counter()
     if why := NOT_BUILT.get(name.partition("+")[0]):
-        result.outcome, result.sentence = "not built", why
+        result.outcome = "not built"
+        result.sentence = why
         return result
     try:
         result.model = build(name, folder)
         write_prompts(folder)
         oracle, result.remark = load_oracle(folder)
     except Exception as error:
-        result.outcome, result.sentence = "not built", where(error)
+        result.outcome = "not built"
+        result.sentence = where(error)
         return result
-    script, stage = set_constants(folder), "GRPOTrainer()"
+    script = set_constants(folder)
+    stage = "GRPOTrainer()"
     try:
         trainer = script.GRPOTrainer()
         stage = "rollout"
@@ -446,7 +451,8 @@ def examine(name, folder):
         result.outcome = "wrong" if stage.startswith("step") else "refused"
         result.sentence = str(error) if stage == "GRPOTrainer()" else f"{stage}: {error}"
     except Exception as error:
-        result.outcome, result.sentence = "traceback", f"{stage}: {where(error)}"
+        result.outcome = "traceback"
+        result.sentence = f"{stage}: {where(error)}"
     result.error = max(result.errors.values(), default=0.0)
     if result.outcome == "?":
         result.outcome = "equal" if result.error < TOLERANCE else "wrong"

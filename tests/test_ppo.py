@@ -309,6 +309,7 @@ def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
 
 def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo):
     trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
+    assert trainer.actor.scored_by == "packed"  # whole rows are read where packing is wrong
     batch = trainer.rollout(trainer.train_rows[:10])
     assert len(set(batch.prompt_lengths.tolist())) > 3 and len(set(batch.response_lengths.tolist())) > 3
     for size in (1, 4, 30):
@@ -345,6 +346,7 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
     path = give_tokenizer(tmp_path / "model")
     trainer = ppo(ACTOR_MODEL=path, KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7).PPOTrainer()
+    assert trainer.actor.scored_by == "packed"  # whole rows are read where packing is wrong
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1
     assert len(set(batch.prompt_lengths.tolist())) > 1
@@ -618,6 +620,8 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
     assert first["ratio_max_first"] < NATS
+    with trainer.update.__globals__["recomputing"]([trainer.actor]):
+        assert not any(m.training for m in trainer.actor.modules() if isinstance(m, torch.nn.Dropout))
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_five_end_the_run(ppo, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -34,18 +35,6 @@ def test_a_short_chaos_loses_nothing():
 # ---------------------------------------------------------------- one run at a time
 
 
-def python(program, **options):
-    """A Python program that has a trainer's module as `ppo`."""
-    begin = f"import sys, time\nsys.argv = ['ppo.py']\nsys.path.insert(0, {str(ROOT / 'ppo')!r})\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{begin}import ppo\n{program}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def run_in(script, folder):
     """A Run in a folder, as a trainer makes it, and no more."""
     script.OUTPUT_DIR = str(folder)
@@ -53,11 +42,16 @@ def run_in(script, folder):
 
 
 def test_a_folder_in_use_is_refused_and_a_dead_runs_lock_is_not(tmp_path):
-    holder = python(f"""
+    hold = f"""
+import sys, time
+sys.argv = ["ppo.py"]
+sys.path.insert(0, {str(ROOT / "ppo")!r})
+import ppo
 ppo.OUTPUT_DIR = {str(tmp_path)!r}
 run = ppo.Run("ppo", "no", "cpu")
 print("held", flush=True)
-time.sleep(600)""")
+time.sleep(600)"""
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     script = load_script("ppo/ppo.py")
     with pytest.raises(script.UserError, match=rf"in use by another run \(process {holder.pid}\)"):
@@ -158,28 +152,58 @@ def test_a_sentence_that_a_reward_raises_stays_one():
     assert not hasattr(error, "__notes__")
 
 
-# What a reward function can do for ever: a plain wait, Python that never ends, one that catches what is
-# raised in it, and one that holds the interpreter's lock
-HANGS = {
-    "sleeps": "time.sleep(60)",
-    "spins": "while True: pass",
-    "catches": "\n    while True:\n        try: time.sleep(60)\n        except Exception: pass",
-    "holds the lock": "import re; re.match('(a+)+b', 'a' * 60)",
-}
+def ended(judge):
+    """Exit code and standard error of a fork of this process that calls a reward function."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(writer, 2)
+            signal.alarm(30)  # the test's own end, where the limit does nothing
+            PPO.REWARD_TIMEOUT = 0.3
+            PPO.call_reward("judge", judge, ["x"], ["a"], [None])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
 
 
-@pytest.mark.parametrize("how", HANGS)
-def test_a_reward_that_hangs_ends_the_program_and_shows_where(how):
-    started = time.monotonic()
-    process = python(f"""
-ppo.REWARD_TIMEOUT = 0.3
-def judge(*_):
-    {HANGS[how]}
-ppo.call_reward("judge", judge, ["x"], ["a"], [None])""")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "Timeout (0:00:00.300000)!" in said and "in judge" in said and "in call_reward" in said
-    assert time.monotonic() - started < 60
+def sleeps(*_):
+    time.sleep(60)
+
+
+def spins(*_):
+    while True:
+        pass
+
+
+def catches(*_):
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+
+
+def holds_the_lock(*_):
+    """Of the interpreter: no other thread of Python gets a turn."""
+    re.match("(a+)+b", "a" * 60)
+
+
+def calls_another(*lists):
+    """The inner one's end does not lift the limit of the outer one."""
+    PPO.call_reward("quick", lambda *_: [0.0], *lists)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("judge", [sleeps, spins, catches, holds_the_lock, calls_another])
+def test_a_reward_that_hangs_ends_the_program_and_shows_where(judge):
+    code, said = ended(judge)
+    assert code == 1
+    assert "Timeout (0:00:00.300000)!" in said
+    assert f" in {judge.__name__}" in said and " in call_reward" in said
 
 
 def test_a_reward_that_ends_in_time_leaves_no_limit_behind(monkeypatch):
@@ -198,17 +222,6 @@ def test_a_reward_that_ends_in_time_leaves_no_limit_behind(monkeypatch):
         except KeyError:
             pass
     time.sleep(0.4)  # or this process would end here
-
-
-def test_a_reward_within_a_reward_does_not_lift_the_limit():
-    process = python("""
-ppo.REWARD_TIMEOUT = 0.3
-def judge(*lists):
-    ppo.call_reward("quick", lambda *_: [0.0], *lists)
-    time.sleep(60)
-ppo.call_reward("judge", judge, ["x"], ["a"], [None])""")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1 and "in judge" in said
 
 
 def test_the_time_limit_leaves_sigalrm_and_other_threads_alone():

@@ -72,6 +72,7 @@ def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
             assert torch.allclose(got[i, :n], want, atol=NATS)
         for rows in (ids, *found):
             assert (rows[i, n:] == 0).all()
+    assert kind == "eager" or model.sampled_by == "grouped"  # sharing is given up where it is wrong
 
 
 def test_a_prompts_keys_are_kept_once(grpo, monkeypatch):
