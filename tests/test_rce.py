@@ -1,4 +1,6 @@
-"""RCE's maths against hand-worked numbers and independent sums; mining, the check-up, training; its runs, killed and unbroken."""
+"""RCE's maths against hand-worked numbers and independent sums; mining, the check-up, training; its runs,
+killed and unbroken."""
+
 import csv
 import itertools
 import json
@@ -16,37 +18,74 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import NATS, ROOT, TINY, distance, load_script, read, run_script, small, untimed, walk
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 SMALL = small(
-    "rce/rce.py", MAX_STEPS=None, MINE_PROMPTS=15, GROUP_SIZE=6, SAMPLE_TEMPERATURES=[0.7, 1.0, 1.3], BEAMS=2,
-    ROUNDS=1, NUM_EPOCHS=1)
+    "rce/rce.py",
+    MAX_STEPS=None,
+    MINE_PROMPTS=15,
+    GROUP_SIZE=6,
+    SAMPLE_TEMPERATURES=[0.7, 1.0, 1.3],
+    BEAMS=2,
+    ROUNDS=1,
+    NUM_EPOCHS=1,
+)
 module = load_script("rce/rce.py")
 
 
 @pytest.fixture
 def rce(tmp_path):
-    return lambda **constants: load_script("rce/rce.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+    return lambda **constants: load_script(
+        "rce/rce.py", **{**SMALL, "OUTPUT_DIR": str(tmp_path / "run"), **constants}
+    )
 
 
 def command(*words):
-    return [sys.executable, str(ROOT / "rce/rce.py"), *(f"{k}={v}" for k, v in SMALL.items()), *map(str, words)]
+    return [
+        sys.executable,
+        str(ROOT / "rce/rce.py"),
+        *(f"{k}={v}" for k, v in SMALL.items()),
+        *map(str, words),
+    ]
 
 
 def run(*words):
-    return subprocess.run(command(*words), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240)
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240
+    )
 
 
 def candidate(hard, soft=0.0, gt_prob=0.0, source=("sample",), temperature=(1.0,), **more):
-    return {"prompt_id": "p", "prompt": "q", "token_ids": [5, 1], "text": "", "hard": hard, "soft": soft, "gt_prob": gt_prob, "source": list(source), "temperature": list(temperature),
-            "logprob": -1.0, "eval_mode": "verified", "eval_failed": False, **more}
+    return {
+        "prompt_id": "p",
+        "prompt": "q",
+        "token_ids": [5, 1],
+        "text": "",
+        "hard": hard,
+        "soft": soft,
+        "gt_prob": gt_prob,
+        "source": list(source),
+        "temperature": list(temperature),
+        "logprob": -1.0,
+        "eval_mode": "verified",
+        "eval_failed": False,
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
 def mined(tmp_path_factory):
     """A finished STAGE=mine of 15 prompts, every candidate verified."""
     out = tmp_path_factory.mktemp("mined") / "run"
-    load_script("rce/rce.py", **{**SMALL, "STAGE": "mine", "OUTPUT_DIR": str(out), "SAVE_EVERY_N_STEPS": 0}).RCETrainer().train()
+    load_script(
+        "rce/rce.py", **{**SMALL, "STAGE": "mine", "OUTPUT_DIR": str(out), "SAVE_EVERY_N_STEPS": 0}
+    ).RCETrainer().train()
     return out / "candidates_round_1.parquet"
 
 
@@ -59,6 +98,7 @@ def prepared(script):
 
 
 # ---------------------------------------------------------------- weights and loss
+
 
 def test_weights_sum_to_one_and_a_constant_changes_nothing():
     r = [0.3, 2.0, -1.0, 0.3]
@@ -86,32 +126,46 @@ def test_zscore_normalises_once_by_the_prompts_own_deviation():
 @pytest.fixture
 def step(rce, mined):
     def make(**constants):
-        trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), BATCH_SIZE=8, EVAL_DATASETS=[], **constants))
-        trainer.optimizers["policy"].step = lambda: trainer.__setattr__("gradient", torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
+        trainer = prepared(
+            rce(STAGE="train", CANDIDATES=str(mined), BATCH_SIZE=8, EVAL_DATASETS=[], **constants)
+        )
+        trainer.optimizers["policy"].step = lambda: trainer.__setattr__(
+            "gradient", torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
+        )
         return trainer, trainer.next_batch()
+
     return make
 
 
 def alone(trainer, row, c):
     """log pi of one candidate, by itself: no padding, no sharing."""
     ids = torch.tensor([row["ids"] + c["token_ids"]])
-    logits = trainer.actor(ids).logits[0, len(row["ids"]) - 1:-1].double()
+    logits = trainer.actor(ids).logits[0, len(row["ids"]) - 1 : -1].double()
     return logits.log_softmax(-1).gather(1, torch.tensor(c["token_ids"])[:, None]).sum()
 
 
 @pytest.mark.parametrize("length_normalise", [False, True])
 @pytest.mark.parametrize("tau", [1e-6, 0.3, 1e6])
 def test_the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy(step, tau, length_normalise):
-    trainer, batch = step(TAU=tau, LENGTH_NORMALISE=length_normalise, REWARD_MODE="hard_plus_soft", MAX_GRAD_NORM=1e9)
+    trainer, batch = step(
+        TAU=tau, LENGTH_NORMALISE=length_normalise, REWARD_MODE="hard_plus_soft", MAX_GRAD_NORM=1e9
+    )
     rows = trainer.train_rows
     assert batch.prompts == 8 and len({row["id"] for row in batch.rows}) == 8
     chosen = [row for row in rows if row["id"] in {r["id"] for r in batch.rows}]
     expected = 0
     for row in chosen:
-        ce = torch.stack([-alone(trainer, row, c) / (len(c["token_ids"]) if length_normalise else 1) for c in row["candidates"]])
+        ce = torch.stack(
+            [
+                -alone(trainer, row, c) / (len(c["token_ids"]) if length_normalise else 1)
+                for c in row["candidates"]
+            ]
+        )
         r = torch.tensor(row["rewards"], dtype=torch.float64)
         if tau == 1e-6:
-            expected = expected + ce[r >= r.max() - 1e-9].mean() / 8  # the top candidate's own cross entropy; equal ones share it
+            expected = (
+                expected + ce[r >= r.max() - 1e-9].mean() / 8
+            )  # the top candidate's own cross entropy; equal ones share it
         elif tau == 1e6:
             expected = expected + ce.mean() / 8
         else:
@@ -130,8 +184,20 @@ def test_the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy(step, t
 def test_how_a_step_is_cut_changes_nothing(rce, mined):
     found = []
     for size, steps in ((1, 8), (4, 2), (8, 1)):
-        trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=steps, GROUP_SIZE=2, EVAL_DATASETS=[], RESUME="no"))
-        trainer.optimizers["policy"].step = lambda: found.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
+        trainer = prepared(
+            rce(
+                STAGE="train",
+                CANDIDATES=str(mined),
+                BATCH_SIZE=size,
+                GRADIENT_ACCUMULATION_STEPS=steps,
+                GROUP_SIZE=2,
+                EVAL_DATASETS=[],
+                RESUME="no",
+            )
+        )
+        trainer.optimizers["policy"].step = lambda: found.append(
+            torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
+        )
         metrics = trainer.update(trainer.next_batch())
         found[-1] = found[-1], metrics["policy_loss"]
     for gradient, loss in found[1:]:
@@ -144,7 +210,9 @@ def test_facts_of_the_weights(step):
     for row, w in zip(batch.rows, batch.weights.tolist()):
         weights.setdefault(row["id"], []).append(w)
     assert all(sum(w) == pytest.approx(1, rel=1e-5) for w in weights.values())
-    assert batch.facts["effective_candidates"] == pytest.approx(sum(math.exp(-sum(x * math.log(x) for x in w)) for w in weights.values()) / 8, rel=1e-5)
+    assert batch.facts["effective_candidates"] == pytest.approx(
+        sum(math.exp(-sum(x * math.log(x) for x in w)) for w in weights.values()) / 8, rel=1e-5
+    )
     assert batch.facts["weight_on_best"] == pytest.approx(sum(max(w) for w in weights.values()) / 8, rel=1e-5)
 
 
@@ -153,26 +221,59 @@ def test_tau_moves_by_equal_factors_to_its_end(step):
     seen = []
     for trainer.run.step in range(trainer.run.total_steps):
         seen.append(trainer.next_batch().facts["tau"])
-    assert seen[0] == 1.0 and seen[-1] == pytest.approx(0.01) and all(b / a == pytest.approx(seen[1] / seen[0]) for a, b in zip(seen, seen[1:])) and len(seen) > 2
+    assert (
+        seen[0] == 1.0
+        and seen[-1] == pytest.approx(0.01)
+        and all(b / a == pytest.approx(seen[1] / seen[0]) for a, b in zip(seen, seen[1:]))
+        and len(seen) > 2
+    )
 
 
 # ---------------------------------------------------------------- gt_prob
+
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A random model over pad, EOS, a, b and a mark, small enough to enumerate every answer."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, decoders
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "#": 4, "\n": 5}, unk_token="<pad>"))
+
+    words = Tokenizer(
+        models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "#": 4, "\n": 5}, unk_token="<pad>")
+    )
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex(r"."), "isolated"), decoders.Fuse()
     folder = tmp_path_factory.mktemp("toy")
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        folder / "model"
+    )
     torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=0)
-    LlamaForCausalLM(config).apply(lambda m: torch.nn.init.normal_(m.weight, std=0.6) if isinstance(m, torch.nn.Linear) else None).save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=6,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).apply(
+        lambda m: torch.nn.init.normal_(m.weight, std=0.6) if isinstance(m, torch.nn.Linear) else None
+    ).save_pretrained(folder / "model")
     answers = ["".join(x) for n in (1, 2, 3) for x in itertools.product("ab", repeat=n)]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"problem": p, "solution": s}) + "\n" for p, s in (("ab", answers), ("ba", ["a", "a", "b"]), ("bb", "a"))))
+    (folder / "data.jsonl").write_text(
+        "".join(
+            json.dumps({"problem": p, "solution": s}) + "\n"
+            for p, s in (("ab", answers), ("ba", ["a", "a", "b"]), ("bb", "a"))
+        )
+    )
     data = [{"path": str(folder / "data.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
-    return dict(ACTOR_MODEL=str(folder / "model"), TRAIN_DATASETS=data, EVAL_DATASETS=[], ANSWER_FORM="#{answer}", MAX_NEW_TOKENS=5)
+    return dict(
+        ACTOR_MODEL=str(folder / "model"),
+        TRAIN_DATASETS=data,
+        EVAL_DATASETS=[],
+        ANSWER_FORM="#{answer}",
+        MAX_NEW_TOKENS=5,
+    )
 
 
 def probability(trainer, before, ids):
@@ -187,15 +288,28 @@ def probability(trainer, before, ids):
 def test_gt_prob_of_a_toy_model_by_enumeration(rce, toy):
     trainer = rce(**toy).RCETrainer()
     rows = trainer.train_rows
-    candidates = [{"prompt_id": row["id"], "token_ids": ids} for row in rows for ids in ([3, 4, 2, 1], [2, 2, 3, 1], [4, 4, 3])]
-    trainer.score_gold({row["id"]: row for row in rows}, candidates, [row["ids"] for row in rows for _ in range(3)])
-    workings = [[3, 4], [2, 2, 3, 5, 4], [4, 4]]  # up to the last mark; without one, the mark on a line of its own
+    candidates = [
+        {"prompt_id": row["id"], "token_ids": ids}
+        for row in rows
+        for ids in ([3, 4, 2, 1], [2, 2, 3, 1], [4, 4, 3])
+    ]
+    trainer.score_gold(
+        {row["id"]: row for row in rows}, candidates, [row["ids"] for row in rows for _ in range(3)]
+    )
+    workings = [
+        [3, 4],
+        [2, 2, 3, 5, 4],
+        [4, 4],
+    ]  # up to the last mark; without one, the mark on a line of its own
     for i, row in enumerate(rows):
-        for c, working in zip(candidates[3 * i:3 * i + 3], workings):
+        for c, working in zip(candidates[3 * i : 3 * i + 3], workings):
             golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
-            each = {g: probability(trainer, row["ids"] + working, [{"a": 2, "b": 3}[x] for x in g] + [1]) for g in golds}  # distinct, ended by EOS
+            each = {
+                g: probability(trainer, row["ids"] + working, [{"a": 2, "b": 3}[x] for x in g] + [1])
+                for g in golds
+            }  # distinct, ended by EOS
             assert c["gt_prob"] == pytest.approx(sum(each.values()), rel=4 * NATS)  # up to four tokens
-    # all answers of one to three letters, and every other way the text could go on, are the whole of probability
+    # all answers of one to three letters, and every other way the text could go on, are all of probability
     first, others = candidates[0], 0.0
     before = rows[0]["ids"] + workings[0]
     for n in range(4):
@@ -212,11 +326,21 @@ def test_gold_answers_weigh_by_their_count_and_never_reach_above_one(rce, toy):
     assert found == [([2, 1], 2 / 3), ([3, 1], 1 / 3)]
     assert module.gold_probability([math.log(0.5), math.log(0.25)], [1.0, 0.5]) == pytest.approx(0.625)
     assert module.gold_probability([math.log(0.75), math.log(0.25) + 1e-9], [1.0, 1.0]) == 1.0
-    assert module.gold_probability([2 * math.log(0.1)], [1.0]) == pytest.approx(0.01)  # the product, not its root
+    assert module.gold_probability([2 * math.log(0.1)], [1.0]) == pytest.approx(
+        0.01
+    )  # the product, not its root
 
 
-@pytest.mark.parametrize("text, working", [
-    ("2+2=4\n#### 4", "2+2=4\n####"), ("#### 1 2\n#### 3", "#### 1 2\n####"), ("2+2=4\n", "2+2=4\n\n####"), ("", "\n####"), ("2+2=4\n####", "2+2=4\n####")])
+@pytest.mark.parametrize(
+    "text, working",
+    [
+        ("2+2=4\n#### 4", "2+2=4\n####"),
+        ("#### 1 2\n#### 3", "#### 1 2\n####"),
+        ("2+2=4\n", "2+2=4\n\n####"),
+        ("", "\n####"),
+        ("2+2=4\n####", "2+2=4\n####"),
+    ],
+)
 def test_the_working_ends_with_the_mark(rce, text, working):
     script = rce()
     tokenizer = script.RCETrainer().tokenizer
@@ -237,6 +361,7 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
 
 # ---------------------------------------------------------------- mining
 
+
 def test_candidates_have_the_columns_that_are_promised(mined):
     table = pq.read_table(mined)
     records = table.to_pylist()
@@ -248,11 +373,24 @@ def test_candidates_have_the_columns_that_are_promised(mined):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
     for group in groups.values():
         ways = [(s, t) for c in group for s, t in zip(c["source"], c["temperature"])]
-        assert sorted(ways, key=str) == sorted([("greedy", None)] + [("beam", None)] * 2 + [("sample", t) for t in (0.7, 0.7, 1.0, 1.0, 1.3, 1.3)], key=str)  # merged, none forgotten
+        assert sorted(ways, key=str) == sorted(
+            [("greedy", None)]
+            + [("beam", None)] * 2
+            + [("sample", t) for t in (0.7, 0.7, 1.0, 1.0, 1.3, 1.3)],
+            key=str,
+        )  # merged, none forgotten
         assert len({tuple(c["token_ids"]) for c in group}) == len(group)
         for c in group:
-            assert c["text"] == tokenizer.decode(c["token_ids"], skip_special_tokens=True) and c["truncated"] == (c["token_ids"][-1] != tokenizer.eos_token_id)
-            assert c["hard"] == c["reward/exact_answer"] and c["soft"] == c["reward/rouge_l"] and 0 <= c["gt_prob"] <= 1 and c["eval_mode"] == "verified" and not c["eval_failed"]
+            assert c["text"] == tokenizer.decode(c["token_ids"], skip_special_tokens=True) and c[
+                "truncated"
+            ] == (c["token_ids"][-1] != tokenizer.eos_token_id)
+            assert (
+                c["hard"] == c["reward/exact_answer"]
+                and c["soft"] == c["reward/rouge_l"]
+                and 0 <= c["gt_prob"] <= 1
+                and c["eval_mode"] == "verified"
+                and not c["eval_failed"]
+            )
     assert sum(len(c["source"]) for c in records) == 15 * 9 > len(records)
 
 
@@ -264,28 +402,40 @@ def test_the_logprob_is_the_policys_own(rce, mined):
 
 
 def test_equal_candidates_merge_and_keep_every_source(rce):
-    trainer = rce(TEMPERATURE=1e-3, SAMPLE_TEMPERATURES=[0.001], BEAMS=1).RCETrainer()  # all ways give the greedy response
-    group, = trainer.propose(trainer.train_rows[:1])
-    assert [c["source"] for c in group] == [["greedy", "beam"] + ["sample"] * 6] and group[0]["temperature"] == [None, None] + [0.001] * 6
+    trainer = rce(
+        TEMPERATURE=1e-3, SAMPLE_TEMPERATURES=[0.001], BEAMS=1
+    ).RCETrainer()  # all ways give the greedy response
+    (group,) = trainer.propose(trainer.train_rows[:1])
+    assert [c["source"] for c in group] == [["greedy", "beam"] + ["sample"] * 6] and group[0][
+        "temperature"
+    ] == [None, None] + [0.001] * 6
 
 
 def test_a_beam_is_one_of_the_likeliest_and_no_filter_of_the_model_touches_it(rce, toy):
     script = rce(**{**toy, "MAX_NEW_TOKENS": 2}, BEAMS=3)
     trainer = script.RCETrainer()
-    trainer.actor.generation_config.repetition_penalty, trainer.actor.generation_config.no_repeat_ngram_size = 50.0, 1
+    (
+        trainer.actor.generation_config.repetition_penalty,
+        trainer.actor.generation_config.no_repeat_ngram_size,
+    ) = (50.0, 1)
     prompts = [row["ids"] for row in trainer.train_rows]
     beams = script.beam_search(trainer.actor, prompts, trainer.eos_ids.tolist(), trainer.pad_id)
     assert len(beams) == 9
     for i, prompt in enumerate(prompts):
         ended = [[1]] + [[x, y] for x in (0, 2, 3, 4, 5) for y in range(6)]
-        got = beams[3 * i:3 * i + 3]
+        got = beams[3 * i : 3 * i + 3]
         assert all(x in ended for x in got) and len(set(map(tuple, got))) == 3
     assert trainer.actor.generation_config.repetition_penalty == 50.0  # put back
     script = rce(**{**toy, "MAX_NEW_TOKENS": 5}, BEAMS=1)
     trainer = script.RCETrainer()
-    trainer.actor.generation_config.repetition_penalty, trainer.actor.generation_config.no_repeat_ngram_size = 50.0, 1
+    (
+        trainer.actor.generation_config.repetition_penalty,
+        trainer.actor.generation_config.no_repeat_ngram_size,
+    ) = (50.0, 1)
     greedy = script.respond(trainer.actor, trainer.tokenizer, prompts, None)
-    assert any(len(set(ids)) < len(ids) for ids in greedy.response_ids.tolist())  # a filter would have changed this one
+    assert any(
+        len(set(ids)) < len(ids) for ids in greedy.response_ids.tolist()
+    )  # a filter would have changed this one
     beams = script.beam_search(trainer.actor, prompts, trainer.eos_ids.tolist(), trainer.pad_id)
     lengths = greedy.response_lengths.tolist()
     assert beams == [ids[:n] for ids, n in zip(greedy.response_ids.tolist(), lengths)]
@@ -295,20 +445,41 @@ def test_how_prompts_are_cut_changes_no_sample(rce):
     found = []
     for size in (2, 5):
         trainer = rce(BATCH_SIZE=size).RCETrainer()
-        found.append([[c["token_ids"] for c in group] for i in range(0, 10, size) for group in trainer.propose(trainer.train_rows[i:i + size])])
+        found.append(
+            [
+                [c["token_ids"] for c in group]
+                for i in range(0, 10, size)
+                for group in trainer.propose(trainer.train_rows[i : i + size])
+            ]
+        )
     assert found[0] == found[1]
     trainer.state.round = 2
-    assert [[c["token_ids"] for c in group] for group in trainer.propose(trainer.train_rows[:5])] != found[0][:5]  # another round draws anew
+    assert [[c["token_ids"] for c in group] for group in trainer.propose(trainer.train_rows[:5])] != found[0][
+        :5
+    ]  # another round draws anew
 
 
 def test_the_datas_own_solution_is_a_candidate_when_wanted(rce):
-    trainer = rce(INCLUDE_REFERENCE=True, GREEDY=False, BEAMS=0, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
+    trainer = rce(
+        INCLUDE_REFERENCE=True, GREEDY=False, BEAMS=0, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]
+    ).RCETrainer()
     rows = trainer.train_rows[:4]
     records = trainer.mine_part(rows)
     references = [c for c in records if "reference" in c["source"]]
-    assert [c["text"] for c in references] == [row["answer"] for row in rows] and all(c["hard"] == 1 and not c["truncated"] for c in references)
-    trainer = rce(INCLUDE_REFERENCE=True, GREEDY=False, BEAMS=0, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0], MAX_NEW_TOKENS=3).RCETrainer()
-    assert not [c for group in trainer.propose(rows) for c in group if "reference" in c["source"]]  # longer than MAX_NEW_TOKENS
+    assert [c["text"] for c in references] == [row["answer"] for row in rows] and all(
+        c["hard"] == 1 and not c["truncated"] for c in references
+    )
+    trainer = rce(
+        INCLUDE_REFERENCE=True,
+        GREEDY=False,
+        BEAMS=0,
+        GROUP_SIZE=1,
+        SAMPLE_TEMPERATURES=[1.0],
+        MAX_NEW_TOKENS=3,
+    ).RCETrainer()
+    assert not [
+        c for group in trainer.propose(rows) for c in group if "reference" in c["source"]
+    ]  # longer than MAX_NEW_TOKENS
 
 
 def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mined):
@@ -316,7 +487,9 @@ def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mi
     trainer = script.RCETrainer()
     calls = []
     compute = trainer.compute_rewards
-    trainer.compute_rewards = lambda prompts, responses, answers: calls.append(len(responses)) or compute(prompts, responses, answers)
+    trainer.compute_rewards = lambda prompts, responses, answers: calls.append(len(responses)) or compute(
+        prompts, responses, answers
+    )
     truth = {(c["prompt_id"], tuple(c["token_ids"])): c["hard"] for c in pq.read_table(mined).to_pylist()}
     rows = trainer.round_rows()[:4]  # as STAGE=mine cut them
     records, cheap = trainer.mine_part(rows), 0
@@ -325,9 +498,17 @@ def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mi
         ranked = sorted(group, key=lambda c: -c["gt_prob"])
         verified = [c for c in group if c["eval_mode"] == "verified"]
         cheap += len(group) - len(verified)
-        assert all(c in verified for c in ranked[:2]) and all("greedy" not in c["source"] or c in verified for c in group)
-        assert all(c["hard"] is None and c["soft"] is None and not c["eval_failed"] for c in group if c not in verified)
-        hards, possible = {c["hard"] for c in verified}, {truth[c["prompt_id"], tuple(c["token_ids"])] for c in group}
+        assert all(c in verified for c in ranked[:2]) and all(
+            "greedy" not in c["source"] or c in verified for c in group
+        )
+        assert all(
+            c["hard"] is None and c["soft"] is None and not c["eval_failed"]
+            for c in group
+            if c not in verified
+        )
+        hards, possible = {c["hard"] for c in verified}, {
+            truth[c["prompt_id"], tuple(c["token_ids"])] for c in group
+        }
         assert hards == possible  # a right and a wrong one, where they exist
         if len(verified) < len(group):
             assert len(verified) <= 4
@@ -341,26 +522,63 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
         if any(len(r) % 5 == 0 for r in responses):
             raise ZeroDivisionError("a length of five")
         return [float(len(r) % 2) for r in responses]
+
     script = rce(REWARD_FUNCTIONS=[(picky, 1.0)], HARD_REWARD="picky", SOFT_REWARD="picky", EVAL_DATASETS=[])
     trainer = prepared(script)
     records = pq.read_table(tmp_path / "run/candidates_round_1.parquet").to_pylist()
     failed = [c for c in records if c["eval_failed"]]
-    assert failed == [c for c in records if len(c["text"]) % 5 == 0] and failed and all(c["hard"] is None and c["eval_mode"] == "failed" and "five" in c["eval_error"] for c in failed)
+    assert (
+        failed == [c for c in records if len(c["text"]) % 5 == 0]
+        and failed
+        and all(
+            c["hard"] is None and c["eval_mode"] == "failed" and "five" in c["eval_error"] for c in failed
+        )
+    )
     assert all(not c["eval_failed"] for row in trainer.train_rows for c in row["candidates"])
-    figures, _ = script.check_up([[c for c in records if c["prompt_id"] == key] for key in trainer.rows if any(c["prompt_id"] == key for c in records)])
+    figures, _ = script.check_up(
+        [
+            [c for c in records if c["prompt_id"] == key]
+            for key in trainer.rows
+            if any(c["prompt_id"] == key for c in records)
+        ]
+    )
     good = [c for c in records if not c["eval_failed"]]
-    assert figures["positive rate"] == pytest.approx(sum(c["hard"] for c in good) / len(good)) and figures["eval mode failed"] == pytest.approx(len(failed) / len(records))
+    assert figures["positive rate"] == pytest.approx(sum(c["hard"] for c in good) / len(good)) and figures[
+        "eval mode failed"
+    ] == pytest.approx(len(failed) / len(records))
     assert "the reward failed for" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("function, constants, says", [
-    (lambda p, r, a: 1 / 0, {}, "the reward failed for every one of .*division by zero"), (lambda p, r, a: [0.5] * len(r), {}, "HARD_REWARD must give 0 or 1.*gave 0.5"),
-    (lambda p, r, a: [math.nan] * len(r), {}, "finite"), (lambda p, r, a: [1.0] * len(r), {"SOFT_REWARD": "rouge"}, "SOFT_REWARD = 'rouge' is no part of the reward: it has mine"),
-    (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"), (lambda p, r, a: [1.0] * len(r), {"REWARD_FUNCTIONS": [("f1", 1.0)], "HARD_REWARD": "f1", "SOFT_REWARD": "f1"}, "HARD_REWARD must give 0 or 1"),
-])
+@pytest.mark.parametrize(
+    "function, constants, says",
+    [
+        (lambda p, r, a: 1 / 0, {}, "the reward failed for every one of .*division by zero"),
+        (lambda p, r, a: [0.5] * len(r), {}, "HARD_REWARD must give 0 or 1.*gave 0.5"),
+        (lambda p, r, a: [math.nan] * len(r), {}, "finite"),
+        (
+            lambda p, r, a: [1.0] * len(r),
+            {"SOFT_REWARD": "rouge"},
+            "SOFT_REWARD = 'rouge' is no part of the reward: it has mine",
+        ),
+        (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"),
+        (
+            lambda p, r, a: [1.0] * len(r),
+            {"REWARD_FUNCTIONS": [("f1", 1.0)], "HARD_REWARD": "f1", "SOFT_REWARD": "f1"},
+            "HARD_REWARD must give 0 or 1",
+        ),
+    ],
+)
 def test_a_reward_that_cannot_be_used_ends_the_run_with_a_sentence(rce, function, constants, says):
     function.__name__ = "mine"
-    script = rce(**{"REWARD_FUNCTIONS": [(function, 1.0)], "HARD_REWARD": "mine", "SOFT_REWARD": "mine", "EVAL_DATASETS": [], **constants})
+    script = rce(
+        **{
+            "REWARD_FUNCTIONS": [(function, 1.0)],
+            "HARD_REWARD": "mine",
+            "SOFT_REWARD": "mine",
+            "EVAL_DATASETS": [],
+            **constants,
+        }
+    )
     with pytest.raises(script.UserError, match=says):
         prepared(script)
 
@@ -382,10 +600,23 @@ def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
 
 # ---------------------------------------------------------------- the check-up
 
+
 def table():
-    one = [candidate(1, 0.9, 0.8, ["greedy", "sample"], [None, 1.0]), candidate(0, 0.5, 0.1), candidate(0, 0.2, 0.0, ["beam"], [None])]  # the pick is right
-    two = [candidate(0, 0.6, 0.3, ["greedy"], [None]), candidate(1, 1.0, 0.9, ["sample", "sample"], [0.5, 1.0]), candidate(None, None, None, eval_failed=True, eval_mode="failed")]
-    three = [candidate(0, 0.1, 0.0, ["greedy"], [None]), candidate(0, 0.4, 0.2, ["beam"], [None]), candidate(None, None, 0.05, eval_mode="cheap")]
+    one = [
+        candidate(1, 0.9, 0.8, ["greedy", "sample"], [None, 1.0]),
+        candidate(0, 0.5, 0.1),
+        candidate(0, 0.2, 0.0, ["beam"], [None]),
+    ]  # the pick is right
+    two = [
+        candidate(0, 0.6, 0.3, ["greedy"], [None]),
+        candidate(1, 1.0, 0.9, ["sample", "sample"], [0.5, 1.0]),
+        candidate(None, None, None, eval_failed=True, eval_mode="failed"),
+    ]
+    three = [
+        candidate(0, 0.1, 0.0, ["greedy"], [None]),
+        candidate(0, 0.4, 0.2, ["beam"], [None]),
+        candidate(None, None, 0.05, eval_mode="cheap"),
+    ]
     return [one, two, three]
 
 
@@ -393,11 +624,31 @@ def test_check_up_figures_of_a_hand_made_table(rce):
     script = rce(REWARD_MODE="hard_only")
     figures, verdict = script.check_up(table())
     wanted = {
-        "prompts": 3, "candidates": 9, "proposed": 11, "duplicate rate": 2 / 11, "verified": 7, "positive rate": 2 / 7, "positive rate, greedy": 1 / 3, "positive rate, beam": 0.0,
-        "positive rate, sample at 1": 2 / 3, "positive rate, sample at 0.5": 1.0, "positives a prompt, min": 0, "positives a prompt, p25": 0.5, "positives a prompt, median": 1,
-        "positives a prompt, p75": 1, "positives a prompt, max": 1, "prompts without a positive": 1 / 3, "prompts with flat reward": 1 / 3, "accuracy of the policy's pick": 1 / 3,
-        "accuracy of the oracle": 2 / 3, "oracle's reward above the pick's, mean": 1 / 3, "oracle above the pick by .2, prompts": 1 / 3, "eval mode cheap": 1 / 9, "eval mode failed": 1 / 9,
-        "eval mode verified": 7 / 9}
+        "prompts": 3,
+        "candidates": 9,
+        "proposed": 11,
+        "duplicate rate": 2 / 11,
+        "verified": 7,
+        "positive rate": 2 / 7,
+        "positive rate, greedy": 1 / 3,
+        "positive rate, beam": 0.0,
+        "positive rate, sample at 1": 2 / 3,
+        "positive rate, sample at 0.5": 1.0,
+        "positives a prompt, min": 0,
+        "positives a prompt, p25": 0.5,
+        "positives a prompt, median": 1,
+        "positives a prompt, p75": 1,
+        "positives a prompt, max": 1,
+        "prompts without a positive": 1 / 3,
+        "prompts with flat reward": 1 / 3,
+        "accuracy of the policy's pick": 1 / 3,
+        "accuracy of the oracle": 2 / 3,
+        "oracle's reward above the pick's, mean": 1 / 3,
+        "oracle above the pick by .2, prompts": 1 / 3,
+        "eval mode cheap": 1 / 9,
+        "eval mode failed": 1 / 9,
+        "eval mode verified": 7 / 9,
+    }
     for key, value in wanted.items():
         assert figures.pop(key) == pytest.approx(value), key
     # ranks of soft .9 .5 .2 .6 1. .1 .4 are 6 4 2 5 7 1 3, of hard 1 0 0 0 1 0 0 they are 6.5 3 3 3 6.5 3 3
@@ -406,16 +657,43 @@ def test_check_up_figures_of_a_hand_made_table(rce):
     assert figures.pop("Spearman of gt_prob with hard") == pytest.approx(17.5 / math.sqrt(27.5 * 17.5))
     assert not figures and verdict.startswith("fix the reward: scoring failed for 11%")
     soft, _ = rce(REWARD_MODE="hard_plus_soft").check_up(table())
-    assert soft["prompts with flat reward"] == 0 and soft["oracle's reward above the pick's, mean"] == pytest.approx((0 + (2.0 - 0.6) + 0.3) / 3)
+    assert soft["prompts with flat reward"] == 0 and soft[
+        "oracle's reward above the pick's, mean"
+    ] == pytest.approx((0 + (2.0 - 0.6) + 0.3) / 3)
 
 
-@pytest.mark.parametrize("mode, groups, says", [
-    ("hard_only", [[candidate(1, source=["greedy"], temperature=[None]), candidate(0)]] * 2 + [[candidate(0, source=["greedy"], temperature=[None]), candidate(1)]], "train: the best candidate is right for 100%"),
-    ("hard_only", [[candidate(0), candidate(0)]] * 3 + [[candidate(1), candidate(0)]], "mine more: 75% of the prompts have no right candidate"),
-    ("hard_only", [[candidate(1, source=["greedy"], temperature=[None]), candidate(0)]] * 4, "mine more: the candidates are hardly better"),
-    ("hard_only", [[candidate(1), candidate(1)]] * 3 + [[candidate(0, source=["greedy"], temperature=[None]), candidate(1)]], "fix the reward: 75% of the prompts have equal rewards"),
-    ("hard_plus_soft", [[candidate(0, 0.9), candidate(1, 0.1)]] * 4, "fix the reward: soft hardly goes with being right \\(Spearman -1.00\\)"),
-])
+@pytest.mark.parametrize(
+    "mode, groups, says",
+    [
+        (
+            "hard_only",
+            [[candidate(1, source=["greedy"], temperature=[None]), candidate(0)]] * 2
+            + [[candidate(0, source=["greedy"], temperature=[None]), candidate(1)]],
+            "train: the best candidate is right for 100%",
+        ),
+        (
+            "hard_only",
+            [[candidate(0), candidate(0)]] * 3 + [[candidate(1), candidate(0)]],
+            "mine more: 75% of the prompts have no right candidate",
+        ),
+        (
+            "hard_only",
+            [[candidate(1, source=["greedy"], temperature=[None]), candidate(0)]] * 4,
+            "mine more: the candidates are hardly better",
+        ),
+        (
+            "hard_only",
+            [[candidate(1), candidate(1)]] * 3
+            + [[candidate(0, source=["greedy"], temperature=[None]), candidate(1)]],
+            "fix the reward: 75% of the prompts have equal rewards",
+        ),
+        (
+            "hard_plus_soft",
+            [[candidate(0, 0.9), candidate(1, 0.1)]] * 4,
+            "fix the reward: soft hardly goes with being right \\(Spearman -1.00\\)",
+        ),
+    ],
+)
 def test_the_verdict_names_what_to_do(rce, mode, groups, says):
     assert re.match(says, rce(REWARD_MODE=mode).check_up(groups)[1])
 
@@ -424,29 +702,53 @@ def test_check_stage_prints_and_saves_it_without_a_model(rce, mined, tmp_path, c
     figures = rce(STAGE="check", CANDIDATES=str(mined), ACTOR_MODEL="/no/such/model").RCETrainer().train()
     said, out = capsys.readouterr().out, tmp_path / "run"
     saved = dict(csv.reader(open(out / "candidates_round_1.csv")))
-    assert "Verdict: " in said and saved["verdict"] in said and {k for k in saved if k not in ("figure", "verdict")} == figures.keys()
-    assert all(math.isclose(float(saved[k]), v) or math.isnan(v) for k, v in figures.items()) and (out / "candidates_round_1.png").read_bytes()[:4] == b"\x89PNG"
+    assert (
+        "Verdict: " in said
+        and saved["verdict"] in said
+        and {k for k in saved if k not in ("figure", "verdict")} == figures.keys()
+    )
+    assert (
+        all(math.isclose(float(saved[k]), v) or math.isnan(v) for k, v in figures.items())
+        and (out / "candidates_round_1.png").read_bytes()[:4] == b"\x89PNG"
+    )
     with pytest.raises(module.UserError.__mro__[1], match="run STAGE=mine first"):
         rce(STAGE="check", OUTPUT_DIR=str(tmp_path / "nothing")).RCETrainer().train()
 
 
 def test_spearman_of_what_does_not_vary_is_not_a_number():
-    assert math.isnan(module.spearman([1, 1, 1], [1, 2, 3])) and module.spearman([1, 2, 2, 9], [0.1, 0.2, 0.2, 0.3]) == pytest.approx(1)
+    assert math.isnan(module.spearman([1, 1, 1], [1, 2, 3])) and module.spearman(
+        [1, 2, 2, 9], [0.1, 0.2, 0.2, 0.3]
+    ) == pytest.approx(1)
     assert module.spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
 
 
 # ---------------------------------------------------------------- what is trained on
 
+
 def test_the_mapping_is_strict(rce, mined, tmp_path):
     records = pq.read_table(mined).to_pylist()
-    faults = [({"prompt_id": "train.jsonl:99999"}, "row 3: prompt_id 'train.jsonl:99999' with this prompt is not in TRAIN_DATASETS"), ({"prompt": "another"}, "row 3: prompt_id"),
-              ({"token_ids": [5, 82]}, "row 3: token_ids must be 1 or more ids below 82"), ({"token_ids": []}, "row 3: token_ids"), ({"token_ids": [-1]}, "row 3: token_ids"), ({"hard": 0.5}, "row 3: hard is 0.5")]
+    faults = [
+        (
+            {"prompt_id": "train.jsonl:99999"},
+            "row 3: prompt_id 'train.jsonl:99999' with this prompt is not in TRAIN_DATASETS",
+        ),
+        ({"prompt": "another"}, "row 3: prompt_id"),
+        ({"token_ids": [5, 82]}, "row 3: token_ids must be 1 or more ids below 82"),
+        ({"token_ids": []}, "row 3: token_ids"),
+        ({"token_ids": [-1]}, "row 3: token_ids"),
+        ({"hard": 0.5}, "row 3: hard is 0.5"),
+    ]
     script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"))
     for change, says in faults:
-        script.write_parquet([{**c, **change} if i == 2 else c for i, c in enumerate(records)], tmp_path / "c.parquet", {})
+        script.write_parquet(
+            [{**c, **change} if i == 2 else c for i, c in enumerate(records)], tmp_path / "c.parquet", {}
+        )
         with pytest.raises(script.UserError, match=says):
             script.RCETrainer().prepare_round()
-    for table, says in ((pq.read_table(mined).drop_columns(["hard"]), "there is no column 'hard'"), (pq.read_table(mined).slice(0, 0), "there are no candidates in it")):
+    for table, says in (
+        (pq.read_table(mined).drop_columns(["hard"]), "there is no column 'hard'"),
+        (pq.read_table(mined).slice(0, 0), "there are no candidates in it"),
+    ):
         pq.write_table(table, tmp_path / "c.parquet")
         with pytest.raises(script.UserError, match=says):
             script.RCETrainer().prepare_round()
@@ -459,28 +761,46 @@ def test_the_mapping_is_strict(rce, mined, tmp_path):
 
 
 def test_prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on(rce, tmp_path):
-    lines = [json.dumps({"problem": f"Tom has {i // 2} apples.", "solution": f"#### {i // 2}"}) for i in range(40)]  # each prompt twice
+    lines = [
+        json.dumps({"problem": f"Tom has {i // 2} apples.", "solution": f"#### {i // 2}"}) for i in range(40)
+    ]  # each prompt twice
     (tmp_path / "twice.jsonl").write_text("\n".join(lines))
-    data = [{"path": str(tmp_path / "twice.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
+    data = [
+        {"path": str(tmp_path / "twice.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}
+    ]
     script = rce(
-        TRAIN_DATASETS=data, MAX_TRAIN_PROMPTS=None, MINE_PROMPTS=None, REWARD_MODE="soft_only", EVAL_DATASETS=[],
-        BATCH_SIZE=8)
+        TRAIN_DATASETS=data,
+        MAX_TRAIN_PROMPTS=None,
+        MINE_PROMPTS=None,
+        REWARD_MODE="soft_only",
+        EVAL_DATASETS=[],
+        BATCH_SIZE=8,
+    )
     trainer = prepared(script)
-    assert len(trainer.held_back) == 4 and len(trainer.validation) == 8  # a fifth of 20 texts, both rows of each
+    assert (
+        len(trainer.held_back) == 4 and len(trainer.validation) == 8
+    )  # a fifth of 20 texts, both rows of each
     first = [script.next_rows(trainer.train_rows, trainer.state, 8)[0] for _ in range(20)]
     trained = {row["prompt"] for row in first + trainer.train_rows}
     assert trained and not trained & trainer.held_back
 
 
 def test_flat_prompts_are_skipped_and_two_with_one_difference_are_not(rce, mined):
-    hard, soft = (prepared(rce(STAGE="train", CANDIDATES=str(mined), REWARD_MODE=mode, RESUME="no", EVAL_DATASETS=[])) for mode in ("hard_only", "soft_only"))
+    hard, soft = (
+        prepared(rce(STAGE="train", CANDIDATES=str(mined), REWARD_MODE=mode, RESUME="no", EVAL_DATASETS=[]))
+        for mode in ("hard_only", "soft_only")
+    )
     assert all(len({c["hard"] for c in row["candidates"]}) == 2 for row in hard.train_rows)
-    assert len(hard.train_rows) < len(soft.train_rows) and all(len(set(row["rewards"])) > 1 for row in soft.train_rows)
+    assert len(hard.train_rows) < len(soft.train_rows) and all(
+        len(set(row["rewards"])) > 1 for row in soft.train_rows
+    )
 
 
 def test_candidates_that_are_all_alike_are_said_to_teach_nothing(rce, mined, tmp_path):
     script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"), EVAL_DATASETS=[])
-    script.write_parquet([{**c, "hard": 1.0} for c in pq.read_table(mined).to_pylist()], tmp_path / "c.parquet", {})
+    script.write_parquet(
+        [{**c, "hard": 1.0} for c in pq.read_table(mined).to_pylist()], tmp_path / "c.parquet", {}
+    )
     with pytest.raises(script.UserError, match="nothing to train on"):
         prepared(script)
 
@@ -488,7 +808,10 @@ def test_candidates_that_are_all_alike_are_said_to_teach_nothing(rce, mined, tmp
 def test_the_pick_is_the_likeliest_candidate(rce):
     trainer = rce(EVAL_DATASETS=[]).RCETrainer()
     rows = trainer.train_rows[:2]
-    trainer.validation = [(rows[0], [candidate(0), candidate(1)]), (rows[1], [candidate(1), candidate(0, token_ids=[5, 6, 7, 1]), candidate(0)])]
+    trainer.validation = [
+        (rows[0], [candidate(0), candidate(1)]),
+        (rows[1], [candidate(1), candidate(0, token_ids=[5, 6, 7, 1]), candidate(0)]),
+    ]
     trainer.sequence_logprobs = lambda prompts, responses: [-5.0, -4.0, -3.0, -2.0, -9.0]
     assert trainer.validate() == {"pick_accuracy": 0.5}
     trainer = rce(EVAL_DATASETS=[], LENGTH_NORMALISE=True).RCETrainer()
@@ -500,7 +823,9 @@ def test_the_pick_is_the_likeliest_candidate(rce):
 def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path, monkeypatch):
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
-    monkeypatch.setattr(trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(
+        trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"])
+    )
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
     for value in (0.5, 0.4, 0.5, 0.6):
@@ -511,9 +836,23 @@ def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path
 
 # ---------------------------------------------------------------- runs
 
+
 def words(out, **more):
-    return [f"{k}={v}" for k, v in {"OUTPUT_DIR": out, "MINE_PROMPTS": 12, "ROUNDS": 2, "BATCH_SIZE": 3, "SAVE_EVERY_N_STEPS": 2, "EVAL_EVERY_N_STEPS": 2, "USE_LR_SCHEDULER": True,
-                                    "REWARD_MODE": "hard_plus_soft", "VERIFY_TOP": 3, **more}.items()]
+    return [
+        f"{k}={v}"
+        for k, v in {
+            "OUTPUT_DIR": out,
+            "MINE_PROMPTS": 12,
+            "ROUNDS": 2,
+            "BATCH_SIZE": 3,
+            "SAVE_EVERY_N_STEPS": 2,
+            "EVAL_EVERY_N_STEPS": 2,
+            "USE_LR_SCHEDULER": True,
+            "REWARD_MODE": "hard_plus_soft",
+            "VERIFY_TOP": 3,
+            **more,
+        }.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -525,53 +864,113 @@ def unbroken(tmp_path_factory):
 
 
 def assert_same_run(a, b):
-    last, = {max(int(p.name[5:]) for p in x.glob("step_*")) for x in (a, b)}
-    for name in (f"step_{last}/policy/model.safetensors", "best/policy/model.safetensors", "candidates_round_1.parquet", "candidates_round_2.parquet", "candidates_round_2.csv", "logs/samples.jsonl"):
+    (last,) = {max(int(p.name[5:]) for p in x.glob("step_*")) for x in (a, b)}
+    for name in (
+        f"step_{last}/policy/model.safetensors",
+        "best/policy/model.safetensors",
+        "candidates_round_1.parquet",
+        "candidates_round_2.parquet",
+        "candidates_round_2.csv",
+        "logs/samples.jsonl",
+    ):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    states = [dict(walk({k: v for k, v in torch.load(x / f"step_{last}/training_state.pt", weights_only=True).items() if k != "log_bytes"})) for x in (a, b)]
-    assert states[0].keys() == states[1].keys() and all(torch.equal(x, states[1][k]) if isinstance(x, torch.Tensor) else x == states[1][k] for k, x in states[0].items())
+    states = [
+        dict(
+            walk(
+                {
+                    k: v
+                    for k, v in torch.load(x / f"step_{last}/training_state.pt", weights_only=True).items()
+                    if k != "log_bytes"
+                }
+            )
+        )
+        for x in (a, b)
+    ]
+    assert states[0].keys() == states[1].keys() and all(
+        torch.equal(x, states[1][k]) if isinstance(x, torch.Tensor) else x == states[1][k]
+        for k, x in states[0].items()
+    )
     assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl")
 
 
 MOMENTS = {  # when the run is killed
     "while it mines": lambda out: (out / "candidates_round_1.parts/00000003.parquet").exists(),
-    "while it trains": lambda out: (out / "logs/metrics.jsonl").exists() and '"phase": "train", "step": 3,' in (out / "logs/metrics.jsonl").read_text(),
+    "while it trains": lambda out: (out / "logs/metrics.jsonl").exists()
+    and '"phase": "train", "step": 3,' in (out / "logs/metrics.jsonl").read_text(),
     "while it mines again": lambda out: (out / "candidates_round_2.parts/00000000.parquet").exists(),
 }
 
 
-@pytest.mark.parametrize("number, moment", [*((signal.SIGKILL, moment) for moment in MOMENTS), (signal.SIGTERM, "while it mines again")])
+@pytest.mark.parametrize(
+    "number, moment",
+    [*((signal.SIGKILL, moment) for moment in MOMENTS), (signal.SIGTERM, "while it mines again")],
+)
 def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, tmp_path, moment, number):
     out = tmp_path / "run"
-    process = subprocess.Popen(command(*words(out)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command(*words(out)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     while not MOMENTS[moment](out):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.002)
     process.send_signal(number)
     said, code = process.communicate()[0], process.wait()
     assert code == (-9 if number == signal.SIGKILL else 143) and "Traceback" not in said, said
-    assert not any((out / f"candidates_round_{n}.parquet").exists() for n in (1, 2) if "mines" in moment and (out / f"candidates_round_{n}.parts").exists())
+    assert not any(
+        (out / f"candidates_round_{n}.parquet").exists()
+        for n in (1, 2)
+        if "mines" in moment and (out / f"candidates_round_{n}.parts").exists()
+    )
     done = run(*words(out))
-    assert done.returncode == 0 and "Found checkpoint" in done.stdout and "Changed" not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "Found checkpoint" in done.stdout and "Changed" not in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert_same_run(unbroken, out)
 
 
 def test_what_an_unbroken_run_wrote(unbroken):
     last = max(int(p.name[5:]) for p in unbroken.glob("step_*"))
     names = {p.name for p in unbroken.iterdir() if not p.name.startswith(("step_", ".lock"))}
-    assert names == {"best", "logs", "training_config.json", "training_metrics_detailed.png", "rce_metrics_with_entropy.png", *(f"candidates_round_{n}.{e}" for n in (1, 2) for e in ("parquet", "csv", "png"))}
+    assert names == {
+        "best",
+        "logs",
+        "training_config.json",
+        "training_metrics_detailed.png",
+        "rce_metrics_with_entropy.png",
+        *(f"candidates_round_{n}.{e}" for n in (1, 2) for e in ("parquet", "csv", "png")),
+    }
     records = read(unbroken / "logs/metrics.jsonl")
-    assert [(r["step"], r["round"]) for r in records if r["phase"] == "mine"][0] == (0, 1) and [r["round"] for r in records if r["phase"] == "mine"] == [1, 2]
-    assert [r["step"] for r in records if r["phase"] == "train"] == list(range(1, last + 1)) and records[1]["phase"] == "eval" and records[1]["step"] == 0
-    wanted = ("step epoch round policy_loss entropy grad_norm learning_rate tau effective_candidates weight_on_best reward weighted_reward candidates response_length "
-              "tokens_per_second seconds/update").split()
+    assert [(r["step"], r["round"]) for r in records if r["phase"] == "mine"][0] == (0, 1) and [
+        r["round"] for r in records if r["phase"] == "mine"
+    ] == [1, 2]
+    assert (
+        [r["step"] for r in records if r["phase"] == "train"] == list(range(1, last + 1))
+        and records[1]["phase"] == "eval"
+        and records[1]["step"] == 0
+    )
+    wanted = (
+        "step epoch round policy_loss entropy grad_norm learning_rate tau effective_candidates weight_on_best "
+        "reward weighted_reward candidates response_length "
+        "tokens_per_second seconds/update"
+    ).split()
     train = [r for r in records if r["phase"] == "train"]
     assert set(wanted) <= train[0].keys() and all(math.isfinite(r[key]) for r in train for key in wanted)
     evals = [r for r in records if r["phase"] == "eval"]
-    assert {"pick_accuracy", "accuracy_greedy", "accuracy_sampled", "pass@4", "reward"} <= evals[0].keys() and evals[-1]["step"] == last
+    assert {"pick_accuracy", "accuracy_greedy", "accuracy_sampled", "pass@4", "reward"} <= evals[
+        0
+    ].keys() and evals[-1]["step"] == last
     assert evals[-1]["responses"] == sum(r["proposed"] for r in records if r["phase"] == "mine")
-    first, second = ({c["prompt"]: c for c in pq.read_table(unbroken / f"candidates_round_{n}.parquet").to_pylist()} for n in (1, 2))
-    assert not first.keys() & second.keys() and len(second) == 10  # as many as the first trained on: 12 without the 2 held back
+    first, second = (
+        {c["prompt"]: c for c in pq.read_table(unbroken / f"candidates_round_{n}.parquet").to_pylist()}
+        for n in (1, 2)
+    )
+    assert (
+        not first.keys() & second.keys() and len(second) == 10
+    )  # as many as the first trained on: 12 without the 2 held back
     AutoModelForCausalLM.from_pretrained(unbroken / "best/policy")
 
 
@@ -595,10 +994,16 @@ def test_stage_by_stage_is_the_same_as_all_at_once(tmp_path):
         done = run(*words(out, ROUNDS=1, STAGE=stage))
         assert done.returncode == 0, done.stderr
     last = max(int(p.name[5:]) for p in a.glob("step_*"))
-    assert (a / f"step_{last}/policy/model.safetensors").read_bytes() == (b / f"step_{last}/policy/model.safetensors").read_bytes()
+    assert (a / f"step_{last}/policy/model.safetensors").read_bytes() == (
+        b / f"step_{last}/policy/model.safetensors"
+    ).read_bytes()
     # another training on the same candidates keeps them and puts the first one aside
     done = run(*words(b, ROUNDS=1, STAGE="train", RESUME="no", TAU=1.0))
-    assert done.returncode == 0 and (b / "candidates_round_1.parquet").exists() and list(b.glob(f"old_*/step_{last}")), done.stderr
+    assert (
+        done.returncode == 0
+        and (b / "candidates_round_1.parquet").exists()
+        and list(b.glob(f"old_*/step_{last}"))
+    ), done.stderr
 
 
 def test_going_back_to_an_earlier_checkpoint_puts_later_candidates_aside(unbroken, tmp_path):
@@ -624,7 +1029,11 @@ def test_parts_mined_under_other_constants_are_refused_and_a_broken_part_is_mine
     assert not trainer.mine(out / "candidates_round_1.parquet")
     trainer.run.lock.release()
     done = run("STAGE=mine", f"OUTPUT_DIR={out}", "GROUP_SIZE=5")
-    assert done.returncode == 2 and "was mined with GROUP_SIZE = 6, it is 5 now" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "was mined with GROUP_SIZE = 6, it is 5 now" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     os.truncate(out / "candidates_round_1.parts/00000000.parquet", 100)
     done = run("STAGE=mine", f"OUTPUT_DIR={out}")
     assert done.returncode == 0 and "mining it again" in done.stdout, done.stderr
@@ -646,13 +1055,27 @@ def test_more_rounds_go_on_from_a_finished_run(unbroken, tmp_path):
     done = run(*words(out))
     assert done.returncode == 0 and "Done at step" in done.stdout, done.stderr
     done = run(*words(out, ROUNDS=3))
-    assert done.returncode == 0 and "Changed since the checkpoint: ROUNDS was 2, is 3" in done.stdout and (out / "candidates_round_3.parquet").exists(), done.stderr
+    assert (
+        done.returncode == 0
+        and "Changed since the checkpoint: ROUNDS was 2, is 3" in done.stdout
+        and (out / "candidates_round_3.parquet").exists()
+    ), done.stderr
 
 
-@pytest.mark.parametrize("word, says", [
-    ("STAGE=train", "run STAGE=mine first"), ("STAGE=check", "run STAGE=mine first"), ("STAGE=dig", "STAGE = 'dig' is unknown"), ("REWARD_MODE=hard", "hard_only or soft_only"),
-    ("SAMPLE_TEMPERATURES=[0]", "SAMPLE_TEMPERATURES = [0]"), ("ANSWER_FORM=####", "must contain {answer} once"), ("TAU=0", "TAU = 0.0 is out of range"),
-    ("CANDIDATES=/no/such.parquet", "there are no candidates at /no/such.parquet"), ("TEMPERATURES=[1]", "did you mean")])
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("STAGE=train", "run STAGE=mine first"),
+        ("STAGE=check", "run STAGE=mine first"),
+        ("STAGE=dig", "STAGE = 'dig' is unknown"),
+        ("REWARD_MODE=hard", "hard_only or soft_only"),
+        ("SAMPLE_TEMPERATURES=[0]", "SAMPLE_TEMPERATURES = [0]"),
+        ("ANSWER_FORM=####", "must contain {answer} once"),
+        ("TAU=0", "TAU = 0.0 is out of range"),
+        ("CANDIDATES=/no/such.parquet", "there are no candidates at /no/such.parquet"),
+        ("TEMPERATURES=[1]", "did you mean"),
+    ],
+)
 def test_errors_are_one_sentence(rce, word, says):
     script = rce()
     with pytest.raises(script.UserError, match=re.escape(says)):
@@ -670,8 +1093,18 @@ def test_data_without_answers_is_said_to_need_them(rce):
     script = rce(TRAIN_DATASETS=data, EVAL_DATASETS=[])
     with pytest.raises(script.UserError, match="CHEAP_SIGNAL = 'gt_prob' needs gold answers"):
         script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2])
-    script = rce(TRAIN_DATASETS=data, EVAL_DATASETS=[], CHEAP_SIGNAL="logprob", REWARD_FUNCTIONS=[("answer_format", 1.0)], HARD_REWARD="answer_format", SOFT_REWARD="answer_format")
-    assert all(c["gt_prob"] is None and c["hard"] in (0, 1) for c in script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2]))
+    script = rce(
+        TRAIN_DATASETS=data,
+        EVAL_DATASETS=[],
+        CHEAP_SIGNAL="logprob",
+        REWARD_FUNCTIONS=[("answer_format", 1.0)],
+        HARD_REWARD="answer_format",
+        SOFT_REWARD="answer_format",
+    )
+    assert all(
+        c["gt_prob"] is None and c["hard"] in (0, 1)
+        for c in script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2])
+    )
 
 
 def test_grpo_goes_on_from_its_checkpoint(unbroken, tmp_path):
@@ -684,17 +1117,32 @@ def test_the_file_and_rewards_alone_are_a_working_trainer(tmp_path):
     shutil.copy(ROOT / "rce/rce.py", tmp_path)
     shutil.copytree(ROOT / "rewards", tmp_path / "rewards")
     data = f"[{{'path': '{TINY}/train.jsonl', 'type': 'jsonl', 'input': 'problem', 'output': 'solution'}}]"
-    done = subprocess.run([sys.executable, "rce.py", *(f"{k}={v}" for k, v in SMALL.items()), f"ACTOR_MODEL={TINY}/policy", f"TRAIN_DATASETS={data}", f"EVAL_DATASETS={data}", "MAX_STEPS=1"],
-                          cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "rce.py",
+            *(f"{k}={v}" for k, v in SMALL.items()),
+            f"ACTOR_MODEL={TINY}/policy",
+            f"TRAIN_DATASETS={data}",
+            f"EVAL_DATASETS={data}",
+            "MAX_STEPS=1",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0 and (tmp_path / "checkpoints/rce/step_1/policy").exists(), done.stderr
 
 
 # ---------------------------------------------------------------- what an audit found
 
+
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory):
     """A random model whose tokenizer, a BPE over characters, makes one token of `{-` and of `#7`."""
     from tokenizers import Tokenizer, decoders, models
+
     words = ["<pad>", "<eos>", *"\\boxed{}-57a#\n", "{-", "#7"]
     merges = [("{", "-"), ("#", "7")]
     bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<pad>"))
@@ -703,8 +1151,16 @@ def merging(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(4)
-    config = LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config)
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -714,8 +1170,13 @@ def merging(tmp_path_factory):
     lines = [json.dumps({"problem": p, "solution": s}) + "\n" for p, s in zip(("a5", "a7", "aa"), answers)]
     (folder / "data.jsonl").write_text("".join(lines))
     data = [{"path": str(folder / "data.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
-    return dict(ACTOR_MODEL=str(folder / "model"), TRAIN_DATASETS=data, EVAL_DATASETS=[], MAX_NEW_TOKENS=20,
-                ANSWER_FORM="\\boxed{{answer}}")
+    return dict(
+        ACTOR_MODEL=str(folder / "model"),
+        TRAIN_DATASETS=data,
+        EVAL_DATASETS=[],
+        MAX_NEW_TOKENS=20,
+        ANSWER_FORM="\\boxed{{answer}}",
+    )
 
 
 BOXED = ["\\", "b", "o", "x", "e", "d"]
@@ -736,14 +1197,20 @@ def test_gold_ids_hold_the_whole_answer_where_a_token_straddles_the_mark(rce, me
     assert [script.mark_cut(tokenizer, row) for row in (negative, positive, both)] == [6, 7, 6]
 
 
-@pytest.mark.parametrize("said, cut, working", [
-    ("a\\boxed{5}", None, ["a", *BOXED, "{"]), ("a\\boxed{5}", 6, ["a", *BOXED]),
-    # never with the candidate's own sign
-    ("a\\boxed{-5}", None, ["a", *BOXED, "{"]), ("a\\boxed{-5}", 7, ["a", *BOXED, "{"]),
-    ("a\\boxed{-5}", 6, ["a", *BOXED]),
-    ("a", None, ["a", "\n", *BOXED, "{"]), ("a", 6, ["a", "\n", *BOXED]),
-    ("\\boxed{-5}\\boxed{7}", 6, [*BOXED, "{-", "5", "}", *BOXED]),
-])
+@pytest.mark.parametrize(
+    "said, cut, working",
+    [
+        ("a\\boxed{5}", None, ["a", *BOXED, "{"]),
+        ("a\\boxed{5}", 6, ["a", *BOXED]),
+        # never with the candidate's own sign
+        ("a\\boxed{-5}", None, ["a", *BOXED, "{"]),
+        ("a\\boxed{-5}", 7, ["a", *BOXED, "{"]),
+        ("a\\boxed{-5}", 6, ["a", *BOXED]),
+        ("a", None, ["a", "\n", *BOXED, "{"]),
+        ("a", 6, ["a", "\n", *BOXED]),
+        ("\\boxed{-5}\\boxed{7}", 6, [*BOXED, "{-", "5", "}", *BOXED]),
+    ],
+)
 def test_the_working_ends_where_the_gold_ids_begin(rce, merging, said, cut, working):
     script = rce(**merging)
     tokenizer = script.RCETrainer().tokenizer
@@ -782,6 +1249,7 @@ def test_a_mark_that_cannot_be_cut_from_the_answer_is_refused(rce, merging, tmp_
 
 def test_a_mark_of_characters_of_several_tokens_is_whole_in_the_working(rce, monkeypatch):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = {letter: i for i, letter in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     bytewise = Tokenizer(models.BPE(alphabet, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -817,6 +1285,7 @@ def test_evaluation_logs_the_mean_of_each_part(rce):
     def length(prompts, responses, answers):
         seen.append([float(len(r)) for r in responses])
         return seen[-1]
+
     seen = []
     metrics = rce(REWARD_FUNCTIONS=[(length, 0.5)], EVAL_SAMPLES=2).RCETrainer().evaluate()
     mean = sum(seen[0]) / len(seen[0])
@@ -827,7 +1296,9 @@ def test_evaluation_logs_the_mean_of_each_part(rce):
 def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
-    monkeypatch.setattr(trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"]))
+    monkeypatch.setattr(
+        trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"])
+    )
     monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
     monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))
@@ -852,9 +1323,17 @@ def test_best_is_the_highest_pick_and_patience_counts_from_the_last_one_counted(
 
 
 def test_plateau_halves_the_rate_each_time_that_patience_runs_out(rce, mined, monkeypatch):
-    script = rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], VALIDATION_FRACTION=0.0,
-                 BATCH_SIZE=2, USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2,
-                 LEARNING_RATE=1e-3)
+    script = rce(
+        STAGE="train",
+        CANDIDATES=str(mined),
+        EVAL_DATASETS=[],
+        VALIDATION_FRACTION=0.0,
+        BATCH_SIZE=2,
+        USE_LR_SCHEDULER=True,
+        LR_SCHEDULER_TYPE="plateau",
+        PLATEAU_PATIENCE=2,
+        LEARNING_RATE=1e-3,
+    )
     trainer = prepared(script)
     assert trainer.run.best_value == -math.inf  # nothing was evaluated yet
     _, _, halvings = after_evaluations(trainer, monkeypatch, [0.5, 0.4, 0.5, 0.1, 0.2])
@@ -876,7 +1355,7 @@ def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
     with torch.no_grad():
         for row, c, weight in zip(batch.rows, batch.candidates, batch.weights.tolist()):
             ids = c["token_ids"]
-            logits = trainer.actor(torch.tensor([row["ids"] + ids])).logits[0, len(row["ids"]) - 1:-1]
+            logits = trainer.actor(torch.tensor([row["ids"] + ids])).logits[0, len(row["ids"]) - 1 : -1]
             logprobs = (logits.double() / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
             expected -= weight * logprobs.sum().item() / batch.prompts
     assert trainer.update(batch)["policy_loss"] == pytest.approx(expected, rel=1e-4)
@@ -887,7 +1366,7 @@ def test_at_another_temperature_a_candidates_logprob_is_of_the_tempered_policy(r
     for c in trainer.mine_part(trainer.train_rows[:2]):
         before, ids = trainer.rows[c["prompt_id"]]["ids"], c["token_ids"]
         with torch.no_grad():
-            logits = trainer.actor(torch.tensor([before + ids])).logits[0, len(before) - 1:-1]
+            logits = trainer.actor(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1]
         logprobs = (logits.double() / 0.7).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
         assert c["logprob"] == pytest.approx(logprobs.sum().item(), rel=1e-4, abs=1e-4)
 
@@ -906,6 +1385,7 @@ def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
 
     def draw(row, use):
         return torch.rand(2, generator=trainer.prompt_generator(row, use)).tolist()
+
     drawn = [draw(first, "a"), draw(second, "a"), draw(first, "b")]
     assert draw(first, "a") == drawn[0]
     trainer.state.round = 2
@@ -914,8 +1394,9 @@ def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
 
 
 def test_so_many_others_are_verified_at_random(rce):
-    trainer = rce(VERIFY_TOP=1, VERIFY_RANDOM=2, GREEDY=False, BEAMS=0, GROUP_SIZE=8,
-                  SAMPLE_TEMPERATURES=[1.5]).RCETrainer()
+    trainer = rce(
+        VERIFY_TOP=1, VERIFY_RANDOM=2, GREEDY=False, BEAMS=0, GROUP_SIZE=8, SAMPLE_TEMPERATURES=[1.5]
+    ).RCETrainer()
     trainer.verify = lambda candidates, by_id: None  # so that no second look adds to those chosen
     records, ranks = trainer.mine_part(trainer.train_rows[:4]), set()
     for row in trainer.train_rows[:4]:
@@ -944,22 +1425,51 @@ def test_where_the_verified_are_all_wrong_the_others_are_verified_too(rce):
     texts = [[rows[0]["answer"], "no", "no"], ["no", "no", rows[1]["answer"]]]
 
     def propose(rows):
-        return [[{"prompt_id": row["id"], "prompt": row["prompt"], "token_ids": [5 + i, 1], "text": text,
-                  "source": ["sample"]} for i, text in enumerate(group)] for row, group in zip(rows, texts)]
+        return [
+            [
+                {
+                    "prompt_id": row["id"],
+                    "prompt": row["prompt"],
+                    "token_ids": [5 + i, 1],
+                    "text": text,
+                    "source": ["sample"],
+                }
+                for i, text in enumerate(group)
+            ]
+            for row, group in zip(rows, texts)
+        ]
 
     def score_gold(by_id, candidates, prompts):
         for c in candidates:
             c["gt_prob"] = 1 / c["token_ids"][0]  # falls along the group
+
     trainer.propose, trainer.score_gold = propose, score_gold
     trainer.sequence_logprobs = lambda prompts, responses: [-1.0] * len(responses)
     records = trainer.mine_part(rows)
     assert [c["hard"] for c in records] == [1, 0, None, 0, 0, 1]
-    assert [c["eval_mode"] for c in records] == ["verified", "verified", "cheap", "verified", "verified", "verified"]
+    assert [c["eval_mode"] for c in records] == [
+        "verified",
+        "verified",
+        "cheap",
+        "verified",
+        "verified",
+        "verified",
+    ]
 
 
 def test_weights_shrink_by_weight_decay_and_gradients_are_clipped(rce, mined):
-    trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2,
-                           WEIGHT_DECAY=0.5, USE_LR_SCHEDULER=False, LEARNING_RATE=0.1, MAX_GRAD_NORM=1e-3))
+    trainer = prepared(
+        rce(
+            STAGE="train",
+            CANDIDATES=str(mined),
+            EVAL_DATASETS=[],
+            BATCH_SIZE=2,
+            WEIGHT_DECAY=0.5,
+            USE_LR_SCHEDULER=False,
+            LEARNING_RATE=0.1,
+            MAX_GRAD_NORM=1e-3,
+        )
+    )
     batch, norms, take = trainer.next_batch(), [], trainer.optimizers["policy"].step
 
     def spy():
@@ -967,6 +1477,7 @@ def test_weights_shrink_by_weight_decay_and_gradients_are_clipped(rce, mined):
         for p in trainer.actor.parameters():
             p.grad.zero_()
         take()
+
     trainer.optimizers["policy"].step = spy
     before = [p.detach().clone() for p in trainer.actor.parameters()]
     metrics = trainer.update(batch)
@@ -976,9 +1487,20 @@ def test_weights_shrink_by_weight_decay_and_gradients_are_clipped(rce, mined):
 
 
 def test_the_schedule_reaches_the_optimizer(rce, mined):
-    trainer = prepared(rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[], BATCH_SIZE=2,
-                           USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2,
-                           MAX_STEPS=4, NUM_EPOCHS=4, LEARNING_RATE=1e-6))
+    trainer = prepared(
+        rce(
+            STAGE="train",
+            CANDIDATES=str(mined),
+            EVAL_DATASETS=[],
+            BATCH_SIZE=2,
+            USE_LR_SCHEDULER=True,
+            LR_SCHEDULER_TYPE="linear",
+            WARMUP_STEPS=2,
+            MAX_STEPS=4,
+            NUM_EPOCHS=4,
+            LEARNING_RATE=1e-6,
+        )
+    )
     assert trainer.run.total_steps == 4
     batch, rates = trainer.next_batch(), []
     for trainer.run.step in range(4):
@@ -1010,6 +1532,7 @@ def test_beams_know_every_end(rce, monkeypatch):
     def spy(*inputs, generation_config, **options):
         ends.append(generation_config.eos_token_id)
         return generate(*inputs, generation_config=generation_config, **options)
+
     monkeypatch.setattr(trainer.actor, "generate", spy)
     trainer.propose(trainer.train_rows[:1])
     assert ends == [[1, 9]]
@@ -1026,6 +1549,7 @@ def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
 
     def beam_search(model, prompts, eos, pad_id):
         return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
+
     monkeypatch.setattr(script, "respond", respond)
     monkeypatch.setattr(script, "beam_search", beam_search)
     for i, group in enumerate(trainer.propose(trainer.train_rows[:3])):
@@ -1118,8 +1642,13 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
     trainer.record(batch, metrics)
     for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.samples_file.name), strict=True):
         assert sample == {
-            "step": 1, **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
-            "response": f"text {i}", **parts[i], "reward": i / 4, "weight": i / 8}
+            "step": 1,
+            **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
+            "response": f"text {i}",
+            **parts[i],
+            "reward": i / 4,
+            "weight": i / 8,
+        }
     record = next(r for r in read(trainer.run.metrics_file.name) if r["phase"] == "train")
     weighted = sum(i * i for i in range(n)) / 32 / batch.prompts
     wanted = {"reward": (n - 1) / 8, "weighted_reward": weighted, "candidates": n}
@@ -1170,17 +1699,28 @@ def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):
     script.write_parquet(records, path, {})
     trainer = prepared(script)
     trainer.run.lock.release()
-    groups = [row["candidates"] for row in trainer.train_rows] + [candidates for _, candidates in trainer.validation]
+    groups = [row["candidates"] for row in trainer.train_rows] + [
+        candidates for _, candidates in trainer.validation
+    ]
     assert len(trainer.train_rows) == len(trainer.validation) == 2
     assert all([c["token_ids"] for c in group] == [[5, 1], [6, 1]] for group in groups)
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({}, "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_EVERY_N_STEPS = 0 evaluates before and after"),
-    ({"EVAL_EVERY_N_STEPS": 1}, ""), ({"ROUNDS": 2}, ""),
-    ({"EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": [], "VALIDATION_FRACTION": 0.0},
-     "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_DATASETS gives nothing to evaluate"),
-])
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        (
+            {},
+            "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_EVERY_N_STEPS = 0 evaluates before and after",
+        ),
+        ({"EVAL_EVERY_N_STEPS": 1}, ""),
+        ({"ROUNDS": 2}, ""),
+        (
+            {"EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": [], "VALIDATION_FRACTION": 0.0},
+            "nothing comes of EARLY_STOPPING_PATIENCE = 2: EVAL_DATASETS gives nothing to evaluate",
+        ),
+    ],
+)
 def test_patience_that_nothing_can_try_is_said(rce, mined, capsys, constants, says):
     trainer = prepared(rce(CANDIDATES=str(mined), EARLY_STOPPING_PATIENCE=2, **constants))
     next(trainer.run.steps(trainer.measure, until=trainer.round_end))
@@ -1215,8 +1755,10 @@ def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, caps
     constants = {"REWARD_FUNCTIONS": [(picky, 1.0)], "HARD_REWARD": "picky", "SOFT_REWARD": "picky"}
     trainer = rce(EVAL_DATASETS=[], **constants).RCETrainer()
     row = trainer.train_rows[0]
-    some = [{"prompt_id": row["id"], "prompt": "q", "text": text, "eval_failed": False, "eval_error": None}
-            for text in ("right", "odd", "wrong")]
+    some = [
+        {"prompt_id": row["id"], "prompt": "q", "text": text, "eval_failed": False, "eval_error": None}
+        for text in ("right", "odd", "wrong")
+    ]
     trainer.verify(some, {row["id"]: row})
     assert [c["hard"] for c in some] == [1, None, 0]
     assert [c["eval_failed"] for c in some] == [False, True, False]
