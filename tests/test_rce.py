@@ -953,8 +953,8 @@ def test_what_an_unbroken_run_wrote(unbroken):
         and records[1]["step"] == 0
     )
     wanted = (
-        "step epoch round policy_loss entropy grad_norm learning_rate tau effective_candidates weight_on_best "
-        "reward weighted_reward candidates response_length "
+        "step epoch round policy_loss entropy grad_norm learning_rate tau effective_candidates "
+        "weight_on_best reward weighted_reward candidates response_length "
         "tokens_per_second seconds/update"
     ).split()
     train = [r for r in records if r["phase"] == "train"]
