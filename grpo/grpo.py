@@ -1729,6 +1729,8 @@ def call_reward(name, function, prompts, responses, answers):
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
+            raise UserError(f"{name}: {error}") from None  # what its data must have
         if not hasattr(error, "__notes__"):  # the innermost function's name is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
@@ -2245,7 +2247,9 @@ class Run:
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
         shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
         self.say(f"step {self.step}, held out: " + "  ".join(shown))
-        value = next(metrics[key] for key in self.best_by if key in metrics)
+        value = next((metrics[key] for key in self.best_by if key in metrics), None)
+        if value is None:
+            raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value

@@ -235,10 +235,17 @@ def test_a_reward_function_that_returns_nonsense_is_named(ppo, reward, says):
 
 def test_data_without_answers_is_said_to_need_them(ppo):
     spec = {"path": str(TINY / "train.jsonl"), "type": "jsonl", "input": "problem"}
-    trainer = ppo(TRAIN_DATASETS=[spec]).PPOTrainer()
-    with pytest.raises(ValueError, match='exact_answer compares .* "output" column') as error:
+    script = ppo(TRAIN_DATASETS=[spec])
+    with pytest.raises(script.UserError, match='^exact_answer: .*compares .* "output" column'):
+        script.PPOTrainer().train()
+
+
+def test_an_evaluation_without_what_best_follows_is_named(ppo):
+    script = ppo()
+    trainer = script.PPOTrainer()
+    trainer.evaluate = lambda: {"my_metric": 1.0}
+    with pytest.raises(script.UserError, match=r"evaluate\(\) must give reward: best/ and patience follow it"):
         trainer.train()
-    assert error.value.__notes__ == ["(raised by the reward function exact_answer)"]
 
 
 # ---------------------------------------------------------------- a run and its files
