@@ -1730,7 +1730,7 @@ def call_reward(name, function, prompts, responses, answers):
         raise
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
-            raise UserError(f"{name}: {error}") from None  # what its data must have
+            raise UserError(str(error)) from None  # what its data must have
         if not hasattr(error, "__notes__"):  # the innermost function's name is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
