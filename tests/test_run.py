@@ -1022,6 +1022,26 @@ def untrained(each, **constants):
     return trainer
 
 
+@pytest.mark.parametrize("every, until, evaluated, saved", [
+    (2, math.inf, [0, 2, 4, 5], [3]),
+    (0, math.inf, [0, 5], [3]),
+    (0, 3, [0, 3, 5], []),  # a round of rce ends at step 3: it saves by itself
+])
+def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, until, evaluated, saved):
+    constants = {"EVAL_EVERY_N_STEPS": every, "SAVE_EVERY_N_STEPS": 3, "OUTPUT_DIR": str(tmp_path)}
+    run = load_script("ppo/ppo.py", **constants).Run("ppo", "no", torch.device("cpu"))
+    run.lock.release()
+    run.total_steps = 5
+    evaluations = []
+    saves = []
+    run.save = lambda: saves.append(run.step)
+    for end in (until, math.inf, math.inf):  # a later round, or a resumed run, evaluates nothing twice
+        for _ in run.steps(lambda: evaluations.append(run.step) or {}, end):
+            run.step += 1
+    assert evaluations == evaluated
+    assert saves == saved
+
+
 def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypatch):
     run = untrained(each, EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2).run
     saved = []

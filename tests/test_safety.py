@@ -239,6 +239,25 @@ def test_the_time_limit_leaves_sigalrm_and_other_threads_alone():
     assert found == [[2.0]]
 
 
+OF_THE_MACHINE = [OSError(5, "io"), MemoryError(), RuntimeError("DefaultCPUAllocator: no memory")]
+
+
+@pytest.mark.parametrize("error", OF_THE_MACHINE)
+@pytest.mark.parametrize("of_a_reward", [True, False])
+def test_what_a_reward_raises_is_never_taken_for_the_machines(error, of_a_reward, monkeypatch):
+    """The same error is a sentence where no reward raised it, and a traceback where one did."""
+    class Trainer:
+        def train(self):
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    vars(error).pop("__notes__", None)
+    if of_a_reward:
+        error.add_note("(raised by the reward function judge)")
+    with pytest.raises(type(error) if of_a_reward else SystemExit):
+        PPO.run_main(Trainer)
+
+
 def test_a_reward_function_that_fails_ends_the_program_and_the_run_goes_on_without(tmp_path):
     words = [f"OUTPUT_DIR={tmp_path}/run", "SAVE_EVERY_N_STEPS=1"]
     faulty = "REWARD_FUNCTIONS=[('exact_answer', 1.0), ('em_score', 1.0)]"  # em_score takes other arguments
@@ -624,3 +643,22 @@ def test_best_is_replaced_whole_and_comes_back_where_a_kill_came_between(tmp_pat
     run_in(load_script("ppo/ppo.py"), tmp_path).lock.release()
     assert (tmp_path / "best/metrics.json").read_text() == "old"
     assert not (tmp_path / "best.old").exists()
+
+
+@pytest.mark.parametrize("path", TRAINERS)
+def test_a_best_that_cannot_be_replaced_stays(path, tmp_path, monkeypatch):
+    script = load_script(path)
+    best = tmp_path / "best"
+    rename = os.rename
+
+    def fails_at_the_second(source, target):
+        if source.name == "best.tmp":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    script.write_folder(best, lambda folder: (folder / "metrics.json").write_text("old"), manifest=False)
+    monkeypatch.setattr(os, "rename", fails_at_the_second)
+    with pytest.raises(script.UserError, match="best could not be saved"):
+        script.write_folder(best, lambda folder: (folder / "metrics.json").write_text("new"), manifest=False)
+    assert (best / "metrics.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]

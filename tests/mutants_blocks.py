@@ -1,0 +1,79 @@
+"""Mutants of what came with the blocks: Run, reward calls, whole folders, the attention's own name, and the
+program that keeps the copies equal. The program that plants them is mutants.py."""
+
+PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
+BLOCKS = "tests/blocks.py"
+IN_BLOCKS = "tests/test_blocks.py::test_"
+IN_RUN = "tests/test_run.py::test_"
+IN_SAFETY = "tests/test_safety.py::test_"
+IN_SPEED = "tests/test_speed.py::test_"
+
+MUTANTS = [
+    # when a run evaluates and saves
+    (PPO, "last = self.step in (until, self.total_steps)", "last = self.step == until",
+     IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
+    (PPO, "last = self.step in (until, self.total_steps)", "last = self.step == self.total_steps",
+     IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
+    (PPO, "if self.evaluated_at < 0 and self.goes_on():", "if self.goes_on():",
+     IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
+    (PPO, "self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:",
+     "self.step % SAVE_EVERY_N_STEPS == 0:",
+     IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
+    (PPO, '"step", "evaluated_at", "best_value",', '"step", "best_value",',
+     IN_RUN + "a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]"),
+
+    # folders that are there whole or not at all
+    (PPO, '            restore_folder(self.folder / "best")\n', "",
+     IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between"),
+    (GRPO, "        restore_folder(folder)\n        raise not_saved", "        raise not_saved",
+     IN_SAFETY + "a_best_that_cannot_be_replaced_stays[grpo/grpo.py]"),
+    (PPO, "    if old.exists() and not folder.exists():\n", "    if False:\n",
+     IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between"),
+    (PPO, "    if old.exists() and not folder.exists():\n", "    if old.exists():\n",
+     IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between"),
+    (GRPO, "            os.rename(folder, old)\n", "            shutil.rmtree(folder)\n",
+     IN_SAFETY + "a_best_that_cannot_be_replaced_stays[grpo/grpo.py]"),
+    (PPO, "        if manifest:\n", "        if False:\n",
+     IN_SAFETY + "a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told[ppo/ppo.py]"),
+
+    # calling a reward function
+    (PPO, 'error.add_note(f"(raised by the reward function {name})")', "pass",
+     IN_SAFETY + "what_a_reward_raises_keeps_its_line_and_names_the_function"),
+    (PPO, '        if not hasattr(error, "__notes__"):', "        if True:",
+     IN_SAFETY + "what_a_reward_raises_keeps_its_line_and_names_the_function"),
+    (PPO, "    except UserError:\n        raise\n    except Exception as error:\n        if not hasattr",
+     "    except Exception as error:\n        if not hasattr",
+     IN_SAFETY + "a_sentence_that_a_reward_raises_stays_one"),
+    (PPO, "            faulthandler.cancel_dump_traceback_later()\n", "            pass\n",
+     IN_SAFETY + "a_reward_that_ends_in_time_leaves_no_limit_behind"),
+    (PPO, "        if not _CALLING:\n", "        if True:\n",
+     IN_SAFETY + "a_reward_that_hangs_ends_the_program_and_shows_where[calls_another]"),
+    (PPO, "if of_a_reward or not out_of_memory", "if not out_of_memory",
+     IN_SAFETY + "what_a_reward_raises_is_never_taken_for_the_machines"),
+    (PPO, "out_of_memory = on_cpu or isinstance", "out_of_memory = isinstance",
+     IN_SAFETY + "what_a_reward_raises_is_never_taken_for_the_machines"),
+
+    # the attention has a name of its own
+    (GRPO, 'AttentionInterface.register("shared_prompts", attend)',
+     'AttentionInterface.register("shared_prompts", attend)\nAttentionInterface.register("sdpa", attend)',
+     IN_SPEED + "a_users_own_model_says_the_same_beside_a_trainer[sdpa]"),
+    (GRPO, 'model.set_attn_implementation("shared_prompts")', "pass",
+     IN_SPEED + "a_users_own_model_says_the_same_beside_a_trainer[eager]"),
+
+    # the copies, and the program that compares and spreads them
+    (RCE, "full = shutil.disk_usage(path.parent).free < 2**26",
+     "full = shutil.disk_usage(path.parent).free < 2**27",
+     IN_BLOCKS + "the_blocks_of_all_trainers_are_equal"),
+    (BLOCKS, "if block != wanted:", "if block.split() != wanted.split():",
+     IN_BLOCKS + "a_planted_difference_is_shown_with_both_files"),
+    (BLOCKS, "if block != wanted:", "if block.splitlines() != wanted.splitlines():",
+     IN_BLOCKS + "a_difference_in_line_ends_alone_is_one"),
+    (BLOCKS, "in reversed(places(file, text).items()):", "in places(file, text).items():",
+     IN_BLOCKS + "spreading_mends_it_and_leaves_the_rest_of_the_file_alone"),
+    (BLOCKS, "    for name in HAVE.get(file, ()):\n", "    for name in ():\n",
+     IN_BLOCKS + "markers_that_do_not_fit_are_named_and_nothing_is_spread"),
+    (BLOCKS, "found[name] = path.read_bytes().decode()", "found[name] = path.read_text()",
+     IN_BLOCKS + "a_difference_in_line_ends_alone_is_one"),
+    (BLOCKS, '        sys.exit("\\n\\n".join(wrong))', '        print("\\n\\n".join(wrong))',
+     IN_BLOCKS + "a_difference_ends_the_program_with_exit_code_1"),
+]
