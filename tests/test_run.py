@@ -244,7 +244,7 @@ def test_an_evaluation_without_what_best_follows_is_named(ppo):
     script = ppo()
     trainer = script.PPOTrainer()
     trainer.evaluate = lambda: {"my_metric": 1.0}
-    with pytest.raises(script.UserError, match=r"evaluate\(\) must give reward: best/ and patience follow it"):
+    with pytest.raises(script.UserError, match=r"evaluate\(\) must give reward: best/ and patience"):
         trainer.train()
 
 
