@@ -41,7 +41,8 @@ MUTANTS = [
      IN_SAFETY + "what_a_reward_raises_keeps_its_line_and_names_the_function"),
     (PPO, '        if not hasattr(error, "__notes__"):', "        if True:",
      IN_SAFETY + "what_a_reward_raises_keeps_its_line_and_names_the_function"),
-    (PPO, "    except UserError:\n        raise\n    except Exception as error:\n        if isinstance(error, ValueError)",
+    (PPO, "    except UserError:\n        raise\n"
+          "    except Exception as error:\n        if isinstance(error, ValueError)",
      "    except Exception as error:\n        if isinstance(error, ValueError)",
      IN_SAFETY + "a_sentence_that_a_reward_raises_stays_one"),
     (PPO, "            faulthandler.cancel_dump_traceback_later()\n", "            pass\n",
