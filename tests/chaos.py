@@ -37,7 +37,6 @@ import filelock  # noqa: E402, F401
 import matplotlib.backends.backend_agg  # noqa: E402, F401
 import pyarrow.parquet  # noqa: E402, F401
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from transformers import (  # noqa: E402, F401
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer)
 from transformers.models.llama import modeling_llama  # noqa: E402

@@ -99,7 +99,7 @@ def test_spreading_mends_it_and_leaves_the_rest_of_the_file_alone(root):
     better = trainer("grpo/grpo.py", block_1=body)
     (root / "grpo/grpo.py").write_text(better)
     (root / "mine").mkdir()
-    one = f"MINE = 1\n# ==== block: the run\nold\n# ==== end of block: the run\nLAST = 1"
+    one = "MINE = 1\n# ==== block: the run\nold\n# ==== end of block: the run\nLAST = 1"
     (root / "mine/mine.py").write_text(one)  # a trainer that has one block only, and no line end at the end
     (root / "mine/other.py").write_text("x = 1\n")
     assert blocks.spread("grpo/grpo.py", root) == ["ppo/ppo.py", "rce/rce.py", "mine/mine.py"]

@@ -22,16 +22,6 @@ PPO = load_script("ppo/ppo.py")  # for pure functions; constants are put back by
 fuzz = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-def test_a_short_chaos_loses_nothing():
-    """SIGKILL at random moments and between file operations; `python tests/chaos.py --quick` tries a few of
-    every fault."""
-    words = [*TRAINERS, "--quick", "--kills", "2", "--only", "kill,save_points"]
-    command = [sys.executable, ROOT / "tests/chaos.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\n\d+ faults tried, 0 lost", done.stdout), done.stdout
-
-
 # ---------------------------------------------------------------- one run at a time
 
 
