@@ -1,5 +1,5 @@
 """Nothing is lost, nothing hangs, nothing foreign is run: locks, time limits, rewards and malformed input of
-every kind. tests/chaos.py kills and starves whole runs; a short form of it is run here."""
+every kind. tests/chaos.py kills and starves whole runs (CI does, after the suite)."""
 import json
 import os
 import pickle
