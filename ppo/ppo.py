@@ -1069,16 +1069,17 @@ def check_first_ratio(steps, step):
 
 def clip_and_step(optimizers, loss, run, ids):
     """Clip and step each optimizer; returns the gradient norms. Where loss or a norm is not finite the
-    weights stay as they are, and run.check_finite() names the prompts' ids."""
+    weights stay as they are, and run.count_skipped() names the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
         norms.append(norm.item())
-    finite = run.check_finite((loss, *norms), ids)
+    finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
+    run.count_skipped(finite, ids)
     return norms
 
 
@@ -2109,12 +2110,12 @@ class Run:
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
-    def check_finite(self, values, ids):
-        """Whether loss and gradient norms are finite, so that the optimizers may step. Where not, the prompts
-        are named; five steps in a row end the run."""
-        if all(map(math.isfinite, values)):
+    def count_skipped(self, finite, ids):
+        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
+        prompts are named, and five in a row end the run."""
+        if finite:
             self.skipped = 0
-            return True
+            return
         self.skipped += 1
         prompts = " ".join(sorted(set(ids)))
         what = "loss or gradient not finite, optimizer step skipped"
@@ -2122,7 +2123,6 @@ class Run:
         if self.skipped == 5:
             todo = "lower LEARNING_RATE, or look at the prompts named in the log"
             raise UserError(f"five optimizer steps in a row were not finite: {todo}")
-        return False
 
     def warn_of_idle_patience(self, why):
         """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
