@@ -135,7 +135,7 @@ MUTANTS = [
      IN_PPO + "a_step_that_is_not_finite_is_skipped_and_five_end_the_run"),
     (PPO, "            optimizer.step()\n", "            pass\n",
      IN_PPO + "one_by_eight_four_by_two_and_eight_by_one_are_the_same_run"),
-    (PPO, "        optimizer.zero_grad()\n    return norms", "    return norms",
+    (PPO, "            optimizer.step()\n        optimizer.zero_grad()\n", "            optimizer.step()\n",
      IN_PPO + "padding_changes_neither_gradients_nor_metrics"),
     (PPO, "parameter.data = parameter.data.clone()", "pass",
      IN_PPO + "weights_lie_where_no_file_put_them"),
