@@ -275,7 +275,7 @@ MUTANTS = [
      IN_PPO + "other_architectures_train_and_their_first_ratio_is_one[mistral with a window of 8]"),
     (GRPO, "out_of_sight = (back < 0) | (back >= (window or 2**40))", "out_of_sight = back >= 2**20",
      IN_SPEED + "packed_rows_are_plain_forward_passes"),
-    (GRPO, "seen = torch.where(column < lengths[:, None], column, 2**40)", "seen = column.expand_as(prompts)",
+    (GRPO, "seen = torch.where(column < lengths[:, None], column, 2**40)", "seen = column.expand_as(ids)",
      IN_SPEED + "packed_rows_are_plain_forward_passes"),
     (GRPO, "CopyPrompts.apply(prompt[1], row_to_prompt)",
      "CopyPrompts.apply(prompt[1], row_to_prompt.flip(0))",
