@@ -531,7 +531,8 @@ def load_model(auto_class, path, constant, device, new_head=False):
         if name in missing:
             torch.nn.init.zeros_(parameter)
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("shared_prompts")  # attend(), below; models of the user's own keep sdpa
+        if layer_windows(model) is not None:  # others look at the name, and would leave their own masks out
+            model.set_attn_implementation("shared_prompts")  # attend(), below; a user's own models keep sdpa
     return model.eval().to(device)  # and it stays so: dropout is off in rollout and update alike
 
 
@@ -1121,11 +1122,16 @@ def sample_records(batch, advantages):
 @torch.no_grad()
 def single_rows(model, batch):
     """logits_by_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
+    own = model.config._attn_implementation
+    if own == "shared_prompts":
+        model.set_attn_implementation("sdpa")  # as transformers has it: a model may look at the name
     said = []
     lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())
     for i, (p, n) in enumerate(lengths):
         ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
         said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
+    if own == "shared_prompts":
+        model.set_attn_implementation(own)
     return torch.cat(said)
 
 
@@ -1243,9 +1249,14 @@ def shared_windows(model):
     """How many of the keys before it each layer's query sees (None: all), a number a layer; None where rows
     of one prompt cannot share it: there tokens meet in something else than attend(), or the config has a
     window that no layer is said to have."""
+    shares = getattr(getattr(model, "config", None), "_attn_implementation", None) == "shared_prompts"
+    return layer_windows(model) if shares else None
+
+
+def layer_windows(model):
+    """A window a layer (None: all keys), by the config; None for other kinds of layer, or where it has a
+    window that no layer is said to have."""
     try:
-        if model.config._attn_implementation != "shared_prompts":
-            return None
         config = model.config.get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
     except AttributeError:  # such as Mamba's
