@@ -1127,11 +1127,13 @@ def single_rows(model, batch):
         model.set_attn_implementation("sdpa")  # as transformers has it: a model may look at the name
     said = []
     lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())
-    for i, (p, n) in enumerate(lengths):
-        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-        said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
-    if own == "shared_prompts":
-        model.set_attn_implementation(own)
+    try:
+        for i, (p, n) in enumerate(lengths):
+            ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
+            said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
+    finally:
+        if own == "shared_prompts":
+            model.set_attn_implementation(own)
     return torch.cat(said)
 
 

@@ -1458,11 +1458,13 @@ def single_rows(model, batch):
         model.set_attn_implementation("sdpa")  # as transformers has it: a model may look at the name
     said = []
     lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())
-    for i, (p, n) in enumerate(lengths):
-        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-        said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
-    if own == "shared_prompts":
-        model.set_attn_implementation(own)
+    try:
+        for i, (p, n) in enumerate(lengths):
+            ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
+            said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
+    finally:
+        if own == "shared_prompts":
+            model.set_attn_implementation(own)
     return torch.cat(said)
 
 
@@ -3049,8 +3051,8 @@ def read_candidates(path, rows, vocabulary):
         where = f"{path} row {number}"
         missing = [column for column in needed if column not in record]
         if missing:
-            have = f"candidates have {', '.join(needed)} and, if they are known, the others"
-            raise UserError(f"{path}: there is no column {missing[0]!r}; {have} the README names")
+            have = f"candidates have {', '.join(needed)} and, if they are known, the others of docs/rce.md"
+            raise UserError(f"{path}: there is no column {missing[0]!r}; {have}")
         key = record["prompt_id"]
         ids = record["token_ids"]
         hard = record["hard"]

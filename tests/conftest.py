@@ -2,6 +2,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,15 @@ def load_script(path, **constants):
         assert key in module.constants(), key
         setattr(module, key, value)
     return module
+
+
+def policy_with_two_ends(folder):
+    """(The tiny policy in a folder, its generation config naming the end of a line beside EOS; their ids)."""
+    shutil.copytree(TINY / "policy", folder)
+    file = folder / "generation_config.json"
+    ends = [3, 1]  # 3 is the end of a line
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": ends}))
+    return str(folder), ends
 
 
 def words_of(path, *words):

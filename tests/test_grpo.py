@@ -1,6 +1,5 @@
 """GRPO's maths against hand-worked numbers and independent float64 sums; the classic bugs that concern it;
 its runs."""
-import json
 import math
 import shutil
 import signal
@@ -13,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, assert_same_state, distance, load_script, read, untimed, walk, words_of)
-from transformers import AutoModelForCausalLM, AutoTokenizer
+    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, untimed, walk,
+    words_of)
+from transformers import AutoModelForCausalLM
 
 module = load_script("grpo/grpo.py")
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
@@ -747,12 +747,9 @@ def test_at_another_temperature_sampler_reference_and_update_agree(grpo):
 
 
 def test_a_second_end_that_the_generation_config_names_ends_a_response(grpo, tmp_path):
-    shutil.copytree(TINY / "policy", tmp_path / "policy")
-    config = json.loads((TINY / "policy/generation_config.json").read_text())
-    newline = AutoTokenizer.from_pretrained(TINY / "policy")("\n", add_special_tokens=False)["input_ids"][-1]
-    config["eos_token_id"] = [1, newline]
-    (tmp_path / "policy/generation_config.json").write_text(json.dumps(config))
-    trainer = grpo(ACTOR_MODEL=str(tmp_path / "policy")).GRPOTrainer()
+    path, (newline, _) = policy_with_two_ends(tmp_path / "policy")
+    trainer = grpo(ACTOR_MODEL=path).GRPOTrainer()
+    assert newline == trainer.tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
     assert module.end_ids(trainer.actor, trainer.tokenizer).tolist() == sorted([1, newline])
     batch = trainer.rollout(trainer.train_rows[:4])
     rows = [row[:n] for row, n in zip(batch.response_ids.tolist(), batch.response_lengths.tolist())]

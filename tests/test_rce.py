@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import NATS, ROOT, TINY, distance, load_script, read, run_script, small, untimed, walk
+from conftest import (
+    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, run_script, small, untimed, walk)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -232,6 +233,18 @@ def test_tau_moves_by_equal_factors_to_its_end(step):
 # ---------------------------------------------------------------- gt_prob
 
 
+def save_random_model(folder, vocabulary, seed, std):
+    """A Llama of two layers whose matrices are normal with deviation std."""
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2)
+    ends = dict(eos_token_id=1, pad_token_id=0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_hidden_layers=2, **sizes, **ends))
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            torch.nn.init.normal_(layer.weight, std=std)
+    model.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A random model over pad, EOS, a, b and a mark, small enough to enumerate every answer."""
@@ -245,20 +258,7 @@ def toy(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         folder / "model"
     )
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=6,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).apply(
-        lambda m: torch.nn.init.normal_(m.weight, std=0.6) if isinstance(m, torch.nn.Linear) else None
-    ).save_pretrained(folder / "model")
+    save_random_model(folder / "model", vocabulary=6, seed=3, std=0.6)
     answers = ["".join(x) for n in (1, 2, 3) for x in itertools.product("ab", repeat=n)]
     (folder / "data.jsonl").write_text(
         "".join(
@@ -1150,22 +1150,7 @@ def merging(tmp_path_factory):
     folder = tmp_path_factory.mktemp("merging")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):
-            torch.nn.init.normal_(layer.weight, std=0.4)
-    model.save_pretrained(folder / "model")
+    save_random_model(folder / "model", vocabulary=len(words), seed=4, std=0.4)
     answers = ["\\boxed{-5}", "\\boxed{5}", ["\\boxed{5}", "\\boxed{-5}", "\\boxed{57}"]]
     lines = [json.dumps({"problem": p, "solution": s}) + "\n" for p, s in zip(("a5", "a7", "aa"), answers)]
     (folder / "data.jsonl").write_text("".join(lines))
@@ -1510,12 +1495,8 @@ def test_the_schedule_reaches_the_optimizer(rce, mined):
 
 
 def test_a_second_end_that_the_generation_config_names_ends_every_proposal(rce, tmp_path):
-    shutil.copytree(TINY / "policy", tmp_path / "policy")
-    config = json.loads((TINY / "policy/generation_config.json").read_text())
-    newline = AutoTokenizer.from_pretrained(TINY / "policy")("\n", add_special_tokens=False)["input_ids"][-1]
-    config["eos_token_id"] = [1, newline]
-    (tmp_path / "policy/generation_config.json").write_text(json.dumps(config))
-    trainer = rce(ACTOR_MODEL=str(tmp_path / "policy")).RCETrainer()
+    path, (newline, _) = policy_with_two_ends(tmp_path / "policy")
+    trainer = rce(ACTOR_MODEL=path).RCETrainer()
     candidates = [c for group in trainer.propose(trainer.train_rows[:3]) for c in group]
     assert {source for c in candidates for source in c["source"]} == {"greedy", "beam", "sample"}
     assert any(c["token_ids"][-1] == newline for c in candidates)

@@ -20,7 +20,8 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import (
-    ROOT, TINY, TRAINERS, assert_same_state, load_script, read, run_script, small, untimed, words_of)
+    ROOT, TINY, TRAINERS, assert_same_state, load_script, policy_with_two_ends, read, run_script, small,
+    untimed, words_of)
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 
@@ -799,18 +800,15 @@ def test_the_reward_model_reads_one_bos_and_one_eos_with_and_without_a_chat_temp
 
 
 def test_the_eos_ids_of_the_generation_config_end_a_response_too(each, tmp_path):
-    shutil.copytree(TINY / "policy", tmp_path / "model")
-    config = json.loads((tmp_path / "model/generation_config.json").read_text())
-    config["eos_token_id"] = [3, 1]  # 3 is the end of a line
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(config))
-    script, trainer_class = each(ACTOR_MODEL=str(tmp_path / "model"), EVAL_DATASETS=[])
+    path, (line_end, _) = policy_with_two_ends(tmp_path / "model")
+    script, trainer_class = each(ACTOR_MODEL=path, EVAL_DATASETS=[])
     trainer = trainer_class()
     prompts = [row["ids"] for row in trainer.train_rows[:4]]
     batch = script.respond(trainer.actor, trainer.tokenizer, prompts, None)
     last = batch.response_ids.gather(1, batch.response_lengths[:, None] - 1).squeeze(1)
-    assert 3 in last.tolist() and not batch.truncated[last == 3].any()
+    assert line_end in last.tolist() and not batch.truncated[last == line_end].any()
     before_the_last = torch.arange(batch.response_ids.shape[1]) < batch.response_lengths[:, None] - 1
-    assert not (batch.response_ids[before_the_last] == 3).any()
+    assert not (batch.response_ids[before_the_last] == line_end).any()
 
 
 def judged(trainer, monkeypatch, evaluations):
