@@ -1564,18 +1564,6 @@ def check_models(readers, trained, rows, pad_id, say):
         try_strict_kernels(trained, batch, say)
 
 
-def get_ways(model):
-    """What check_models() found, for a checkpoint: the same way after a resume, whatever the trained weights
-    would choose."""
-    return {key: getattr(model, key) for key in ("sampled_by", "scored_by") if hasattr(model, key)}
-
-
-def set_ways(model, ways):
-    for key in ("sampled_by", "scored_by"):
-        if key in (ways or {}):
-            setattr(model, key, ways[key])
-
-
 # ---------------------------------------------------------------- faster: rows of one prompt share it
 
 def shared_windows(model):
@@ -2003,6 +1991,7 @@ def call_reward(name, function, prompts, responses, answers):
 # resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
 # in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
 import ast
+import csv
 import difflib
 import hashlib
 import json
@@ -2248,6 +2237,18 @@ def run_facts(device):
         "device": name}
 
 
+def get_ways(model):
+    """What check_models() found, for a checkpoint: the same way after a resume, whatever the trained weights
+    would choose."""
+    return {key: getattr(model, key) for key in ("sampled_by", "scored_by") if hasattr(model, key)}
+
+
+def set_ways(model, ways):
+    for key in ("sampled_by", "scored_by"):
+        if key in (ways or {}):
+            setattr(model, key, ways[key])
+
+
 def read_metrics(path):
     """The records of metrics.jsonl with their finite numbers; a line that is none, by a hand's or a disk's
     doing, is left out."""
@@ -2314,18 +2315,20 @@ class Run:
     The Trainer says what a checkpoint holds (keep), what the step it made was like (record) and how many
     there are (total_steps). name is that of the plots; `files` are what a new start moves aside, beside
     logs/; best_by are the metrics of an evaluation that best/ and patience follow, the first that is there;
-    later_of_equal: of equally good policies best/ keeps the later."""
+    later_of_equal: of equally good policies best/ keeps the later; `logs` are names of
+    csv files in logs/, for append()."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_bytes", "wandb_id")
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
         self.name = name
         self.device = device
         self.files = ("step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
+        self.csv_files = dict.fromkeys(logs)  # by name, open while training
         self.step = 0  # steps done
         self.total_steps = 0
         self.evaluated_at = -1  # the step of the last evaluation
@@ -2358,8 +2361,8 @@ class Run:
 
     def keep(self, state, models, optimizers, tokenizer):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name. Where a checkpoint is resumed from, state and
-        optimizers become what it holds."""
+        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
+        model. Where a checkpoint is resumed from, state and optimizers become what it holds."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -2412,13 +2415,13 @@ class Run:
         yield
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
 
-    def record(self, metrics, tokens, samples, line):
-        """A step is done: its object in metrics.jsonl, some of its responses in samples.jsonl, its line on
-        the terminal."""
+    def record(self, metrics, count, samples, line, unit="tokens"):
+        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
+        second, some of its responses in samples.jsonl, its line on the terminal."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
-        speed = tokens / sum(self.times.values())
-        self.write_metrics("train", {**metrics, "tokens_per_second": speed, **seconds})
+        speed = {f"{unit}_per_second": count / sum(self.times.values())}
+        self.write_metrics("train", {**metrics, **speed, **seconds})
         self.times = {}
         for sample in samples:
             self.samples_file.write(json.dumps({"step": self.step, **sample}) + "\n")
@@ -2426,6 +2429,14 @@ class Run:
         started, first = self.clock
         left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
         self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
+
+    def append(self, name, rows):
+        """Rows, dicts of the same keys, to one of the csv logs, each with the step before them."""
+        writer = csv.DictWriter(self.csv_files[name], ["step", *rows[0]])
+        if not self.csv_files[name].tell():
+            writer.writeheader()
+        writer.writerows({"step": self.step, **row} for row in rows)
+        self.csv_files[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
@@ -2521,9 +2532,12 @@ class Run:
         if self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
 
+    def save_model(self, model, folder):
+        for part in filter(None, (model, self.tokenizer)):
+            part.save_pretrained(folder)
+
     def fill_best(self, folder, metrics):
-        self.models["policy"].save_pretrained(folder / "policy")
-        self.tokenizer.save_pretrained(folder / "policy")
+        self.save_model(self.models["policy"], folder / "policy")
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -2573,6 +2587,7 @@ class Run:
         self.log = open(logs / names[0], "a")
         self.metrics_file = open(logs / "metrics.jsonl", "a")
         self.samples_file = open(logs / "samples.jsonl", "a")
+        self.csv_files = {name: open(logs / name, "a", newline="") for name in self.csv_files}
         self.log.writelines(text + "\n" for text in self.unlogged)
         config = {"constants": constants(), **run_facts(self.device)}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
@@ -2602,9 +2617,9 @@ class Run:
 
     def fill_checkpoint(self, folder):
         for name, model in self.models.items():
-            model.save_pretrained(folder / name)
-            self.tokenizer.save_pretrained(folder / name)
-        logs = [Path(file.name) for file in (self.log, self.metrics_file, self.samples_file)]
+            self.save_model(model, folder / name)
+        files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
+        logs = [Path(file.name) for file in files]
         for path in logs:
             fsync(path)
         self.log_bytes = {path.name: path.stat().st_size for path in logs}

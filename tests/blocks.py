@@ -16,6 +16,7 @@ HAVE = {  # which blocks a trainer must have; one that is not named here has wha
     "ppo/ppo.py": NAMES,
     "grpo/grpo.py": NAMES,
     "rce/rce.py": NAMES,
+    "ppo/ppo_rag.py": NAMES[1:],
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)
 

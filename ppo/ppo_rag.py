@@ -1,0 +1,2180 @@
+"""PPO over retrieval, in one file: top_k, temperature and reranking chosen question by question.
+
+A question is an episode of one step. The observation s is the question and what BM25 says of it; the action
+a is one of TOP_KS x TEMPERATURES x RERANKS: how many paragraphs the generator reads, how warm it answers,
+whether a cross-encoder sorts the paragraphs first. The answer gives the reward, PPO (Schulman et al. 2017,
+arXiv 1707.06347) learns from it; with one step an episode there is no GAE and no bootstrapping:
+
+    r   = EM_WEIGHT EM + F1_WEIGHT F1 + ROUGE_WEIGHT ROUGE-L - COST_WEIGHT cost
+    A   = r - V(s), whitened over the step's episodes
+    rho = pi(a|s) / pi_old(a|s)
+    L   = -mean min(rho A, clip(rho, 1 - CLIP_RANGE, 1 + CLIP_RANGE) A)
+          + VALUE_LOSS_COEF mean 1/2 max((V - r)^2, (clip(V, V_old +- VALUE_CLIP_RANGE) - r)^2)
+          - ENTROPY_COEF mean H(pi)
+
+Deliberate deviations:
+- every (question, action, draw) is answered once, before training, and kept in CACHE_DIR: PPO then trains in
+  seconds, a resumed run repeats, and changing a reward's weight costs nothing;
+- the cost counts what is read, tokens and reranked pairs, so that runs repeat; COST="seconds" is the clock's;
+- actor and critic are one small network with two heads, and one optimizer.
+
+    python ppo/ppo_rag.py                                 # edit the constants below, or override: KEY=VALUE
+    python ppo/ppo_rag.py BASELINE_ONLY=True              # the table of all actions, without training
+    python ppo/ppo_rag.py GENERATOR=google/flan-t5-small RERANKER=cross-encoder/ms-marco-MiniLM-L-6-v2 \\
+        'DATASET={"path": "hotpot_dev_distractor_v1.json", "type": "hotpotqa"}' 'TOP_KS=(5, 10, 20, 50)' \\
+        'TEMPERATURES=(0.0, 0.3, 0.7, 1.0)' 'FIXED_ACTION=(20, 0.7, 0)' COST_TOKENS=1000
+
+Writes into OUTPUT_DIR: prep/corpus.parquet and eval.parquet (what was read), eval_baseline_*.json, logs/
+(metrics.jsonl, samples.jsonl, train_log.csv, eval_log.csv, training_*.log), step_N/ checkpoints,
+best/policy/, eval_test.json, and the pictures rag_learning.png, training_metrics_detailed.png and
+ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and observation.
+
+To change      see
+the loss       policy_loss, value_loss, update       the data       DATASET; load_questions
+the reward     EM_WEIGHT ...; compute_rewards        a metric       RAGTrainer.record, evaluate
+the actions    TOP_KS, TEMPERATURES, RERANKS         a plot         self.run.panels; draw_learning
+what is seen   OBSERVATION, observe                  a part of QA   Retriever, Reranker, Prompts, Generator
+"""
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit("ppo_rag.py needs the folder rewards/ beside it or above it: copy it from the repository")
+sys.path.insert(0, str(ROOT))
+import rewards  # noqa: E402
+
+# ================================================================ constants
+
+# Data: a folder with corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type, level};
+# HotpotQA's json file (distractor format); or {"path": "hotpotqa/hotpot_qa", "type": "hub", "name":
+# "distractor", "split": "validation"}
+DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
+SAMPLE: int | None = None  # questions drawn from it; None: all
+VALIDATION_QUESTIONS = 100  # for best/ and early stopping
+TEST_QUESTIONS = 300  # seen once, at the end
+SPLIT_SEED = 0  # which questions are drawn and in which split they are, whatever SEED is
+
+# The QA system: folders or hub names; each part is a class below that you may replace
+GENERATOR = f"{ROOT}/data/rag/reader"  # any seq2seq or causal model
+RERANKER: str | None = f"{ROOT}/data/rag/reranker"  # a cross-encoder of one label; None: RERANKS is (0,)
+RERANK_DEPTH = 20  # of BM25's best, how many the reranker sorts
+PROMPT = (
+    "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.\n"
+    "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:")
+PARAGRAPH = "[{n}] {title}: {text}"
+MAX_PROMPT_TOKENS = 4096  # paragraphs that do not fit, or not into the generator, are left out and counted
+MAX_NEW_TOKENS = 16
+DTYPE = "float32"  # float32 | bfloat16, of generator and reranker
+DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
+QUESTIONS_AT_ONCE = 16  # answered together; a kill while the cache fills loses at most these
+CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
+
+# Actions: all combinations
+TOP_KS = (1, 2, 4, 8)  # paragraphs that the generator reads
+TEMPERATURES = (0.0, 0.5, 1.0)  # 0: greedy
+RERANKS = (0, 1)  # 1: the cross-encoder sorts the RERANK_DEPTH best before the first top_k are taken
+DRAWS = 1  # answers kept of each action with a temperature above 0
+
+# Reward
+EM_WEIGHT = 1.0
+F1_WEIGHT = 0.5
+ROUGE_WEIGHT = 0.0
+COST_WEIGHT = 0.05
+COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, never the same
+COST_TOKENS = 100.0  # tokens that the generator reads and writes at a cost of 1
+COST_PAIRS = 20.0  # pairs that the reranker reads at a cost of 1
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
+
+# Baselines
+BASELINE = "both"  # fixed | random | both
+FIXED_ACTION = (4, 0.5, 0)  # top_k, temperature, rerank of the baseline "fixed"
+BASELINE_ONLY = False  # table and baselines alone, without training
+
+# Optimisation
+LEARNING_RATE = 1e-3
+MAX_GRAD_NORM = 0.5  # > 0
+WEIGHT_DECAY = 0.0
+USE_LR_SCHEDULER = False
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
+PLATEAU_PATIENCE = 5  # evaluations without a better reward before plateau halves
+WARMUP_STEPS = 0
+HIDDEN_SIZE = 64  # of both layers of the network
+
+# Algorithm
+N_STEPS = 256  # episodes, each of one step, between updates
+BATCH_SIZE = 64  # episodes an optimizer step
+GROUP_EPOCHS = 4  # passes over the episodes
+CLIP_RANGE = 0.2  # > 0
+VALUE_CLIP_RANGE = 0.0  # > 0; 0 turns value clipping off
+VALUE_LOSS_COEF = 0.5
+ENTROPY_COEF = 0.01
+WHITEN_ADVANTAGES = True
+MAX_STEPS = 150  # updates
+
+# Bookkeeping
+SAVE_EVERY_N_STEPS = 50  # 0: only at the end
+KEEP_LAST_N_CHECKPOINTS = 3
+EVAL_EVERY_N_STEPS = 10  # 0: only before and after
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
+LOG_SAMPLES = 4  # episodes a step written to samples.jsonl, with question and answer
+RESUME = "ask"  # ask | yes | no | a checkpoint's path
+OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
+SEED = 1
+USE_WANDB = False
+WANDB_PROJECT = "hackable-rlhf"
+
+_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
+    "SAMPLE VALIDATION_QUESTIONS TEST_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
+    "QUESTIONS_AT_ONCE DRAWS HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS MAX_STEPS": (1, 1e12),
+    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
+    "SPLIT_SEED": (0, 2**62),
+    "LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
+    "COST_TOKENS COST_PAIRS CLIP_RANGE": (1e-6, 1e12),
+    "MAX_GRAD_NORM": (1e-12, 1e12),
+    "REWARD_TIMEOUT": (1e-3, 1e6),
+    "DTYPE": ["float32", "bfloat16"],
+    "COST": ["read", "seconds"],
+    "BASELINE": ["fixed", "random", "both"],
+    "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
+}
+
+# ================================================================ the maths of PPO, one step an episode
+
+
+def whiten(x):
+    """Mean 0 and variance 1, (episodes,)."""
+    return (x - x.mean()) * torch.rsqrt(x.var(unbiased=False) + 1e-8)
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip_range):
+    """Clipped surrogate of each episode, (episodes,). Source: arXiv 1707.06347, equation 7."""
+    ratio = (logprobs - old_logprobs).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
+
+
+def value_loss(values, old_values, returns, clip_range):
+    """Half the squared error of each episode, clipped around the rollout's value; 0: not clipped."""
+    clipped = values
+    if clip_range > 0:
+        clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+
+
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+
+
+# ================================================================ what the policy sees and does
+
+OBSERVATION = (  # entry by entry; scores are BM25's of the question's best paragraphs, s1 the highest
+    "words",  # words of the question
+    "capitalised",  # of them, capitalised beyond the first: names
+    "unknown",  # share of its words that no paragraph has
+    "or",  # 1 where the word "or" stands in it: a choice of two
+    "commas",  # its commas
+    *("asks_" + word for word in "who what when where which how is".split()),  # 1 for its question word
+    "s1",  # highest score
+    "s1_per_word",
+    "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1",  # how fast the scores fall
+    "gap",  # (s1 - s2) / s1
+    "spread",  # standard deviation of the 20 best over their mean
+    "near",  # how many of the 20 best have at least .9 of s1
+    "overlap1", "overlap2", "overlap4",  # share of the question's words in the best 1, 2, 4 paragraphs
+    "names1", "names2", "names4",  # share of its capitalised words in them
+    "title1", "title2",  # share of the best, second best paragraph's title words in the question
+)
+
+
+def words_of(text):
+    """Lower-case words, without punctuation."""
+    return "".join(c.lower() if c.isalnum() else " " for c in text).split()
+
+
+def share(words, found):
+    """How many of the words are found, 0 to 1; 0 where there are none."""
+    return sum(word in found for word in words) / len(words) if words else 0.0
+
+
+def observe(question, scores, paragraphs, vocabulary):
+    """The observation of a question, (len(OBSERVATION),), from its best paragraphs [{"title", "text"}] and
+    their scores, best first. Nothing of the answer and nothing that costs."""
+    words = words_of(question)
+    names = [word.lower() for word in question.replace("?", " ").split()[1:] if word[:1].isupper()]
+    names = [word for name in names for word in words_of(name)]
+    s = np.zeros(20)
+    s[:min(20, len(scores))] = scores[:20]
+    top = max(s[0], 1e-9)
+    texts = [set(words_of(f"{p['title']} {p['text']}")) for p in paragraphs[:4]]
+    titles = [words_of(p["title"]) for p in paragraphs[:2]] + [[], []]
+    first = words[0] if words else ""
+    asks = "is" if first in ("is", "are", "was", "were", "do", "does", "did") else first
+    seen = [set().union(*texts[:n]) for n in (1, 2, 4)]
+    return np.array([
+        len(words), len(names), 1 - share(words, vocabulary), "or" in words, question.count(","),
+        *(asks == word for word in "who what when where which how is".split()),
+        s[0], s[0] / max(1, len(words)), *(s[n] / top for n in (1, 2, 3, 7, 19)), (s[0] - s[1]) / top,
+        s.std() / max(s.mean(), 1e-9), (s >= 0.9 * top).sum(),
+        *(share(words, found) for found in seen), *(share(names, found) for found in seen),
+        share(titles[0], words), share(titles[1], words),
+    ], dtype=np.float32)
+
+
+def all_actions():
+    """[(top_k, temperature, rerank)], the joint action space in order."""
+    return [(k, t, r) for k in TOP_KS for t in TEMPERATURES for r in RERANKS]
+
+
+class RAGEnv(gymnasium.Env):
+    """One question an episode. An action answers it, the reward is the answer's, and the episode ends.
+    `table` is what fill_table() gives; options={"row": i} of reset() asks that question."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, table, split="train"):
+        self.table = table
+        self.rows = table.splits[split]
+        self.action_space = gymnasium.spaces.Discrete(len(table.actions))
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (len(OBSERVATION),), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.row = (options or {}).get("row", int(self.np_random.choice(self.rows)))
+        asked = {"question": self.table.questions[self.row]["question"]}
+        return self.table.observations[self.row].numpy(), asked
+
+    def step(self, action):
+        draw = int(self.np_random.integers(DRAWS))
+        top_k, temperature, rerank = self.table.actions[action]
+        info = {key: values[self.row, action, draw].item() for key, values in self.table.parts.items()}
+        info.update(top_k=top_k, temperature=temperature, rerank_on=rerank)
+        info["response"] = self.table.responses[self.row][action][draw]
+        reward = self.table.rewards[self.row, action, draw].item()
+        return self.table.observations[self.row].numpy(), reward, True, False, info
+
+
+class PolicyConfig(PretrainedConfig):
+    """Sizes of a policy, and the actions that its outputs stand for."""
+    model_type = "ppo_rag_policy"
+
+    def __init__(self, inputs=len(OBSERVATION), hidden_size=64, actions=(), **others):
+        self.inputs = inputs
+        self.hidden_size = hidden_size
+        self.actions = [list(action) for action in actions]
+        super().__init__(**others)
+
+
+class Policy(PreTrainedModel):
+    """Actor and critic: two layers, then a logit an action and a value. policy/ loads with
+    Policy.from_pretrained()."""
+    config_class = PolicyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.register_buffer("mean", torch.zeros(config.inputs))  # of the training questions' observations
+        self.register_buffer("scale", torch.ones(config.inputs))
+        self.first = torch.nn.Linear(config.inputs, hidden)
+        self.second = torch.nn.Linear(hidden, hidden)
+        self.actor = torch.nn.Linear(hidden, len(config.actions))
+        self.critic = torch.nn.Linear(hidden, 1)
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Orthogonal; the actor's so small that every action is as likely at first (2006.05990)."""
+        if isinstance(module, torch.nn.Linear):
+            gain = {self.actor: 0.01, self.critic: 1.0}.get(module, math.sqrt(2))
+            torch.nn.init.orthogonal_(module.weight, gain)
+            torch.nn.init.zeros_(module.bias)
+
+    def forward(self, observations):
+        """Log-probabilities (episodes, actions) and values (episodes,)."""
+        hidden = ((observations - self.mean) / self.scale).clamp(-5, 5)
+        hidden = torch.tanh(self.second(torch.tanh(self.first(hidden))))
+        return self.actor(hidden).log_softmax(-1), self.critic(hidden).squeeze(-1)
+
+# ================================================================ the trainer
+
+
+class RAGTrainer:
+    """Questions, table of answers, policy and the algorithm; self.run has the files. resume_from_checkpoint
+    overrides the constant RESUME: a path, "ask", "yes" or "no"."""
+
+    def __init__(self, resume_from_checkpoint=None):
+        check_constants()
+        check_actions()
+        self.device = find_device()
+        resume = "no" if BASELINE_ONLY else resume_from_checkpoint
+        logs = ("train_log.csv", "eval_log.csv")
+        self.run = Run(
+            "ppo_rag", resume, self.device, ("rag_*.png", "eval_test.json"), ("reward",), logs=logs)
+        self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
+        names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
+        self.run.panels = [(name, [name]) for name in [*names.split(), "top_k", "temperature", "rerank"]]
+        questions, corpus = load_questions(self.run.say)
+        self.qa = QASystem(corpus, self.device)
+        self.table = fill_table(questions, self.qa, self.run.say)
+        self.score()
+        self.env = RAGEnv(self.table, "train")
+        self.load_policy()
+        # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
+        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.env.rows))
+        models = {"policy": self.policy}
+        self.run.keep(self.state, models, {"policy": self.optimizer}, tokenizer=None)
+        self.run.total_steps = MAX_STEPS
+
+    def load_policy(self):
+        """From the checkpoint when there is one; else new, its observations scaled by the training
+        questions' alone."""
+        if self.run.checkpoint:
+            self.policy = load_policy(self.run.checkpoint / "policy")
+        else:
+            config = PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions)
+            self.policy = Policy(config)
+            seen = self.table.observations[self.table.splits["train"]]
+            self.policy.mean.copy_(seen.mean(0))
+            self.policy.scale.copy_(seen.std(0, unbiased=False) + 1e-3)
+        if self.policy.config.actions != [list(action) for action in self.table.actions]:
+            todo = "resume with these TOP_KS, TEMPERATURES and RERANKS, or start afresh with RESUME=no"
+            raise UserError(f"{self.run.checkpoint} was trained on other actions: {todo}")
+        decay = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), **decay)
+
+    def train(self):
+        """Ask, act, compare, update; then the questions of the test. Returns the last evaluation."""
+        if BASELINE_ONLY:
+            self.baselines()
+            return self.figures
+        with self.run.opened(self.headline()):
+            self.baselines()
+            for _ in self.run.steps(self.evaluate):
+                batch = self.rollout()
+                self.compute_advantages(batch)
+                self.record(batch, self.update(batch))
+            self.draw()
+            if not self.run.stop_signal:
+                self.test()
+        return self.run.evaluation
+
+    def headline(self):
+        sizes = {split: len(rows) for split, rows in self.table.splits.items()}
+        counted = ", ".join(f"{count} {split}" for split, count in sizes.items())
+        to_do = f"{MAX_STEPS} updates of {N_STEPS} episodes"
+        return f"{counted} questions, {len(self.table.actions)} actions, {to_do}"
+
+    @torch.no_grad()
+    def rollout(self):
+        """N_STEPS questions in the order of this epoch's permutation, an action and its reward for each."""
+        with self.run.timed("rollout"):
+            rows = []
+            while len(rows) < N_STEPS:  # on into the next epoch
+                rows += next_rows(self.env.rows, self.state, N_STEPS - len(rows))
+            rows = torch.tensor(rows)
+            observations = self.table.observations[rows]
+            logprobs, values = self.policy(observations)
+            actions = torch.multinomial(logprobs.exp(), 1)[:, 0]
+            draws = torch.randint(DRAWS, (N_STEPS,))
+            parts = {key: part[rows, actions, draws] for key, part in self.table.parts.items()}
+            return SimpleNamespace(
+                rows=rows, observations=observations, actions=actions, draws=draws, parts=parts,
+                values=values, logprobs=logprobs.gather(1, actions[:, None])[:, 0],
+                rewards=self.table.rewards[rows, actions, draws])
+
+    def score(self):
+        """Reward of every answer in the table, (questions, actions, draws), and its parts."""
+        table = self.table
+        shape = (len(table.questions), len(table.actions), DRAWS)
+        texts = [text for row in table.responses for draws in row for text in draws]
+        asked = [row for row in table.questions for _ in range(shape[1] * shape[2])]
+        prompts = [row["question"] for row in asked]
+        answers = [row["answer"] for row in asked]
+        self.reward_parts = {}
+        scores = call_reward("compute_rewards", self.compute_rewards, prompts, texts, answers)
+        table.parts = {key: torch.as_tensor(part).view(shape) for key, part in self.reward_parts.items()}
+        table.parts["cost"] = table.seconds if COST == "seconds" else table.read
+        table.parts["seconds"] = table.seconds
+        table.rewards = scores.view(shape) - COST_WEIGHT * table.parts["cost"]
+
+    def compute_rewards(self, questions, responses, answers):
+        """What each answer is worth before its cost, (rows,); edit or override freely. self.reward_parts is
+        what is logged."""
+        parts = {"em": (EM_WEIGHT, rewards.em), "f1": (F1_WEIGHT, rewards.f1)}
+        if ROUGE_WEIGHT:
+            parts["rouge_l"] = (ROUGE_WEIGHT, rewards.rouge_l)
+        total = torch.zeros(len(responses))
+        for name, (weight, function) in parts.items():
+            self.reward_parts[name] = call_reward(name, function, questions, responses, answers)
+            total += weight * self.reward_parts[name]
+        return total
+
+    def compute_advantages(self, batch):
+        """One step an episode: the return is the reward."""
+        batch.advantages = batch.rewards - batch.values
+        if WHITEN_ADVANTAGES:
+            batch.advantages = whiten(batch.advantages)
+
+    def update(self, batch):
+        """GROUP_EPOCHS passes over the episodes in optimizer steps of BATCH_SIZE; returns the means."""
+        run = self.run
+        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
+        steps = []
+        with run.timed("update"):
+            for _ in range(GROUP_EPOCHS):
+                for chunk in torch.randperm(N_STEPS).split(BATCH_SIZE):
+                    steps.append(self.optimizer_step(batch, chunk))
+        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max_first"] = steps[0]["ratio_max"]
+        metrics["learning_rate"] = LEARNING_RATE * scale
+        return metrics
+
+    def optimizer_step(self, batch, chunk):
+        old_logprobs, advantages = batch.logprobs[chunk], batch.advantages[chunk]
+        every, values = self.policy(batch.observations[chunk])
+        logprobs = every.gather(1, batch.actions[chunk, None])[:, 0]
+        entropy = -(every.exp() * every).sum(-1)  # (episodes,)
+        policy_losses = policy_loss(logprobs, old_logprobs, advantages, CLIP_RANGE)
+        value_losses = value_loss(values, batch.values[chunk], batch.rewards[chunk], VALUE_CLIP_RANGE)
+        losses = policy_losses + VALUE_LOSS_COEF * value_losses - ENTROPY_COEF * entropy
+        loss = losses.mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
+        finite = math.isfinite(loss.item() + norm.item())
+        if finite:
+            self.optimizer.step()
+        ids = [self.table.questions[row]["id"] for row in batch.rows[chunk].tolist()]
+        self.run.count_skipped(finite, ids)
+        log_ratio = logprobs.detach() - old_logprobs
+        ratio = log_ratio.exp()
+        clipped = (ratio - 1) * advantages.sign() > CLIP_RANGE
+        means = {
+            "policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy,
+            "approx_kl": ratio - 1 - log_ratio, "clip_fraction": clipped.float()}
+        metrics = {key: x.detach().mean().item() for key, x in means.items()}
+        return {**metrics, "ratio_max": (ratio - 1).abs().max().item(), "grad_norm": norm.item()}
+
+    # ------------------------------------------------------------ evaluation and what is logged
+
+    @torch.no_grad()
+    def choose(self, rows, generator=None):
+        """The policy's likeliest action for each question, (rows,), or with a generator a sampled one."""
+        logprobs, _ = self.policy(self.table.observations[rows])
+        if generator is None:
+            return logprobs.argmax(1)
+        return torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
+
+    def measure(self, rows, actions):
+        """Means over questions, and over the draws of an action, of what these actions (rows,) bring."""
+        chosen = torch.tensor(self.table.actions, dtype=torch.float64)[actions]  # (rows, 3)
+        metrics = {"reward": self.table.rewards[rows, actions].double().mean().item()}
+        metrics |= {key: part[rows, actions].double().mean().item() for key, part in self.table.parts.items()}
+        means = dict(zip(("top_k", "temperature", "rerank"), chosen.mean(0).tolist()))
+        return {**metrics, **means}
+
+    def evaluate(self, split="validation"):
+        """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's.
+        Override to add yours. The samples have their own random stream."""
+        rows = self.table.splits[split]
+        metrics = self.measure(rows, self.choose(rows))
+        sampled = self.choose(rows, torch.Generator().manual_seed(SEED + 1))
+        metrics["sampled_reward"] = self.measure(rows, sampled)["reward"]
+        if split == "validation":
+            for policy, actions in (("greedy", self.choose(rows)), ("sampled", sampled)):
+                self.run.append("eval_log.csv", [{"policy": policy, **self.measure(rows, actions)}])
+        return metrics
+
+    def record(self, batch, metrics):
+        """The step's metrics, its episodes in train_log.csv and its line on the terminal."""
+        parts = {key: part.double().mean().item() for key, part in batch.parts.items()}
+        chosen = [self.table.actions[action] for action in batch.actions.tolist()]
+        unexplained = (batch.rewards - batch.values).var() / (batch.rewards.var() + 1e-8)
+        metrics = {
+            "epoch": self.state.epoch, **metrics, "reward": batch.rewards.double().mean().item(), **parts,
+            "advantage": (batch.rewards - batch.values).mean().item(),
+            "explained_variance": (1 - unexplained).item(),
+            "top_k": sum(top_k for top_k, _, _ in chosen) / N_STEPS,
+            "temperature": sum(temperature for _, temperature, _ in chosen) / N_STEPS,
+            "rerank": sum(rerank for _, _, rerank in chosen) / N_STEPS}
+        columns = {"reward": batch.rewards, **batch.parts}
+        episodes = []
+        for n, (top_k, temperature, rerank) in enumerate(chosen):
+            scores = {key: round(values[n].item(), 6) for key, values in columns.items()}
+            episodes.append({**scores, "top_k": top_k, "temperature": temperature, "rerank_on": rerank})
+        samples = []
+        for n in range(min(LOG_SAMPLES, N_STEPS)):
+            row = int(batch.rows[n])
+            asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
+            response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
+            samples.append({**asked, "response": response, **episodes[n]})
+        line = ("Update {step}/{total}: R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} "
+                "PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}")
+        line = line.format(step=self.run.step + 1, total=self.run.total_steps, **metrics)
+        self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
+        self.run.append("train_log.csv", episodes)
+
+    def baselines(self):
+        """What needs no training, printed and written: every fixed action, FIXED_ACTION, random, the best
+        fixed action of the training questions and the oracle, each on every split."""
+        table = self.table
+        self.figures = baseline_figures(table)
+        Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+        wanted = ["fixed", "random"] if BASELINE == "both" else [BASELINE]
+        for name in [*wanted, "best_fixed", "oracle", "every_action"]:
+            write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", self.figures[name])
+        for text in table_lines(table, self.figures, wanted):
+            self.run.say(text)
+
+    def test(self):
+        """The best policy on the test questions: three of them shown, then all, beside the baselines."""
+        policy = load_policy(self.run.folder / "best/policy")
+        self.policy.load_state_dict(policy.state_dict())
+        rows = self.table.splits["test"]
+        actions = self.choose(rows)
+        for row, action in zip(rows[:3], actions.tolist()):
+            asked = self.table.questions[row]
+            top_k, temperature, rerank = self.table.actions[action]
+            did = f"top_k {top_k}, temperature {temperature}, rerank {rerank}"
+            said = self.table.responses[row][action][0]
+            self.run.say(f"{asked['question']}  [{did}]  {said!r}, right: {asked['answer']!r}")
+        found = test_figures(self.table, rows, actions, self.measure(rows, actions), self.figures)
+        write_json(self.run.folder / "eval_test.json", found)
+        self.run.say(test_line(found))
+
+    def answer(self, question):
+        """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now."""
+        observation = self.qa.observe(question)
+        with torch.no_grad():
+            action = self.table.actions[int(self.policy(observation[None])[0].argmax())]
+        return self.qa.answer(question, action), action
+
+    def draw(self):
+        draw_learning(self.run.folder, self.run.title, self.table, self.figures)
+
+# ================================================================ the QA system: replace any part by your own
+
+
+class Retriever:
+    """BM25 over titles and texts, by the library bm25s."""
+
+    def __init__(self, corpus):
+        import bm25s
+
+        self.tokenize = bm25s.tokenize
+        texts = [f"{paragraph['title']} {paragraph['text']}" for paragraph in corpus]
+        self.index = bm25s.BM25()
+        self.index.index(self.tokenize(texts, return_ids=False, show_progress=False), show_progress=False)
+
+    def search(self, question, count):
+        """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier."""
+        words, = self.tokenize([question], return_ids=False, show_progress=False)
+        scores = self.index.get_scores(words)
+        ids = np.argsort(-scores, kind="stable")[:count]
+        return ids.tolist(), scores[ids]
+
+
+class Reranker:
+    """A cross-encoder: one score for a question and a paragraph read together."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.tokenizer = load_part(AutoTokenizer, name, "RERANKER")
+        self.model = load_part(AutoModelForSequenceClassification, name, "RERANKER", dtype=torch_dtype())
+        self.model = self.model.to(device).eval()
+        if self.model.config.num_labels != 1:
+            has = f"has {self.model.config.num_labels} labels, a reranker one"
+            raise UserError(f"RERANKER = {name!r} {has}: give a cross-encoder such as ms-marco-MiniLM")
+
+    @torch.no_grad()
+    def scores(self, pairs):
+        """Scores of (question, paragraph text) pairs, (pairs,), read in the order of their length."""
+        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][1]))
+        found = torch.zeros(len(pairs))
+        for start in range(0, len(pairs), 64):
+            chunk = order[start:start + 64]
+            questions, texts = zip(*(pairs[n] for n in chunk))
+            limit = {"truncation": "only_second", "max_length": min(512, self.tokenizer.model_max_length)}
+            read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
+            found[chunk] = self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
+        return found
+
+
+class Prompts:
+    """Builds what the generator reads: every paragraph that fits, in order, and says how many did not."""
+
+    def __init__(self, tokenizer, limit):
+        self.tokenizer = tokenizer
+        self.limit = limit  # tokens
+
+    def build(self, question, paragraphs):
+        """(prompt, how many of the paragraphs stand in it)."""
+        fit = len(paragraphs)
+        if self.length(self.fill(question, paragraphs)) > self.limit:
+            least = 0
+            while least < fit:  # the most that fit, by bisection
+                middle = (least + fit + 1) // 2
+                fits = self.length(self.fill(question, paragraphs[:middle])) <= self.limit
+                least = middle if fits else least
+                fit = fit if fits else middle - 1
+        return self.fill(question, paragraphs[:fit]), fit
+
+    def fill(self, question, paragraphs):
+        contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
+        prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
+        if self.tokenizer.chat_template:
+            said = [{"role": "user", "content": prompt}]
+            prompt = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        return prompt
+
+    def length(self, prompt):
+        return len(self.tokenizer(prompt)["input_ids"])
+
+
+class Generator:
+    """Short answers by any seq2seq or causal model of transformers."""
+
+    def __init__(self, name, device):
+        from transformers import (
+            AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig)
+
+        config = load_part(AutoConfig, name, "GENERATOR")
+        self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
+        kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
+        self.tokenizer = load_part(AutoTokenizer, name, "GENERATOR", padding_side="left")
+        self.model = load_part(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        own = self.model.generation_config
+        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
+        # The model's own top-k, top-p and penalties stay out: a temperature means what it says
+        self.model.generation_config = GenerationConfig(
+            eos_token_id=ends, pad_token_id=self.tokenizer.pad_token_id, max_new_tokens=MAX_NEW_TOKENS,
+            decoder_start_token_id=own.decoder_start_token_id, bos_token_id=own.bos_token_id)
+        room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+        room = room if self.reads_apart else room - MAX_NEW_TOKENS
+        self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
+
+    @torch.no_grad()
+    def answers(self, prompts, temperature, seed):
+        """[(text, tokens read and written)] of the prompts; sampled from the seed above temperature 0."""
+        read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        read = read.to(self.model.device)
+        heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            wrote = self.model.generate(**read, **heat)
+        begin = 1 if self.reads_apart else read["input_ids"].shape[1]
+        wrote = wrote[:, begin:]
+        lengths = (wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)
+        texts = self.tokenizer.batch_decode(wrote, skip_special_tokens=True)
+        texts = [text.strip().split("\n")[0].strip() for text in texts]
+        return list(zip(texts, lengths.tolist()))
+
+
+class QASystem:
+    """Retriever, reranker, prompts and generator over one corpus [{"title", "text"}]."""
+
+    def __init__(self, corpus, device):
+        self.corpus = corpus
+        self.retriever = Retriever(corpus)
+        self.reranker = Reranker(RERANKER, device) if RERANKER and 1 in RERANKS else None
+        self.generator = Generator(GENERATOR, device)
+        self.prompts = Prompts(self.generator.tokenizer, self.generator.limit)
+        self.vocabulary = {word for p in corpus for word in words_of(f"{p['title']} {p['text']}")}
+
+    def observe(self, question):
+        """The observation of a question, a tensor (len(OBSERVATION),)."""
+        ids, scores = self.retriever.search(question, 20)
+        paragraphs = [self.corpus[i] for i in ids]
+        return torch.from_numpy(observe(question, scores, paragraphs, self.vocabulary))
+
+    def ranked(self, questions, rerank):
+        """Ids of each question's paragraphs, best first, as many as the largest action may read."""
+        depth = max(TOP_KS)
+        if not rerank:
+            return [self.retriever.search(question, depth)[0] for question in questions]
+        found = [self.retriever.search(question, max(depth, RERANK_DEPTH))[0] for question in questions]
+        pairs = []
+        for question, ids in zip(questions, found):
+            paragraphs = [self.corpus[i] for i in ids[:RERANK_DEPTH]]
+            pairs += [(question, f"{p['title']}: {p['text']}") for p in paragraphs]
+        scores = self.reranker.scores(pairs)
+        ranked = []
+        for ids in found:
+            head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
+            own, scores = scores[:len(head)], scores[len(head):]
+            order = own.argsort(descending=True, stable=True).tolist()
+            ranked.append(([head[n] for n in order] + tail)[:depth])
+        return ranked
+
+    def read(self, questions, ranked, top_k):
+        """[(prompt, how many of top_k paragraphs stand in it)]."""
+        both = zip(questions, ranked)
+        return [self.prompts.build(question, [self.corpus[i] for i in ids[:top_k]]) for question, ids in both]
+
+    def answer(self, question, action):
+        """The answer to one question under (top_k, temperature, rerank)."""
+        top_k, temperature, rerank = action
+        (prompt, _), = self.read([question], self.ranked([question], rerank), top_k)
+        return self.generator.answers([prompt], temperature, SEED)[0][0]
+
+
+def torch_dtype():
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
+
+
+def load_part(kind, name, constant, **options):
+    """kind.from_pretrained(name), or one sentence."""
+    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
+        raise UserError(f"{constant} = {name!r}: there is no such folder")
+    try:
+        return kind.from_pretrained(name, **options)
+    except Exception as error:  # transformers and the hub raise many kinds
+        give = "give a folder or a hub name that this machine can reach"
+        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
+
+
+def load_policy(folder):
+    return load_part(Policy, str(folder), "RESUME")
+
+
+# ================================================================ questions
+
+
+def check_actions():
+    """Refuse an empty or impossible list of actions before anything is read."""
+    for key, least, most in (("TOP_KS", 1, 10**6), ("TEMPERATURES", 0, 100), ("RERANKS", 0, 1)):
+        values = globals()[key]
+        kinds = (int, float) if key == "TEMPERATURES" else int
+        right = all(isinstance(x, kinds) and not isinstance(x, bool) and least <= x <= most for x in values)
+        if not values or not right or len(set(values)) < len(values):
+            takes = f"it takes one or more different numbers from {least} to {most}, such as"
+            raise UserError(f"{key} = {values!r}: {takes} {key}=(1,)")
+    if 1 in RERANKS and not RERANKER:
+        raise UserError("RERANKS has 1 and RERANKER is None: give a reranker or set RERANKS to (0,)")
+    if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
+        among = "is none of TOP_KS x TEMPERATURES x RERANKS"
+        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} {among}: take one of them, or BASELINE=random")
+
+
+def read_json(path):
+    """The records of HotpotQA's file, or one sentence."""
+    try:
+        records = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"DATASET: {path}: there is no such file") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"DATASET: {path} is no JSON ({first_line(error)})") from None
+    if not isinstance(records, list) or not records:
+        raise UserError(f"DATASET: {path} is not HotpotQA's: a list of questions is wanted")
+    return records
+
+
+def from_hotpot(records, where):
+    """(questions, corpus) of HotpotQA's distractor format, of the file or of the hub."""
+    questions = []
+    corpus = {}  # (title, text): row id
+    for number, record in enumerate(records, 1):
+        try:
+            context = record["context"]
+            if isinstance(context, dict):  # the hub's columns
+                context = list(zip(context["title"], context["sentences"]))
+            facts = record["supporting_facts"]
+            gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
+            gold = []
+            for title, sentences in context:
+                row = corpus.setdefault((title, "".join(sentences).strip()), len(corpus))
+                gold += [row] if title in gold_titles else []
+            about = {"type": record.get("type", ""), "level": record.get("level", "")}
+            asked = {"question": record["question"], "answer": record["answer"], **about}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            form = "HotpotQA's distractor format (question, answer, context, supporting_facts) is wanted"
+            raise UserError(f"{where}: record {number} is not HotpotQA's: {form}") from None
+        if len(gold) < len(gold_titles):
+            raise UserError(f"{where}: record {number} has supporting facts that are not in its context")
+        questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
+    return questions, [{"title": title, "text": text} for title, text in corpus]
+
+
+def from_folder(folder):
+    """(questions, corpus) of corpus.jsonl and questions.jsonl."""
+    paragraphs = {}
+    titles = {}
+    for name, columns in (("corpus", ("title", "text")), ("questions", ("question", "answer", "gold"))):
+        where = f"DATASET: {folder}/{name}.jsonl"
+        found = []
+        spec = {"path": f"{folder}/{name}.jsonl", "type": "jsonl"}
+        for number, record in read_records(spec, [], where):
+            lacks = [c for c in columns if not isinstance(record, dict) or not record.get(c)]
+            if lacks:
+                raise UserError(f"{where} line {number}: there is no {lacks[0]!r}; mend or delete the line")
+            found.append((number, record))
+        if name == "corpus":
+            for _, record in found:
+                row = paragraphs.setdefault((record["title"], record["text"]), len(paragraphs))
+                titles.setdefault(record["title"], []).append(row)
+    questions = []
+    for number, record in found:
+        missing = [title for title in record["gold"] if title not in titles]
+        if missing:
+            lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
+            raise UserError(f"{where} line {number}: {lacks}; add it, or delete the question")
+        gold = [row for title in record["gold"] for row in titles[title]]
+        about = {"type": record.get("type", ""), "level": record.get("level", "")}
+        asked = {key: record[key] for key in ("question", "answer")}
+        questions.append({**asked, **about, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
+    return questions, [{"title": title, "text": text} for title, text in paragraphs]
+
+
+def load_questions(say):
+    """(questions with their split, corpus) of DATASET; also written to OUTPUT_DIR/prep. A question asked
+    twice counts once, so that none of the test's is trained on."""
+    spec = DATASET if isinstance(DATASET, dict) else {}
+    kind, path = spec.get("type"), str(spec.get("path"))
+    if kind == "folder":
+        questions, corpus = from_folder(path)
+    elif kind == "hotpotqa":
+        questions, corpus = from_hotpot(read_json(path), f"DATASET: {path}")
+    elif kind == "hub":
+        records = (record for _, record in read_records(spec, [], f"DATASET: {path}"))
+        questions, corpus = from_hotpot(records, f"DATASET: {path}")
+    else:
+        takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}"
+        raise UserError(f"DATASET = {DATASET!r}: {takes}")
+    for row in questions:
+        for key in ("question", "answer"):
+            if not isinstance(row[key], str) or not row[key].strip():
+                wants = "a text that is not empty is wanted"
+                raise UserError(f"DATASET: {path}: {row['id']} has no {key}: {wants}")
+    questions = list({" ".join(words_of(row["question"])): row for row in reversed(questions)}.values())[::-1]
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
+    least = VALIDATION_QUESTIONS + TEST_QUESTIONS
+    if len(order) <= least:
+        todo = "lower VALIDATION_QUESTIONS and TEST_QUESTIONS, or raise SAMPLE"
+        raise UserError(f"{len(order)} questions leave none to train on beside {least}: {todo}")
+    questions = [questions[i] for i in order]
+    for number, row in enumerate(questions):
+        part = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
+        row["split"] = part
+    write_prep(questions, corpus)
+    say(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
+    return questions, corpus
+
+
+def write_prep(questions, corpus):
+    import pyarrow
+    import pyarrow.parquet
+
+    prep = Path(OUTPUT_DIR) / "prep"
+    prep.mkdir(parents=True, exist_ok=True)
+    numbered = [{**paragraph, "row_id": row} for row, paragraph in enumerate(corpus)]
+    columns = ("question", "answer", "gold_docs", "type", "level", "split")
+    asked = [{key: row[key] for key in columns} for row in questions]
+    for name, records in (("corpus", numbered), ("eval", asked)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), prep / f"{name}.parquet.tmp")
+        os.replace(prep / f"{name}.parquet.tmp", prep / f"{name}.parquet")
+
+
+# ================================================================ the table: every question x action x draw
+
+
+def part_digest(name):
+    """What a model is: its files' digests for a folder, name and commit for the hub."""
+    if name and Path(name).is_dir():
+        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
+    return [str(name)]
+
+
+def cache_path(corpus, generator):
+    """The parquet file of answers; its name changes with all that an answer depends on."""
+    commit = getattr(generator.model.config, "_commit_hash", None)
+    facts = [
+        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, RERANK_DEPTH,
+        MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return Path(CACHE_DIR) / f"answers_{digest}.parquet"
+
+
+def read_cache(path, say):
+    """{(question, top_k, temperature, rerank, draw): record} of what was answered before."""
+    import pyarrow.parquet
+
+    if not path.exists():
+        return {}
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+        return {tuple(record[key] for key in KEYS): record for record in records}
+    except Exception as error:  # pyarrow raises many kinds
+        say(f"WARNING: {path} cannot be read ({first_line(error)}): its answers are made again")
+        return {}
+
+
+KEYS = ("question", "top_k", "temperature", "rerank", "draw")
+
+
+def write_cache(path, known):
+    """All of it, whole or not at all."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(known.values())), tmp)
+        fsync(tmp)
+        os.replace(tmp, path)
+    except OSError as error:
+        tmp.unlink(missing_ok=True)
+        raise not_saved(path, error) from None
+
+
+def answer_block(qa, questions, missing):
+    """Records of the missing (top_k, temperature, rerank, draw) of a few questions, in batches of one top_k:
+    their prompts are about equally long."""
+    found = []
+    ranked = {}
+    rerank_seconds = 0.0
+    for rerank in sorted({rerank for _, _, rerank, _ in missing}):
+        started = time.perf_counter()
+        ranked[rerank] = qa.ranked(questions, rerank)
+        rerank_seconds = time.perf_counter() - started if rerank else 0.0
+    for top_k, temperature, draw in sorted({(k, t, draw) for k, t, _, draw in missing}):
+        sides = sorted({r for k, t, r, d in missing if (k, t, d) == (top_k, temperature, draw)})
+        asked = [(question, rerank) for rerank in sides for question in questions]
+        read = [prompt for rerank in sides for prompt in qa.read(questions, ranked[rerank], top_k)]
+        key = json.dumps([questions, sides, top_k, temperature, draw]).encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
+        started = time.perf_counter()
+        answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)
+        seconds = (time.perf_counter() - started) / len(asked)
+        for n, ((question, rerank), (_, fit), (text, tokens)) in enumerate(zip(asked, read, answers)):
+            ids = ranked[rerank][n % len(questions)][:top_k]
+            pairs = min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0
+            found.append({
+                "question": question, "top_k": top_k, "temperature": float(temperature), "rerank": rerank,
+                "draw": draw, "response": text, "tokens": tokens, "pairs": pairs, "paragraphs": ids,
+                "left_out": len(ids) - fit,
+                "seconds": seconds + (rerank_seconds / len(questions) if rerank else 0.0)})
+    return found
+
+
+def fill_table(questions, qa, say):
+    """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
+    that depend on nothing but the questions, each saved before the next begins."""
+    path = cache_path(qa.corpus, qa.generator)
+    known = read_cache(path, say)
+    actions = all_actions()
+    wanted = [(k, float(t), r, draw) for k, t, r in actions for draw in range(DRAWS if t > 0 else 1)]
+    texts = [row["question"] for row in questions]
+    blocks = [texts[n:n + QUESTIONS_AT_ONCE] for n in range(0, len(texts), QUESTIONS_AT_ONCE)]
+    todo = []
+    for block in blocks:
+        if missing := [key for key in wanted if any((text, *key) not in known for text in block)]:
+            todo.append((block, missing))
+    if todo:
+        say(f"Answering {len(texts)} questions under {len(actions)} actions once; kept in {path}")
+    started = time.perf_counter()
+    spoken = started
+    for number, (block, keys) in enumerate(tqdm(todo, unit="block", disable=not sys.stderr.isatty()), 1):
+        records = answer_block(qa, block, keys)
+        if not any(record["response"] for record in records):
+            nothing = f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts with a word"
+            raise UserError(f"{nothing}: does it fit PROMPT, and does it write within MAX_NEW_TOKENS?")
+        known.update({tuple(record[key] for key in KEYS): record for record in records})
+        write_cache(path, known)
+        if not sys.stderr.isatty() and time.perf_counter() - spoken > 15:
+            spoken = time.perf_counter()
+            left = (spoken - started) / number * (len(todo) - number)
+            say(f"answered {number} of {len(todo)} blocks, {tqdm.format_interval(left)} left")
+    return collect(questions, qa, actions, known, say)
+
+
+def collect(questions, qa, actions, known, say):
+    """The table as tensors (questions, actions, draws): responses, what was read, observations (questions,
+    len(OBSERVATION)), rows of each split."""
+    shape = (len(questions), len(actions), DRAWS)
+    read, seconds = torch.zeros(shape), torch.zeros(shape)
+    responses = []
+    left_out = 0
+    for q, row in enumerate(questions):
+        responses.append([])
+        for a, (top_k, temperature, rerank) in enumerate(actions):
+            draws = [d if temperature > 0 else 0 for d in range(DRAWS)]
+            records = [known[row["question"], top_k, float(temperature), rerank, d] for d in draws]
+            responses[q].append([record["response"] for record in records])
+            for d, record in enumerate(records):
+                read[q, a, d] = record["tokens"] / COST_TOKENS + record["pairs"] / COST_PAIRS
+                seconds[q, a, d] = record["seconds"]
+                left_out += record["left_out"] > 0
+        most = max(TOP_KS)
+        for rerank in RERANKS:
+            key = (row["question"], most, float(TEMPERATURES[0]), rerank, 0)
+            row[f"ranked_{rerank}"] = known[key]["paragraphs"]
+    if left_out:
+        limit = f"{qa.generator.limit} tokens"
+        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {limit}")
+    splits = {}
+    for split in ("train", "validation", "test"):
+        splits[split] = [q for q, row in enumerate(questions) if row["split"] == split]
+    observations = torch.stack([qa.observe(row["question"]) for row in questions])
+    return SimpleNamespace(
+        questions=questions, actions=actions, splits=splits, observations=observations, responses=responses,
+        read=read, seconds=seconds)
+
+
+# ================================================================ baselines, figures and pictures
+
+
+def recall_at(questions, rerank, top_k):
+    """Share of the gold paragraphs among the first top_k, mean over questions."""
+    shares = [share(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions]
+    return sum(shares) / len(shares)
+
+
+def split_means(table, actions):
+    """{split: {reward, em, f1, cost, seconds}} where each question gets actions[q]: weights of the actions,
+    (questions, actions), that sum to 1."""
+    found = {split: {"questions": len(rows)} for split, rows in table.splits.items()}
+    for key, part in {"reward": table.rewards, **table.parts}.items():
+        means = (part.double().mean(2) * actions).sum(1)  # (questions,)
+        for split, rows in table.splits.items():
+            found[split][key] = means[rows].mean().item()
+    return found
+
+
+def baseline_figures(table):
+    """What needs no training: fixed, random, the best fixed action of the training questions, the oracle
+    (the best action of each question, chosen after the fact), every action."""
+    count = len(table.actions)
+    one_hot = torch.eye(count, dtype=torch.float64)
+    everyone = torch.ones(len(table.questions), 1, dtype=torch.float64)
+    mean = table.rewards.double().mean(2)  # (questions, actions)
+    by_action = mean[table.splits["train"]].mean(0)
+    best = int(by_action.argmax())
+    named = [dict(zip(("top_k", "temperature", "rerank"), action)) for action in table.actions]
+    figures = {
+        "random": split_means(table, everyone / count),
+        "best_fixed": {"action": named[best], "index": best, **split_means(table, everyone * one_hot[best])},
+        "oracle": split_means(table, one_hot[mean.argmax(1)]),
+        "every_action": [
+            {"action": named[a], **split_means(table, everyone * one_hot[a])} for a in range(count)]}
+    if tuple(FIXED_ACTION) in table.actions:
+        fixed = table.actions.index(tuple(FIXED_ACTION))
+        figures["fixed"] = {"action": named[fixed], **split_means(table, everyone * one_hot[fixed])}
+    return figures
+
+
+def table_lines(table, figures, wanted):
+    """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
+    lines = ["Recall of the gold paragraphs, all questions:"]
+    for rerank in RERANKS:
+        shares = [f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS]
+        lines.append(f"  {'reranked' if rerank else 'BM25':10}" + "  ".join(shares))
+    cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
+    heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
+    lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
+    lines.append("  " + " " * 14 + "".join(f"{head:>12}" for head in heads))
+    mean = table.rewards.double().mean(2)
+    train = table.splits["train"]
+    for kind in sorted({table.questions[q]["type"] for q in train}):
+        rows = [q for q in train if table.questions[q]["type"] == kind]
+        means = mean[rows].mean(0)
+        best = int(means[cold].argmax())
+        cells = [f"{means[a]:.3f}{'*' if n == best else ' '}" for n, a in enumerate(cold)]
+        lines.append(f"  {kind or 'all':14}" + "".join(f"{cell:>12}" for cell in cells))
+    lines.append("Baselines on the test questions:")
+    for name in [*wanted, "best_fixed", "oracle"]:
+        figure = figures[name]["test"]
+        action = tuple(figures[name]["action"].values()) if "action" in figures[name] else ""
+        values = "  ".join(f"{key} {figure[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+        lines.append(f"  {name.replace('_', ' '):12}{values}  {action}")
+    return lines
+
+
+def bootstrap_interval(differences, resamples=10000):
+    """95% interval of the mean of paired differences (questions,), resampling questions."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(differences), (resamples, len(differences)), generator=generator)
+    means = differences[picks].mean(1).sort().values
+    return means[int(0.025 * resamples)].item(), means[int(0.975 * resamples) - 1].item()
+
+
+def test_figures(table, rows, actions, metrics, figures):
+    """The policy's figures on the test questions, beside the best fixed action of the training questions."""
+    mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
+    best = figures["best_fixed"]["index"]
+    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, best]
+    low, high = bootstrap_interval(gained)
+    figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
+    return {
+        "policy": metrics, **figure, "gain_over_best_fixed": gained.mean().item(), "interval": [low, high],
+        "share_of_oracle_gain": gained.mean().item() / max(
+            1e-9, figure["oracle"]["reward"] - figure["best_fixed"]["reward"])}
+
+
+def test_line(found):
+    policy, fixed = found["policy"], found["best_fixed"]
+    low, high = found["interval"]
+    values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+    gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+    oracle = f"{found['oracle']['reward']:.3f}"
+    return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
+
+
+def write_json(path, value):
+    tmp = path.with_name(path.name + ".tmp")
+    tmp.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(tmp, path)
+
+
+def read_csv(path):
+    """{column: array} of a log; empty where nothing was logged."""
+    import csv
+
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
+
+
+def draw_learning(folder, title, table, figures):
+    """rag_learning.png, from the logs alone: reward with baselines and oracle, what evaluation found, what
+    was chosen early and late, recall."""
+    from matplotlib.figure import Figure
+
+    train, held_out = (read_csv(folder / "logs" / name) for name in ("train_log.csv", "eval_log.csv"))
+    if not train:
+        return
+    figure = Figure(figsize=(16, 11), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(3, 3)
+    steps = train["step"].astype(int)
+    rewarded = train["reward"].astype(float)
+    window = 4 * N_STEPS
+    sums = np.cumsum(np.insert(rewarded, 0, 0.0))
+    begins = np.maximum(0, np.arange(1, len(rewarded) + 1) - window)
+    rolling = (sums[1:] - sums[begins]) / (np.arange(1, len(rewarded) + 1) - begins)
+    axis = axes[0, 0]
+    axis.plot(steps, rolling, label=f"training, mean of {window} episodes")
+    for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
+        if name in figures:
+            level = figures[name]["train"]["reward"]
+            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
+    axis.set(xlabel="update", ylabel="reward, training questions")
+    axis.legend(fontsize=8)
+    panels = [("reward", axes[0, 1]), ("em", axes[0, 2]), ("f1", axes[1, 0]), ("cost", axes[1, 1])]
+    for key, axis in panels:
+        for number, policy in enumerate(("greedy", "sampled")):
+            chosen = held_out["policy"] == policy
+            x, y = held_out["step"][chosen].astype(int), held_out[key][chosen].astype(float)
+            axis.plot(x, y, "o-", markersize=4, label=policy)
+        for number, name in enumerate(("best_fixed", "oracle"), 3):
+            level = figures[name]["validation"][key]
+            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
+        axis.set(xlabel="update", ylabel=f"{key}, validation questions")
+        axis.legend(fontsize=8)
+    tenth = max(1, len(steps) // 10)
+    parts = [("top_k", TOP_KS, axes[1, 2]), ("temperature", TEMPERATURES, axes[2, 0]),
+             ("rerank_on", RERANKS, axes[2, 1])]
+    for key, values, axis in parts:
+        chosen = train[key].astype(float)
+        for side, (label, part) in enumerate((("first", chosen[:tenth]), ("last", chosen[-tenth:]))):
+            shares = [(part == value).mean() for value in values]
+            axis.bar(np.arange(len(values)) + 0.4 * side, shares, 0.4, label=f"{label} tenth of the episodes")
+        axis.set_xticks(np.arange(len(values)) + 0.2, [str(value) for value in values])
+        axis.set(xlabel=key, ylabel="share of the episodes")
+        axis.legend(fontsize=8)
+    axis = axes[2, 2]
+    for rerank in RERANKS:
+        shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
+        axis.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
+    axis.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
+    axis.legend(fontsize=8)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.savefig(folder / "rag_learning.png.tmp", format="png", dpi=100)
+    os.replace(folder / "rag_learning.png.tmp", folder / "rag_learning.png")
+
+
+# ==== block: data and rewards
+# Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
+# copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
+import faulthandler
+import json
+import math
+import sys
+from numbers import Number
+from pathlib import Path
+
+import torch
+
+
+def load_rows(datasets, constant, limit=None):
+    """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output
+    column."""
+    rows = []
+    for spec in datasets:
+        if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
+            example = "{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}"
+            raise UserError(f"{constant}: a data set is a dict of texts, such as {example}, not {spec!r}")
+        where = f"{constant}: {spec.get('path')}"
+        columns = [c for c in (spec.get("input"), spec.get("output")) if c]
+        unknown = set(spec) - {"path", "type", "input", "output", "name", "split"}
+        if odd := unknown or {"path", "type", "input"} - set(spec):
+            has = "a data set has path, type, input and, if you like, output, name, split"
+            raise UserError(f"{where}: {has}; mend {sorted(odd)}")
+        before = len(rows)
+        for number, record in read_records(spec, columns, where):
+            rows.append(read_row(spec, record, columns, f"{where} line {number}"))
+            rows[-1]["id"] = f"{Path(spec['path']).name}:{number}"
+        if len(rows) == before:
+            raise UserError(f"{where}: the data set is empty")
+    return rows[:limit]
+
+
+def read_row(spec, record, columns, where):
+    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts."""
+    for column in columns:
+        if look_up(record, column) is None:
+            has = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise UserError(f"{where}: there is no value for column {column!r}; the row has {has}")
+    prompt = look_up(record, spec["input"])
+    if not isinstance(prompt, str) or not prompt.strip():
+        must = "must be a text that is not empty" + inside(prompt, "input", spec)
+        raise UserError(f"{where}: {spec['input']!r} {must}")
+    answer = look_up(record, spec["output"]) if spec.get("output") else None
+    golds = answer if isinstance(answer, list) else [answer]
+    if answer is not None and not (golds and all(map(is_plain, golds))):
+        must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+        held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+        raise UserError(f"{where}: {held}: write {must}, or delete the line")
+    golds = [str(gold) for gold in golds if gold is not None]
+    try:
+        "".join([prompt, *golds]).encode()
+    except UnicodeEncodeError:
+        half = "half of a surrogate pair, such as \\ud800, is no character"
+        raise UserError(f"{where}: {half}; mend or delete it") from None
+    return {"prompt": prompt, "answer": golds if isinstance(answer, list) else golds[0] if golds else None}
+
+
+def next_rows(rows, state, count):
+    """The next `count` rows or fewer at an epoch's end; each epoch has its own permutation. state has cursor,
+    epoch and order."""
+    if state.cursor == 0:
+        state.epoch += 1
+        generator = torch.Generator().manual_seed(SEED + state.epoch)
+        state.order = torch.randperm(len(rows), generator=generator)
+    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    state.cursor = (state.cursor + len(chosen)) % len(rows)
+    return [rows[i] for i in chosen]
+
+
+def look_up(record, path):
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
+    for head, rest in splits(path):
+        if isinstance(record, dict) and head in record:
+            return look_up(record[head], rest) if rest else record[head]
+
+
+def splits(path):
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
+    words = path.split(".")
+    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
+
+
+def is_plain(value):
+    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
+    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def inside(value, key, spec):
+    """Where a nested record stands in place of a text: how to name what is in it."""
+    names = [name for name in value if name] if isinstance(value, dict) else []
+    example = f"{spec[key]}.{names[0]}" if names else ""
+    return f", or name what is in it, such as {key!r}: {example!r}" if names else ""
+
+
+def read_records(spec, columns, where):
+    """(line number from 1, record) of one data set."""
+    if spec["type"] not in ("jsonl", "parquet", "hub"):
+        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
+    if spec["type"] != "hub" and not Path(spec["path"]).is_file():
+        raise UserError(f"{where}: there is no such file")
+    if spec["type"] == "jsonl":
+        with open(spec["path"], "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        yield number, json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:
+                    why = f"not a line of JSON ({getattr(error, 'msg', error)})"
+                    raise UserError(f"{where} line {number}: {why}; mend or delete it") from None
+        return
+    try:
+        if spec["type"] == "parquet":
+            import pyarrow.parquet
+
+            names = pyarrow.parquet.read_schema(spec["path"]).names
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
+            records = table.to_pylist()
+        else:
+            import datasets
+
+            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+    except Exception as error:  # both libraries raise many kinds
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
+    yield from enumerate(records, 1)
+
+
+def resolve_rewards(functions, constant):
+    """[(name, function, weight)] of names in rewards/ or functions."""
+    for pair in functions:
+        right = isinstance(pair, (tuple, list)) and len(pair) == 2
+        right = right and (callable(pair[0]) or isinstance(pair[0], str))
+        if not right or not isinstance(pair[1], (int, float)) or not math.isfinite(pair[1]):
+            takes = "it takes pairs (function, or its name in rewards/; weight)"
+            raise UserError(f"{constant}: {takes}, not {pair!r}")
+        if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
+            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
+    found = []
+    for function, weight in functions:
+        function = function if callable(function) else getattr(rewards, function)
+        found.append((getattr(function, "__name__", str(function)), function, weight))
+    return found
+
+
+def check_scores(name, values, count):
+    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    must = f"{name} must return {count} finite numbers, one a response; it returned"
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{must} {repr(values)[:100]}") from None
+    if numbers.shape != (count,) or not numbers.isfinite().all():
+        shape = str(len(numbers)) if numbers.dim() == 1 else f"a shape of {tuple(numbers.shape)}"
+        raise UserError(f"{must} {shape}, {int((~numbers.isfinite()).sum())} of them not finite")
+    return numbers
+
+
+_CALLING = []  # reward functions that are running, the outermost first
+
+
+def call_reward(name, function, prompts, responses, answers):
+    """What a reward function gives, checked, (rows,). What it raises goes on with a note that names it.
+    Scoring that takes longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside
+    Python."""
+    if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
+        # not sys.stderr, which a notebook or a test may have replaced by something without a file
+        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
+    _CALLING.append(name)
+    try:
+        values = function(prompts, responses, answers)
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
+            raise UserError(str(error)) from None  # what its data must have
+        if not hasattr(error, "__notes__"):  # the innermost function's name is enough
+            error.add_note(f"(raised by the reward function {name})")
+        raise
+    finally:
+        _CALLING.pop()
+        if not _CALLING:
+            faulthandler.cancel_dump_traceback_later()
+    return check_scores(name, values, len(responses))
+# ==== end of block: data and rewards
+
+
+# ==== block: the run
+# What a trainer does beside its algorithm: constants and errors, OUTPUT_DIR and its lock, checkpoints and
+# resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
+# in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
+import ast
+import csv
+import difflib
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+
+
+class UserError(Exception):
+    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+
+
+def constants():
+    """Every constant of this file, as it is now."""
+    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+
+
+def plain_name(value):
+    """What stands for a value that is not JSON: a function's name stays the same from run to run."""
+    return getattr(value, "__name__", repr(value))
+
+
+def printable(text):
+    """Text without control characters and terminal escapes: data and errors may hold them, and a terminal
+    obeys them."""
+    plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(plain)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def apply_overrides(words):
+    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in constants():
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
+        kind = type(globals()[key]).__name__
+        kind = str(globals()["__annotations__"].get(key, kind))  # such as "int | None"
+        value = text
+        if "str" not in kind or "None" in kind and text == "None":
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                value = {"true": True, "false": False}.get(text.lower(), text)
+        if "float" in kind and type(value) is int:
+            value = float(value)
+        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
+            raise UserError(f"{key}={text} does not fit: {takes}")
+        globals()[key] = value
+
+
+def check_constants():
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _LIMITS.items():
+        for key in keys.split():
+            value = globals()[key]
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
+                upper = f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} {upper}")
+    for key, value in constants().items():
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
+
+
+def find_device():
+    """The device that DEVICE names; auto takes the best there is."""
+    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
+    except (RuntimeError, AssertionError):
+        raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+
+
+def seed_everything(seed):
+    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
+    (a prompt shared by its responses) are added in whatever order the threads come, and no two runs are
+    equal, on the CPU either."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+
+def get_rng_state():
+    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    name, words, *rest = np.random.get_state()
+    numpy = (name, words.tolist(), *rest)
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+
+
+def set_rng_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+def fsync(path):
+    handle = os.open(path, os.O_RDONLY)  # works for folders too
+    os.fsync(handle)
+    os.close(handle)
+
+
+def file_digest(path):
+    with open(path, "rb") as file:
+        return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def not_saved(path, error):
+    full = shutil.disk_usage(path.parent).free < 2**26
+    why = "the disk is full" if full else first_line(error)
+    todo = "make room and start again, training goes on from the last good checkpoint"
+    return UserError(f"{path} could not be saved: {why}; {todo}")
+
+
+def write_folder(folder, fill, manifest=True):
+    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
+    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
+    old one back."""
+    tmp = folder.with_name(folder.name + ".tmp")
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir(parents=True)
+        fill(tmp)
+        if manifest:
+            digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
+            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
+        for path in [*tmp.rglob("*"), tmp]:
+            fsync(path)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(tmp, folder)
+        fsync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
+        shutil.rmtree(tmp, ignore_errors=True)
+        restore_folder(folder)
+        raise not_saved(folder, error) from None
+
+
+def restore_folder(folder):
+    """What write_folder() was about to replace when it was killed comes back."""
+    old = folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():
+        os.rename(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoint_fault(folder):
+    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        found = [p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"]
+        files = {str(p.relative_to(folder)): p for p in found}
+        for name in sorted({"training_state.pt", *manifest, *files}):
+            if name not in files or file_digest(files[name]) != manifest.get(name):
+                return f"{name} is {'not what was saved' if name in files else 'missing'}"
+            if folder.resolve() not in files[name].resolve().parents:
+                return f"{name} points out of the checkpoint"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"manifest.json: {error}"
+
+
+def list_checkpoints(output_dir):
+    """[(N, step_N/)] of a run, oldest first."""
+    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+
+
+def choose_checkpoint(resume, output_dir, say):
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
+    if resume not in ("ask", "yes", "no"):
+        if fault := checkpoint_fault(Path(resume)):
+            raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
+        return Path(resume)
+    found = list_checkpoints(output_dir) if resume != "no" else []
+    for _, folder in reversed(found):
+        if fault := checkpoint_fault(folder):
+            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+            continue
+        say(f"Found checkpoint: {folder}")
+        if resume == "yes" or not sys.stdin or not sys.stdin.isatty():
+            say("Resuming from it (RESUME=no starts afresh)")
+            return folder
+        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
+            pass
+        return folder if reply == "y" else None
+    if found:
+        afresh = f"start afresh with RESUME=no, which keeps the run in {output_dir}/old_<time>/"
+        raise UserError(f"no checkpoint in {output_dir} is whole: put a good copy back, or {afresh}")
+
+
+def move_aside(paths, output_dir, say):
+    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
+    if not paths:
+        return
+    old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
+    while old.exists():  # two within a second
+        old = old.with_name(old.name + "_")
+    old.mkdir()
+    for path in paths:
+        os.rename(path, old / path.name)
+    say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+
+
+def run_facts(device):
+    """Versions, git commit and device, for training_config.json."""
+    commit = None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+        commit = git.stdout.strip() or None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "git_commit": commit,
+        "threads": torch.get_num_threads(),
+        "device": name}
+
+
+def get_ways(model):
+    """What check_models() found, for a checkpoint: the same way after a resume, whatever the trained weights
+    would choose."""
+    return {key: getattr(model, key) for key in ("sampled_by", "scored_by") if hasattr(model, key)}
+
+
+def set_ways(model, ways):
+    for key in ("sampled_by", "scored_by"):
+        if key in (ways or {}):
+            setattr(model, key, ways[key])
+
+
+def read_metrics(path):
+    """The records of metrics.jsonl with their finite numbers; a line that is none, by a hand's or a disk's
+    doing, is left out."""
+    records = []
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
+            numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and abs(v) < 1e300}
+            if record.get("phase") in ("train", "eval") and "step" in numbers:
+                records.append({"phase": record["phase"], **numbers})
+    return records
+
+
+def draw_plot(records, path, title, panels):
+    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
+    from a dashed start."""
+    from matplotlib.figure import Figure
+
+    height = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(16, 0.8 + 3.4 * height))
+    inch = 1 / figure.get_figheight()
+    # matplotlib's own layouts draw everything twice
+    sides = {"left": 0.055, "right": 0.99, "bottom": 0.5 * inch, "top": 1 - 0.6 * inch}
+    figure.subplots_adjust(**sides, wspace=0.22, hspace=0.25)
+    figure.suptitle(title, y=1 - 0.2 * inch)
+    for number, (label, keys) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
+        axis.grid(alpha=0.3)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
+        for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
+            color = f"C{which}"
+            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+            if points and phase == "train":
+                x, y = np.array(points, dtype=float).T
+                window = max(1, len(y) // 12)
+                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+                axis.plot(x, y, color=color, alpha=0.25)
+                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
+            elif points:
+                style = {"color": color, "markersize": 5, "linewidth": 0.8}
+                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
+                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(f"{path}.tmp", format="png", dpi=100)
+    os.replace(f"{path}.tmp", path)
+
+
+def with_unit(key):
+    """A metric's name with its unit, for the plots."""
+    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats a token")}
+    unit = "s" if key.startswith("seconds/") else units.get(key)
+    return f"{key} ({unit})" if unit else key
+
+
+class Run:
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters.
+
+    The Trainer says what a checkpoint holds (keep), what the step it made was like (record) and how many
+    there are (total_steps). name is that of the plots; `files` are what a new start moves aside, beside
+    logs/; best_by are the metrics of an evaluation that best/ and patience follow, the first that is there;
+    later_of_equal: of equally good policies best/ keeps the later; `logs` are names of
+    csv files in logs/, for append()."""
+
+    saved = (  # of its attributes, in a checkpoint
+        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
+        "log_bytes", "wandb_id")
+
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+        self.name = name
+        self.device = device
+        self.files = ("step_*", "best", "training_*", f"{name}_*.png", *files)
+        self.best_by = best_by
+        self.later_of_equal = later_of_equal
+        self.csv_files = dict.fromkeys(logs)  # by name, open while training
+        self.step = 0  # steps done
+        self.total_steps = 0
+        self.evaluated_at = -1  # the step of the last evaluation
+        self.best_value = -math.inf  # the highest yet, whose policy is in best/
+        self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
+        self.evals_since_best = 0  # evaluations since then
+        self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
+        self.skipped = 0  # optimizer steps in a row that were not finite
+        self.log_bytes = {}
+        self.wandb_id = None
+        self.evaluation = {}  # the last one's metrics
+        self.stop_signal = None
+        self.last_word = None  # what finish() says in place of its own
+        self.times = {}
+        self.log = None
+        self.unlogged = []  # what was said before there was a log file
+        self.wandb = None
+        self.bar = None
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.folder = Path(OUTPUT_DIR)
+        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, thread_local=False)
+        if self.folder.is_dir():
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        self.checkpoint = choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say)
+        seed_everything(SEED)
+
+    # ------------------------------------------------------------ what the Trainer calls
+
+    def keep(self, state, models, optimizers, tokenizer):
+        """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
+        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
+        model. Where a checkpoint is resumed from, state and optimizers become what it holds."""
+        self.state = state
+        self.models = models
+        self.optimizers = optimizers
+        self.tokenizer = tokenizer
+        if self.checkpoint:
+            self.load_checkpoint(self.checkpoint)
+
+    @contextmanager
+    def opened(self, headline):
+        """Around the whole of training: OUTPUT_DIR ready, its files open, signals caught; at the end a
+        checkpoint."""
+        self.open_files(headline)
+        handlers = self.catch_signals()
+        try:
+            yield self
+            self.save()
+            self.finish()
+        finally:
+            self.bar.close()
+            self.lock.release()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def goes_on(self):
+        """Whether another step is to be done."""
+        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
+        return not self.stop_signal and not out_of_patience and self.step < self.total_steps
+
+    def steps(self, evaluate, until=math.inf):
+        """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
+        evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
+        if self.evaluated_at < 0 and self.goes_on():
+            if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+                alone = f"evaluates before and after the {self.total_steps} steps alone"
+                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} {alone}")
+            self.evaluate(evaluate)
+        self.clock = (time.perf_counter(), self.step)
+        while self.goes_on() and self.step < until:
+            yield self.step
+            last = self.step in (until, self.total_steps)
+            if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
+                self.evaluate(evaluate)
+            if SAVE_EVERY_N_STEPS and self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:
+                self.save()
+
+    @contextmanager
+    def timed(self, what):
+        """Count the seconds of the block as seconds/<what> of this step."""
+        started = time.perf_counter()
+        yield
+        self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
+
+    def record(self, metrics, count, samples, line, unit="tokens"):
+        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
+        second, some of its responses in samples.jsonl, its line on the terminal."""
+        self.step += 1
+        seconds = {f"seconds/{what}": value for what, value in self.times.items()}
+        speed = {f"{unit}_per_second": count / sum(self.times.values())}
+        self.write_metrics("train", {**metrics, **speed, **seconds})
+        self.times = {}
+        for sample in samples:
+            self.samples_file.write(json.dumps({"step": self.step, **sample}) + "\n")
+        self.samples_file.flush()
+        started, first = self.clock
+        left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
+        self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
+
+    def append(self, name, rows):
+        """Rows, dicts of the same keys, to one of the csv logs, each with the step before them."""
+        writer = csv.DictWriter(self.csv_files[name], ["step", *rows[0]])
+        if not self.csv_files[name].tell():
+            writer.writeheader()
+        writer.writerows({"step": self.step, **row} for row in rows)
+        self.csv_files[name].flush()
+
+    def show(self, line, progress):
+        """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
+        self.bar.total = self.total_steps
+        self.bar.set_description_str(line, refresh=False)
+        self.bar.update(self.step - self.bar.n)
+        self.say(f"{line}  {progress}", terminal=self.bar.disable)
+
+    def say(self, text, terminal=True):
+        """One line to the terminal, above the bar, and to the log file."""
+        text = printable(text)
+        if terminal:
+            tqdm.write(text)
+            sys.stdout.flush()
+        if self.log:
+            self.log.write(text + "\n")
+            self.log.flush()
+        else:
+            self.unlogged.append(text)
+
+    def write_metrics(self, phase, metrics):
+        # NaN is not JSON
+        metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.metrics_file.write(json.dumps({"phase": phase, "step": self.step, **metrics}) + "\n")
+        self.metrics_file.flush()
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+
+    def count_skipped(self, finite, ids):
+        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
+        prompts are named, and five in a row end the run."""
+        if finite:
+            self.skipped = 0
+            return
+        self.skipped += 1
+        prompts = " ".join(sorted(set(ids)))
+        what = "loss or gradient not finite, optimizer step skipped"
+        self.say(f"WARNING: step {self.step + 1}: {what}; prompts {prompts}")
+        if self.skipped == 5:
+            todo = "lower LEARNING_RATE, or look at the prompts named in the log"
+            raise UserError(f"five optimizer steps in a row were not finite: {todo}")
+
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
+
+    def save(self):
+        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        folder = self.folder / f"step_{self.step}"
+        if folder.exists():
+            return
+        self.say(f"Saving {folder}")
+        write_folder(folder, self.fill_checkpoint)
+        for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
+            shutil.rmtree(old)
+        self.draw_plots()
+
+    # ------------------------------------------------------------ evaluation
+
+    def evaluate(self, evaluate):
+        """Log what evaluate() finds, keep the best policy, count patience."""
+        started = time.perf_counter()
+        metrics = evaluate()
+        self.evaluated_at = self.step
+        self.evaluation = metrics
+        if not metrics:
+            if self.step == 0:
+                self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
+            return
+        self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
+        shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
+        self.say(f"step {self.step}, held out: " + "  ".join(shown))
+        value = next((metrics[key] for key in self.best_by if key in metrics), None)
+        if value is None:
+            raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
+        self.count_patience(value)
+        if value > self.best_value or self.later_of_equal and value == self.best_value:
+            self.best_value = value
+            write_folder(self.folder / "best", lambda folder: self.fill_best(folder, metrics), manifest=False)
+
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
+        if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
+            self.patience_value = value
+            self.evals_since_best = 0
+            return
+        self.evals_since_best += 1
+        if self.evals_since_best % PLATEAU_PATIENCE == 0:
+            self.halvings += 1
+
+    def save_model(self, model, folder):
+        for part in filter(None, (model, self.tokenizer)):
+            part.save_pretrained(folder)
+
+    def fill_best(self, folder, metrics):
+        self.save_model(self.models["policy"], folder / "policy")
+        (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
+
+    # ------------------------------------------------------------ files
+
+    def take_lock(self):
+        """Held until the process ends, however it ends. Another run that wants the folder is told who has
+        it."""
+        owner = self.folder / ".lock_owner"
+        try:
+            self.lock.acquire()
+        except filelock.Timeout:
+            who = owner.read_text().strip() if owner.exists() else "?"
+            if who == str(os.getpid()):
+                return  # another trainer of this very process
+            used = f"is in use by another run (process {who})"
+            todo = "wait for it, stop it, or set another OUTPUT_DIR"
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} {used}: {todo}") from None
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, PermissionError):
+                raise
+            return  # a file system without locks
+        owner.write_text(str(os.getpid()))
+
+    def open_files(self, headline):
+        """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the
+        files."""
+        logs = self.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        if not self.lock.is_locked:
+            self.take_lock()
+        for pattern in ("step_*.tmp", "best.tmp", "*.png.tmp"):  # what a kill left half written
+            for stale in self.folder.glob(pattern):
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
+            # a broken checkpoint beyond this one, or one of a future given up, would be found by the next
+            # resume
+            beyond = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+            move_aside(beyond, OUTPUT_DIR, self.say)
+            self.cut_logs(logs)
+        else:
+            earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
+            move_aside(earlier + [logs] * any(logs.iterdir()), OUTPUT_DIR, self.say)
+            logs.mkdir(exist_ok=True)
+            self.log_bytes = {}
+        names = [name for name in self.log_bytes if name.startswith("training_")]
+        names.append(time.strftime("training_%Y%m%d_%H%M%S.log"))
+        self.log = open(logs / names[0], "a")
+        self.metrics_file = open(logs / "metrics.jsonl", "a")
+        self.samples_file = open(logs / "samples.jsonl", "a")
+        self.csv_files = {name: open(logs / name, "a", newline="") for name in self.csv_files}
+        self.log.writelines(text + "\n" for text in self.unlogged)
+        config = {"constants": constants(), **run_facts(self.device)}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        if USE_WANDB:
+            import wandb
+
+            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
+            self.wandb_id = self.wandb.id
+        self.say(headline)
+        self.bar = tqdm(
+            total=self.total_steps, initial=self.step, disable=not sys.stderr.isatty(), dynamic_ncols=True,
+            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started = time.perf_counter()
+        self.clock = (self.started, self.step)
+
+    def cut_logs(self, logs):
+        """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
+        for name, size in self.log_bytes.items():
+            path = logs / name
+            has = path.stat().st_size if path.exists() else 0
+            if has > size:
+                os.truncate(path, size)
+            elif has < size:
+                lost = f"has lost {size - has} bytes since the checkpoint"
+                self.say(f"WARNING: {path} {lost}; what they said is gone")
+
+    def fill_checkpoint(self, folder):
+        for name, model in self.models.items():
+            self.save_model(model, folder / name)
+        files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
+        logs = [Path(file.name) for file in files]
+        for path in logs:
+            fsync(path)
+        self.log_bytes = {path.name: path.stat().st_size for path in logs}
+        torch.save({
+            "trainer": self.name,
+            "run": {key: getattr(self, key) for key in self.saved},
+            "state": vars(self.state),
+            "ways": {name: get_ways(model) for name, model in self.models.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "rng": [get_rng_state()],
+        }, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
+
+    def load_checkpoint(self, folder):
+        """State, optimizers and generators as they were; the models were loaded from the same folder."""
+        try:  # weights_only: nothing in the file is run
+            saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+            then = json.loads((folder / "config.json").read_text())
+            self.check_state(saved, then)
+        except Exception as error:
+            todo = f"take a checkpoint that this version of {Path(__file__).name} made"
+            what = f"{folder}/training_state.pt or config.json cannot be used ({first_line(error)})"
+            raise UserError(f"{what}: {todo}") from None
+        now, before = getattr(self.state, "prompts", None), saved["state"].get("prompts")
+        if now != before:
+            made = f"{folder} was made with {before} training prompts, TRAIN_DATASETS now gives {now}"
+            raise UserError(f"{made}: a resumed run needs the same data (RESUME=no starts afresh)")
+        for key in self.saved:
+            setattr(self, key, saved["run"][key])
+        vars(self.state).update(saved["state"])
+        for name, model in self.models.items():  # as the run began, whatever check_models() sees now
+            set_ways(model, saved["ways"].get(name))
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(saved["optimizers"][name])
+            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
+        set_rng_state(saved["rng"][0])
+        constants_now = json.loads(json.dumps(constants(), default=plain_name))
+        for key in sorted({*then, *constants_now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
+            if then.get(key) != constants_now.get(key):
+                change = f"{key} was {then.get(key)!r}, is {constants_now.get(key)!r}"
+                self.say(f"Changed since the checkpoint: {change}")
+
+    def check_state(self, saved, then):
+        """Raise ValueError where a file is not what fill_checkpoint() writes: it may come from anywhere."""
+        known = {"run": {key: getattr(self, key) for key in self.saved}, "state": vars(self.state)}
+        parts = {"trainer", "run", "state", "ways", "optimizers", "rng"}
+        right = isinstance(then, dict) and set(saved) == parts
+        right = right and saved["trainer"] == self.name and set(saved["optimizers"]) == set(self.optimizers)
+        for part, values in known.items():
+            right = right and set(saved[part]) == set(values)
+            kinds = {key: type(value) for key, value in values.items() if value is not None}
+            right = right and all(isinstance(saved[part][key], kind) for key, kind in kinds.items())
+        if not right or not all(isinstance(way, dict) for way in saved["ways"].values()):
+            raise ValueError("it is no state of this trainer")
+
+    def draw_plots(self):
+        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
+        records = read_metrics(self.metrics_file.name)
+        if not records:
+            return
+        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        every = [(with_unit(key), [key]) for key in keys]
+        own = [(with_unit(label), keys) for label, keys in self.panels]
+        title = f"{self.title}: every metric"
+        draw_plot(records, self.folder / "training_metrics_detailed.png", title, every)
+        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, own)
+
+    # ------------------------------------------------------------ the end
+
+    def catch_signals(self):
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        def handler(number, frame):
+            if self.stop_signal and number == signal.SIGINT:
+                os._exit(130)
+            self.stop_signal = number
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+
+        if threading.current_thread() is not threading.main_thread():
+            return {}  # there signals are somebody else's
+        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def finish(self):
+        best = self.folder / "best/policy"
+        kept = f"best policy: {best}"
+        if not best.exists():
+            last = f"{self.folder}/step_{self.step}/policy"
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
+        why = "No better evaluation for a while: stopped early"
+        if self.stop_signal:
+            why = "Stopped"
+            kept = "run again to go on"
+        elif self.step == self.total_steps:
+            why = "Done"
+        seconds = time.perf_counter() - self.started
+        said = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
+        said = f"{said}. Plots: {OUTPUT_DIR}/*.png; {kept}"
+        self.say(said if self.stop_signal or not self.last_word else self.last_word)
+        if self.wandb:
+            self.wandb.finish()
+
+
+def run_main(trainer_class):
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
+    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
+    1."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
+        sys.exit(130)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        # torch has no type for it on the CPU
+        on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        out_of_memory = on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        of_a_reward = hasattr(error, "__notes__")
+        if of_a_reward or not out_of_memory and not isinstance(error, (UserError, OSError)):
+            raise
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+        elif out_of_memory:
+            less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
+            text = f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
+        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
+        sys.exit(2)
+# ==== end of block: the run
+
+
+
+def train_main():
+    run_main(RAGTrainer)
+
+
+if __name__ == "__main__":
+    train_main()
