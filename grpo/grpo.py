@@ -1,8 +1,6 @@
-"""GRPO and its family for language models, in one file: actor, reference where it is wanted, rewards; no
-critic.
+"""GRPO and its family for language models, in one file: actor, rewards, a reference if wanted; no critic.
 
-GROUP_SIZE responses to a prompt are each other's baseline (Shao et al. 2024, arXiv 2402.03300). With score
-s_i,
+GROUP_SIZE responses to a prompt, of scores s_i, are each other's baseline (Shao et al. 2024, 2402.03300):
 
     A_i   = (s_i - mean of its group) / (std + 1e-4)  std of group, batch, or none (SCALE_REWARDS), ddof 1;
                                                       LEAVE_ONE_OUT: minus the others' mean (RLOO, 2402.14740)
@@ -40,12 +38,14 @@ sampling       sampling_logprobs; rollout, generate       the schedule   learnin
 A constant is one more line above; _LIMITS may hold its range.
 """
 import math
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+import torch  # noqa: E402
 from transformers import AutoModelForCausalLM
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)

@@ -31,12 +31,14 @@ sampling       sampling_logprobs; rollout, generate       the schedule   learnin
 A constant is one more line above; _LIMITS may hold its range.
 """
 import math
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)

@@ -46,6 +46,7 @@ A constant is one more line above; _LIMITS may hold its range.
 """
 import hashlib
 import math
+import os
 import shutil
 import sys
 import time
@@ -53,7 +54,8 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)

@@ -81,10 +81,10 @@ def run_script(path, *words, cwd=ROOT, **options):
 @pytest.fixture
 def started(monkeypatch, capsys):
     """started("ppo/ppo.py", "KEY=value", ...): what run_script() gives, without the seconds that a process
-    takes to begin."""
-    def run(path, *words):
+    takes to begin; shrink=False leaves SMALL out."""
+    def run(path, *words, shrink=True):
         script = load_script(path)
-        monkeypatch.setattr(sys, "argv", [path, *words_of(path, *words)])
+        monkeypatch.setattr(sys, "argv", [path, *(words_of(path, *words) if shrink else words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             script.train_main()

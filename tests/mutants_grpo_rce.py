@@ -418,7 +418,7 @@ MUTANTS = [
     (RCE, "apart[-1] > 1e-3:", "apart[-1] > 1e3:",
      IN_RCE + "a_model_that_scores_otherwise_than_it_answers_is_refused"),
     (RCE, "if mined_with.get(key) != facts[key]:", "if False:",
-     IN_RCE + "parts_mined_under_other_constants_are_refused_and_a_broken_part_is_mined_again"),
+     IN_RCE + "parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again"),
     (RCE, "if self.run.checkpoint:  # perhaps", "if False:  # perhaps",
      IN_RCE + "candidates_of_a_round_given_up_are_put_aside"),
 

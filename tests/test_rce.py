@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, run_script, small, untimed, walk)
+    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, small, untimed, walk)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -56,10 +56,10 @@ def command(*words):
     ]
 
 
-def run(*words):
-    return subprocess.run(
-        command(*words), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240
-    )
+@pytest.fixture
+def run(started):
+    """run("KEY=value", ...): the program, begun in this process."""
+    return lambda *words: started("rce/rce.py", *(f"{k}={v}" for k, v in SMALL.items()), *words)
 
 
 def candidate(hard, soft=0.0, gt_prob=0.0, source=("sample",), temperature=(1.0,), **more):
@@ -858,7 +858,8 @@ def words(out, **more):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    done = run(*words(out, KEEP_LAST_N_CHECKPOINTS=99))
+    plain = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
+    done = subprocess.run(command(*words(out, KEEP_LAST_N_CHECKPOINTS=99)), **plain)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -905,7 +906,7 @@ MOMENTS = {  # when the run is killed
     "number, moment",
     [*((signal.SIGKILL, moment) for moment in MOMENTS), (signal.SIGTERM, "while it mines again")],
 )
-def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, tmp_path, moment, number):
+def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, run, tmp_path, moment, number):
     out = tmp_path / "run"
     process = subprocess.Popen(
         command(*words(out)),
@@ -988,17 +989,18 @@ def test_the_second_round_is_mined_with_the_policy_so_far(unbroken, rce):
         assert [c["logprob"] for c in records] == pytest.approx(want, abs=8 * NATS)
 
 
-def test_stage_by_stage_is_the_same_as_all_at_once(tmp_path):
+def test_stage_by_stage_is_the_same_as_all_at_once(run, tmp_path):
     a, b = tmp_path / "all", tmp_path / "stages"
+    rarely = {"ROUNDS": 1, "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 0}
     for out, stage in ((a, "all"), (b, "mine"), (b, "check"), (b, "train")):
-        done = run(*words(out, ROUNDS=1, STAGE=stage))
+        done = run(*words(out, **rarely, STAGE=stage))
         assert done.returncode == 0, done.stderr
     last = max(int(p.name[5:]) for p in a.glob("step_*"))
     assert (a / f"step_{last}/policy/model.safetensors").read_bytes() == (
         b / f"step_{last}/policy/model.safetensors"
     ).read_bytes()
     # another training on the same candidates keeps them and puts the first one aside
-    done = run(*words(b, ROUNDS=1, STAGE="train", RESUME="no", TAU=1.0))
+    done = run(*words(b, **rarely, STAGE="train", RESUME="no", TAU=1.0))
     assert (
         done.returncode == 0
         and (b / "candidates_round_1.parquet").exists()
@@ -1006,7 +1008,7 @@ def test_stage_by_stage_is_the_same_as_all_at_once(tmp_path):
     ), done.stderr
 
 
-def test_going_back_to_an_earlier_checkpoint_puts_later_candidates_aside(unbroken, tmp_path):
+def test_going_back_to_an_earlier_checkpoint_puts_later_candidates_aside(unbroken, run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
     boundary = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "mine"][1]["step"]
@@ -1019,7 +1021,7 @@ def test_going_back_to_an_earlier_checkpoint_puts_later_candidates_aside(unbroke
     assert_same_run(unbroken, out)
 
 
-def test_parts_mined_under_other_constants_are_refused_and_a_broken_part_is_mined_again(rce, mined, tmp_path):
+def test_parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again(rce, mined, run, tmp_path):
     out = tmp_path / "run"
     script = rce(STAGE="mine")
     trainer = script.RCETrainer()
@@ -1040,7 +1042,7 @@ def test_parts_mined_under_other_constants_are_refused_and_a_broken_part_is_mine
     assert pq.read_table(out / "candidates_round_1.parquet").equals(pq.read_table(mined))
 
 
-def test_candidates_changed_under_a_run_are_refused(rce, tmp_path, mined):
+def test_candidates_changed_under_a_run_are_refused(run, tmp_path):
     out = tmp_path / "run"
     assert run(*words(out, ROUNDS=1, MAX_STEPS=2)).returncode == 0
     path = out / "candidates_round_1.parquet"
@@ -1049,7 +1051,7 @@ def test_candidates_changed_under_a_run_are_refused(rce, tmp_path, mined):
     assert done.returncode == 2 and "is not the file this run was trained on" in done.stderr
 
 
-def test_more_rounds_go_on_from_a_finished_run(unbroken, tmp_path):
+def test_more_rounds_go_on_from_a_finished_run(unbroken, run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
     done = run(*words(out))
@@ -1083,7 +1085,7 @@ def test_errors_are_one_sentence(rce, word, says):
         script.RCETrainer().train()
 
 
-def test_an_error_at_the_command_line_is_one_sentence_and_exit_code_2(tmp_path):
+def test_an_error_at_the_command_line_is_one_sentence_and_exit_code_2(run, tmp_path):
     done = run(f"OUTPUT_DIR={tmp_path / 'run'}", "STAGE=train")
     assert done.returncode == 2 and "run STAGE=mine first" in done.stderr and "Traceback" not in done.stderr
 
@@ -1107,32 +1109,10 @@ def test_data_without_answers_is_said_to_need_them(rce):
     )
 
 
-def test_grpo_goes_on_from_its_checkpoint(unbroken, tmp_path):
+def test_grpo_goes_on_from_its_checkpoint(unbroken, started, tmp_path):
     out = tmp_path / "run"
-    done = run_script("grpo/grpo.py", f"ACTOR_MODEL={unbroken / 'best/policy'}", f"OUTPUT_DIR={out}")
+    done = started("grpo/grpo.py", f"ACTOR_MODEL={unbroken / 'best/policy'}", f"OUTPUT_DIR={out}")
     assert done.returncode == 0 and (out / "step_2/policy/model.safetensors").exists(), done.stderr
-
-
-def test_the_file_and_rewards_alone_are_a_working_trainer(tmp_path):
-    shutil.copy(ROOT / "rce/rce.py", tmp_path)
-    shutil.copytree(ROOT / "rewards", tmp_path / "rewards")
-    data = f"[{{'path': '{TINY}/train.jsonl', 'type': 'jsonl', 'input': 'problem', 'output': 'solution'}}]"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "rce.py",
-            *(f"{k}={v}" for k, v in SMALL.items()),
-            f"ACTOR_MODEL={TINY}/policy",
-            f"TRAIN_DATASETS={data}",
-            f"EVAL_DATASETS={data}",
-            "MAX_STEPS=1",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0 and (tmp_path / "checkpoints/rce/step_1/policy").exists(), done.stderr
 
 
 # ---------------------------------------------------------------- what an audit found

@@ -248,14 +248,14 @@ def test_what_a_reward_raises_is_never_taken_for_the_machines(error, of_a_reward
         PPO.run_main(Trainer)
 
 
-def test_a_reward_function_that_fails_ends_the_program_and_the_run_goes_on_without(tmp_path):
+def test_a_reward_function_that_fails_ends_the_program_and_the_run_goes_on_without(started, tmp_path):
     words = [f"OUTPUT_DIR={tmp_path}/run", "SAVE_EVERY_N_STEPS=1"]
     faulty = "REWARD_FUNCTIONS=[('exact_answer', 1.0), ('em_score', 1.0)]"  # em_score takes other arguments
     done = run_script("ppo/ppo.py", *words, faulty)
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "\nTypeError: em_score() takes" in done.stderr
     assert done.stderr.endswith("\n(raised by the reward function em_score)\n")
-    assert run_script("ppo/ppo.py", *words).returncode == 0
+    assert started("ppo/ppo.py", *words).returncode == 0
 
 
 # ---------------------------------------------------------------- what is printed
