@@ -36,13 +36,16 @@ the actions    TOP_KS, TEMPERATURES, RERANKS         a plot         self.run.pan
 what is seen   OBSERVATION, observe                  a part of QA   Retriever, Reranker, Prompts, Generator
 """
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
-import torch
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedModel
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
@@ -566,654 +569,6 @@ class RAGTrainer:
 
     def draw(self):
         draw_learning(self.run.folder, self.run.title, self.table, self.figures)
-
-# ================================================================ the QA system: replace any part by your own
-
-
-class Retriever:
-    """BM25 over titles and texts, by the library bm25s."""
-
-    def __init__(self, corpus):
-        import bm25s
-
-        self.tokenize = bm25s.tokenize
-        texts = [f"{paragraph['title']} {paragraph['text']}" for paragraph in corpus]
-        self.index = bm25s.BM25()
-        self.index.index(self.tokenize(texts, return_ids=False, show_progress=False), show_progress=False)
-
-    def search(self, question, count):
-        """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier."""
-        words, = self.tokenize([question], return_ids=False, show_progress=False)
-        scores = self.index.get_scores(words)
-        ids = np.argsort(-scores, kind="stable")[:count]
-        return ids.tolist(), scores[ids]
-
-
-class Reranker:
-    """A cross-encoder: one score for a question and a paragraph read together."""
-
-    def __init__(self, name, device):
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        self.tokenizer = load_part(AutoTokenizer, name, "RERANKER")
-        self.model = load_part(AutoModelForSequenceClassification, name, "RERANKER", dtype=torch_dtype())
-        self.model = self.model.to(device).eval()
-        if self.model.config.num_labels != 1:
-            has = f"has {self.model.config.num_labels} labels, a reranker one"
-            raise UserError(f"RERANKER = {name!r} {has}: give a cross-encoder such as ms-marco-MiniLM")
-
-    @torch.no_grad()
-    def scores(self, pairs):
-        """Scores of (question, paragraph text) pairs, (pairs,), read in the order of their length."""
-        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][1]))
-        found = torch.zeros(len(pairs))
-        for start in range(0, len(pairs), 64):
-            chunk = order[start:start + 64]
-            questions, texts = zip(*(pairs[n] for n in chunk))
-            limit = {"truncation": "only_second", "max_length": min(512, self.tokenizer.model_max_length)}
-            read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
-            found[chunk] = self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
-        return found
-
-
-class Prompts:
-    """Builds what the generator reads: every paragraph that fits, in order, and says how many did not."""
-
-    def __init__(self, tokenizer, limit):
-        self.tokenizer = tokenizer
-        self.limit = limit  # tokens
-
-    def build(self, question, paragraphs):
-        """(prompt, how many of the paragraphs stand in it)."""
-        fit = len(paragraphs)
-        if self.length(self.fill(question, paragraphs)) > self.limit:
-            least = 0
-            while least < fit:  # the most that fit, by bisection
-                middle = (least + fit + 1) // 2
-                fits = self.length(self.fill(question, paragraphs[:middle])) <= self.limit
-                least = middle if fits else least
-                fit = fit if fits else middle - 1
-        return self.fill(question, paragraphs[:fit]), fit
-
-    def fill(self, question, paragraphs):
-        contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
-        prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
-        if self.tokenizer.chat_template:
-            said = [{"role": "user", "content": prompt}]
-            prompt = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        return prompt
-
-    def length(self, prompt):
-        return len(self.tokenizer(prompt)["input_ids"])
-
-
-class Generator:
-    """Short answers by any seq2seq or causal model of transformers."""
-
-    def __init__(self, name, device):
-        from transformers import (
-            AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig)
-
-        config = load_part(AutoConfig, name, "GENERATOR")
-        self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
-        kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
-        self.tokenizer = load_part(AutoTokenizer, name, "GENERATOR", padding_side="left")
-        self.model = load_part(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
-        if self.tokenizer.eos_token_id is None:
-            raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        own = self.model.generation_config
-        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
-        # The model's own top-k, top-p and penalties stay out: a temperature means what it says
-        self.model.generation_config = GenerationConfig(
-            eos_token_id=ends, pad_token_id=self.tokenizer.pad_token_id, max_new_tokens=MAX_NEW_TOKENS,
-            decoder_start_token_id=own.decoder_start_token_id, bos_token_id=own.bos_token_id)
-        room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
-        room = room if self.reads_apart else room - MAX_NEW_TOKENS
-        self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
-
-    @torch.no_grad()
-    def answers(self, prompts, temperature, seed):
-        """[(text, tokens read and written)] of the prompts; sampled from the seed above temperature 0."""
-        read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-        read = read.to(self.model.device)
-        heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            wrote = self.model.generate(**read, **heat)
-        begin = 1 if self.reads_apart else read["input_ids"].shape[1]
-        wrote = wrote[:, begin:]
-        lengths = (wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)
-        texts = self.tokenizer.batch_decode(wrote, skip_special_tokens=True)
-        texts = [text.strip().split("\n")[0].strip() for text in texts]
-        return list(zip(texts, lengths.tolist()))
-
-
-class QASystem:
-    """Retriever, reranker, prompts and generator over one corpus [{"title", "text"}]."""
-
-    def __init__(self, corpus, device):
-        self.corpus = corpus
-        self.retriever = Retriever(corpus)
-        self.reranker = Reranker(RERANKER, device) if RERANKER and 1 in RERANKS else None
-        self.generator = Generator(GENERATOR, device)
-        self.prompts = Prompts(self.generator.tokenizer, self.generator.limit)
-        self.vocabulary = {word for p in corpus for word in words_of(f"{p['title']} {p['text']}")}
-
-    def observe(self, question):
-        """The observation of a question, a tensor (len(OBSERVATION),)."""
-        ids, scores = self.retriever.search(question, 20)
-        paragraphs = [self.corpus[i] for i in ids]
-        return torch.from_numpy(observe(question, scores, paragraphs, self.vocabulary))
-
-    def ranked(self, questions, rerank):
-        """Ids of each question's paragraphs, best first, as many as the largest action may read."""
-        depth = max(TOP_KS)
-        if not rerank:
-            return [self.retriever.search(question, depth)[0] for question in questions]
-        found = [self.retriever.search(question, max(depth, RERANK_DEPTH))[0] for question in questions]
-        pairs = []
-        for question, ids in zip(questions, found):
-            paragraphs = [self.corpus[i] for i in ids[:RERANK_DEPTH]]
-            pairs += [(question, f"{p['title']}: {p['text']}") for p in paragraphs]
-        scores = self.reranker.scores(pairs)
-        ranked = []
-        for ids in found:
-            head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
-            own, scores = scores[:len(head)], scores[len(head):]
-            order = own.argsort(descending=True, stable=True).tolist()
-            ranked.append(([head[n] for n in order] + tail)[:depth])
-        return ranked
-
-    def read(self, questions, ranked, top_k):
-        """[(prompt, how many of top_k paragraphs stand in it)]."""
-        both = zip(questions, ranked)
-        return [self.prompts.build(question, [self.corpus[i] for i in ids[:top_k]]) for question, ids in both]
-
-    def answer(self, question, action):
-        """The answer to one question under (top_k, temperature, rerank)."""
-        top_k, temperature, rerank = action
-        (prompt, _), = self.read([question], self.ranked([question], rerank), top_k)
-        return self.generator.answers([prompt], temperature, SEED)[0][0]
-
-
-def torch_dtype():
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
-
-
-def load_part(kind, name, constant, **options):
-    """kind.from_pretrained(name), or one sentence."""
-    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
-        raise UserError(f"{constant} = {name!r}: there is no such folder")
-    try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # transformers and the hub raise many kinds
-        give = "give a folder or a hub name that this machine can reach"
-        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
-
-
-def load_policy(folder):
-    return load_part(Policy, str(folder), "RESUME")
-
-
-# ================================================================ questions
-
-
-def check_actions():
-    """Refuse an empty or impossible list of actions before anything is read."""
-    for key, least, most in (("TOP_KS", 1, 10**6), ("TEMPERATURES", 0, 100), ("RERANKS", 0, 1)):
-        values = globals()[key]
-        kinds = (int, float) if key == "TEMPERATURES" else int
-        right = all(isinstance(x, kinds) and not isinstance(x, bool) and least <= x <= most for x in values)
-        if not values or not right or len(set(values)) < len(values):
-            takes = f"it takes one or more different numbers from {least} to {most}, such as"
-            raise UserError(f"{key} = {values!r}: {takes} {key}=(1,)")
-    if 1 in RERANKS and not RERANKER:
-        raise UserError("RERANKS has 1 and RERANKER is None: give a reranker or set RERANKS to (0,)")
-    if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
-        among = "is none of TOP_KS x TEMPERATURES x RERANKS"
-        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} {among}: take one of them, or BASELINE=random")
-
-
-def read_json(path):
-    """The records of HotpotQA's file, or one sentence."""
-    try:
-        records = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise UserError(f"DATASET: {path}: there is no such file") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"DATASET: {path} is no JSON ({first_line(error)})") from None
-    if not isinstance(records, list) or not records:
-        raise UserError(f"DATASET: {path} is not HotpotQA's: a list of questions is wanted")
-    return records
-
-
-def from_hotpot(records, where):
-    """(questions, corpus) of HotpotQA's distractor format, of the file or of the hub."""
-    questions = []
-    corpus = {}  # (title, text): row id
-    for number, record in enumerate(records, 1):
-        try:
-            context = record["context"]
-            if isinstance(context, dict):  # the hub's columns
-                context = list(zip(context["title"], context["sentences"]))
-            facts = record["supporting_facts"]
-            gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
-            gold = []
-            for title, sentences in context:
-                row = corpus.setdefault((title, "".join(sentences).strip()), len(corpus))
-                gold += [row] if title in gold_titles else []
-            about = {"type": record.get("type", ""), "level": record.get("level", "")}
-            asked = {"question": record["question"], "answer": record["answer"], **about}
-        except (KeyError, TypeError, ValueError, AttributeError):
-            form = "HotpotQA's distractor format (question, answer, context, supporting_facts) is wanted"
-            raise UserError(f"{where}: record {number} is not HotpotQA's: {form}") from None
-        if len(gold) < len(gold_titles):
-            raise UserError(f"{where}: record {number} has supporting facts that are not in its context")
-        questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
-    return questions, [{"title": title, "text": text} for title, text in corpus]
-
-
-def from_folder(folder):
-    """(questions, corpus) of corpus.jsonl and questions.jsonl."""
-    paragraphs = {}
-    titles = {}
-    for name, columns in (("corpus", ("title", "text")), ("questions", ("question", "answer", "gold"))):
-        where = f"DATASET: {folder}/{name}.jsonl"
-        found = []
-        spec = {"path": f"{folder}/{name}.jsonl", "type": "jsonl"}
-        for number, record in read_records(spec, [], where):
-            lacks = [c for c in columns if not isinstance(record, dict) or not record.get(c)]
-            if lacks:
-                raise UserError(f"{where} line {number}: there is no {lacks[0]!r}; mend or delete the line")
-            found.append((number, record))
-        if name == "corpus":
-            for _, record in found:
-                row = paragraphs.setdefault((record["title"], record["text"]), len(paragraphs))
-                titles.setdefault(record["title"], []).append(row)
-    questions = []
-    for number, record in found:
-        missing = [title for title in record["gold"] if title not in titles]
-        if missing:
-            lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
-            raise UserError(f"{where} line {number}: {lacks}; add it, or delete the question")
-        gold = [row for title in record["gold"] for row in titles[title]]
-        about = {"type": record.get("type", ""), "level": record.get("level", "")}
-        asked = {key: record[key] for key in ("question", "answer")}
-        questions.append({**asked, **about, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
-    return questions, [{"title": title, "text": text} for title, text in paragraphs]
-
-
-def load_questions(say):
-    """(questions with their split, corpus) of DATASET; also written to OUTPUT_DIR/prep. A question asked
-    twice counts once, so that none of the test's is trained on."""
-    spec = DATASET if isinstance(DATASET, dict) else {}
-    kind, path = spec.get("type"), str(spec.get("path"))
-    if kind == "folder":
-        questions, corpus = from_folder(path)
-    elif kind == "hotpotqa":
-        questions, corpus = from_hotpot(read_json(path), f"DATASET: {path}")
-    elif kind == "hub":
-        records = (record for _, record in read_records(spec, [], f"DATASET: {path}"))
-        questions, corpus = from_hotpot(records, f"DATASET: {path}")
-    else:
-        takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}"
-        raise UserError(f"DATASET = {DATASET!r}: {takes}")
-    for row in questions:
-        for key in ("question", "answer"):
-            if not isinstance(row[key], str) or not row[key].strip():
-                wants = "a text that is not empty is wanted"
-                raise UserError(f"DATASET: {path}: {row['id']} has no {key}: {wants}")
-    questions = list({" ".join(words_of(row["question"])): row for row in reversed(questions)}.values())[::-1]
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
-    least = VALIDATION_QUESTIONS + TEST_QUESTIONS
-    if len(order) <= least:
-        todo = "lower VALIDATION_QUESTIONS and TEST_QUESTIONS, or raise SAMPLE"
-        raise UserError(f"{len(order)} questions leave none to train on beside {least}: {todo}")
-    questions = [questions[i] for i in order]
-    for number, row in enumerate(questions):
-        part = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
-        row["split"] = part
-    write_prep(questions, corpus)
-    say(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
-    return questions, corpus
-
-
-def write_prep(questions, corpus):
-    import pyarrow
-    import pyarrow.parquet
-
-    prep = Path(OUTPUT_DIR) / "prep"
-    prep.mkdir(parents=True, exist_ok=True)
-    numbered = [{**paragraph, "row_id": row} for row, paragraph in enumerate(corpus)]
-    columns = ("question", "answer", "gold_docs", "type", "level", "split")
-    asked = [{key: row[key] for key in columns} for row in questions]
-    for name, records in (("corpus", numbered), ("eval", asked)):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), prep / f"{name}.parquet.tmp")
-        os.replace(prep / f"{name}.parquet.tmp", prep / f"{name}.parquet")
-
-
-# ================================================================ the table: every question x action x draw
-
-
-def part_digest(name):
-    """What a model is: its files' digests for a folder, name and commit for the hub."""
-    if name and Path(name).is_dir():
-        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
-        return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
-    return [str(name)]
-
-
-def cache_path(corpus, generator):
-    """The parquet file of answers; its name changes with all that an answer depends on."""
-    commit = getattr(generator.model.config, "_commit_hash", None)
-    facts = [
-        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, RERANK_DEPTH,
-        MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return Path(CACHE_DIR) / f"answers_{digest}.parquet"
-
-
-def read_cache(path, say):
-    """{(question, top_k, temperature, rerank, draw): record} of what was answered before."""
-    import pyarrow.parquet
-
-    if not path.exists():
-        return {}
-    try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
-        return {tuple(record[key] for key in KEYS): record for record in records}
-    except Exception as error:  # pyarrow raises many kinds
-        say(f"WARNING: {path} cannot be read ({first_line(error)}): its answers are made again")
-        return {}
-
-
-KEYS = ("question", "top_k", "temperature", "rerank", "draw")
-
-
-def write_cache(path, known):
-    """All of it, whole or not at all."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(known.values())), tmp)
-        fsync(tmp)
-        os.replace(tmp, path)
-    except OSError as error:
-        tmp.unlink(missing_ok=True)
-        raise not_saved(path, error) from None
-
-
-def answer_block(qa, questions, missing):
-    """Records of the missing (top_k, temperature, rerank, draw) of a few questions, in batches of one top_k:
-    their prompts are about equally long."""
-    found = []
-    ranked = {}
-    rerank_seconds = 0.0
-    for rerank in sorted({rerank for _, _, rerank, _ in missing}):
-        started = time.perf_counter()
-        ranked[rerank] = qa.ranked(questions, rerank)
-        rerank_seconds = time.perf_counter() - started if rerank else 0.0
-    for top_k, temperature, draw in sorted({(k, t, draw) for k, t, _, draw in missing}):
-        sides = sorted({r for k, t, r, d in missing if (k, t, d) == (top_k, temperature, draw)})
-        asked = [(question, rerank) for rerank in sides for question in questions]
-        read = [prompt for rerank in sides for prompt in qa.read(questions, ranked[rerank], top_k)]
-        key = json.dumps([questions, sides, top_k, temperature, draw]).encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
-        started = time.perf_counter()
-        answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)
-        seconds = (time.perf_counter() - started) / len(asked)
-        for n, ((question, rerank), (_, fit), (text, tokens)) in enumerate(zip(asked, read, answers)):
-            ids = ranked[rerank][n % len(questions)][:top_k]
-            pairs = min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0
-            found.append({
-                "question": question, "top_k": top_k, "temperature": float(temperature), "rerank": rerank,
-                "draw": draw, "response": text, "tokens": tokens, "pairs": pairs, "paragraphs": ids,
-                "left_out": len(ids) - fit,
-                "seconds": seconds + (rerank_seconds / len(questions) if rerank else 0.0)})
-    return found
-
-
-def fill_table(questions, qa, say):
-    """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
-    that depend on nothing but the questions, each saved before the next begins."""
-    path = cache_path(qa.corpus, qa.generator)
-    known = read_cache(path, say)
-    actions = all_actions()
-    wanted = [(k, float(t), r, draw) for k, t, r in actions for draw in range(DRAWS if t > 0 else 1)]
-    texts = [row["question"] for row in questions]
-    blocks = [texts[n:n + QUESTIONS_AT_ONCE] for n in range(0, len(texts), QUESTIONS_AT_ONCE)]
-    todo = []
-    for block in blocks:
-        if missing := [key for key in wanted if any((text, *key) not in known for text in block)]:
-            todo.append((block, missing))
-    if todo:
-        say(f"Answering {len(texts)} questions under {len(actions)} actions once; kept in {path}")
-    started = time.perf_counter()
-    spoken = started
-    for number, (block, keys) in enumerate(tqdm(todo, unit="block", disable=not sys.stderr.isatty()), 1):
-        records = answer_block(qa, block, keys)
-        if not any(record["response"] for record in records):
-            nothing = f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts with a word"
-            raise UserError(f"{nothing}: does it fit PROMPT, and does it write within MAX_NEW_TOKENS?")
-        known.update({tuple(record[key] for key in KEYS): record for record in records})
-        write_cache(path, known)
-        if not sys.stderr.isatty() and time.perf_counter() - spoken > 15:
-            spoken = time.perf_counter()
-            left = (spoken - started) / number * (len(todo) - number)
-            say(f"answered {number} of {len(todo)} blocks, {tqdm.format_interval(left)} left")
-    return collect(questions, qa, actions, known, say)
-
-
-def collect(questions, qa, actions, known, say):
-    """The table as tensors (questions, actions, draws): responses, what was read, observations (questions,
-    len(OBSERVATION)), rows of each split."""
-    shape = (len(questions), len(actions), DRAWS)
-    read, seconds = torch.zeros(shape), torch.zeros(shape)
-    responses = []
-    left_out = 0
-    for q, row in enumerate(questions):
-        responses.append([])
-        for a, (top_k, temperature, rerank) in enumerate(actions):
-            draws = [d if temperature > 0 else 0 for d in range(DRAWS)]
-            records = [known[row["question"], top_k, float(temperature), rerank, d] for d in draws]
-            responses[q].append([record["response"] for record in records])
-            for d, record in enumerate(records):
-                read[q, a, d] = record["tokens"] / COST_TOKENS + record["pairs"] / COST_PAIRS
-                seconds[q, a, d] = record["seconds"]
-                left_out += record["left_out"] > 0
-        most = max(TOP_KS)
-        for rerank in RERANKS:
-            key = (row["question"], most, float(TEMPERATURES[0]), rerank, 0)
-            row[f"ranked_{rerank}"] = known[key]["paragraphs"]
-    if left_out:
-        limit = f"{qa.generator.limit} tokens"
-        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {limit}")
-    splits = {}
-    for split in ("train", "validation", "test"):
-        splits[split] = [q for q, row in enumerate(questions) if row["split"] == split]
-    observations = torch.stack([qa.observe(row["question"]) for row in questions])
-    return SimpleNamespace(
-        questions=questions, actions=actions, splits=splits, observations=observations, responses=responses,
-        read=read, seconds=seconds)
-
-
-# ================================================================ baselines, figures and pictures
-
-
-def recall_at(questions, rerank, top_k):
-    """Share of the gold paragraphs among the first top_k, mean over questions."""
-    shares = [share(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions]
-    return sum(shares) / len(shares)
-
-
-def split_means(table, actions):
-    """{split: {reward, em, f1, cost, seconds}} where each question gets actions[q]: weights of the actions,
-    (questions, actions), that sum to 1."""
-    found = {split: {"questions": len(rows)} for split, rows in table.splits.items()}
-    for key, part in {"reward": table.rewards, **table.parts}.items():
-        means = (part.double().mean(2) * actions).sum(1)  # (questions,)
-        for split, rows in table.splits.items():
-            found[split][key] = means[rows].mean().item()
-    return found
-
-
-def baseline_figures(table):
-    """What needs no training: fixed, random, the best fixed action of the training questions, the oracle
-    (the best action of each question, chosen after the fact), every action."""
-    count = len(table.actions)
-    one_hot = torch.eye(count, dtype=torch.float64)
-    everyone = torch.ones(len(table.questions), 1, dtype=torch.float64)
-    mean = table.rewards.double().mean(2)  # (questions, actions)
-    by_action = mean[table.splits["train"]].mean(0)
-    best = int(by_action.argmax())
-    named = [dict(zip(("top_k", "temperature", "rerank"), action)) for action in table.actions]
-    figures = {
-        "random": split_means(table, everyone / count),
-        "best_fixed": {"action": named[best], "index": best, **split_means(table, everyone * one_hot[best])},
-        "oracle": split_means(table, one_hot[mean.argmax(1)]),
-        "every_action": [
-            {"action": named[a], **split_means(table, everyone * one_hot[a])} for a in range(count)]}
-    if tuple(FIXED_ACTION) in table.actions:
-        fixed = table.actions.index(tuple(FIXED_ACTION))
-        figures["fixed"] = {"action": named[fixed], **split_means(table, everyone * one_hot[fixed])}
-    return figures
-
-
-def table_lines(table, figures, wanted):
-    """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
-    lines = ["Recall of the gold paragraphs, all questions:"]
-    for rerank in RERANKS:
-        shares = [f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS]
-        lines.append(f"  {'reranked' if rerank else 'BM25':10}" + "  ".join(shares))
-    cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
-    heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
-    lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
-    lines.append("  " + " " * 14 + "".join(f"{head:>12}" for head in heads))
-    mean = table.rewards.double().mean(2)
-    train = table.splits["train"]
-    for kind in sorted({table.questions[q]["type"] for q in train}):
-        rows = [q for q in train if table.questions[q]["type"] == kind]
-        means = mean[rows].mean(0)
-        best = int(means[cold].argmax())
-        cells = [f"{means[a]:.3f}{'*' if n == best else ' '}" for n, a in enumerate(cold)]
-        lines.append(f"  {kind or 'all':14}" + "".join(f"{cell:>12}" for cell in cells))
-    lines.append("Baselines on the test questions:")
-    for name in [*wanted, "best_fixed", "oracle"]:
-        figure = figures[name]["test"]
-        action = tuple(figures[name]["action"].values()) if "action" in figures[name] else ""
-        values = "  ".join(f"{key} {figure[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-        lines.append(f"  {name.replace('_', ' '):12}{values}  {action}")
-    return lines
-
-
-def bootstrap_interval(differences, resamples=10000):
-    """95% interval of the mean of paired differences (questions,), resampling questions."""
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(differences), (resamples, len(differences)), generator=generator)
-    means = differences[picks].mean(1).sort().values
-    return means[int(0.025 * resamples)].item(), means[int(0.975 * resamples) - 1].item()
-
-
-def test_figures(table, rows, actions, metrics, figures):
-    """The policy's figures on the test questions, beside the best fixed action of the training questions."""
-    mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
-    best = figures["best_fixed"]["index"]
-    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, best]
-    low, high = bootstrap_interval(gained)
-    figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
-    return {
-        "policy": metrics, **figure, "gain_over_best_fixed": gained.mean().item(), "interval": [low, high],
-        "share_of_oracle_gain": gained.mean().item() / max(
-            1e-9, figure["oracle"]["reward"] - figure["best_fixed"]["reward"])}
-
-
-def test_line(found):
-    policy, fixed = found["policy"], found["best_fixed"]
-    low, high = found["interval"]
-    values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-    gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
-    oracle = f"{found['oracle']['reward']:.3f}"
-    return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
-
-
-def write_json(path, value):
-    tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(tmp, path)
-
-
-def read_csv(path):
-    """{column: array} of a log; empty where nothing was logged."""
-    import csv
-
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
-
-
-def draw_learning(folder, title, table, figures):
-    """rag_learning.png, from the logs alone: reward with baselines and oracle, what evaluation found, what
-    was chosen early and late, recall."""
-    from matplotlib.figure import Figure
-
-    train, held_out = (read_csv(folder / "logs" / name) for name in ("train_log.csv", "eval_log.csv"))
-    if not train:
-        return
-    figure = Figure(figsize=(16, 11), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(3, 3)
-    steps = train["step"].astype(int)
-    rewarded = train["reward"].astype(float)
-    window = 4 * N_STEPS
-    sums = np.cumsum(np.insert(rewarded, 0, 0.0))
-    begins = np.maximum(0, np.arange(1, len(rewarded) + 1) - window)
-    rolling = (sums[1:] - sums[begins]) / (np.arange(1, len(rewarded) + 1) - begins)
-    axis = axes[0, 0]
-    axis.plot(steps, rolling, label=f"training, mean of {window} episodes")
-    for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
-        if name in figures:
-            level = figures[name]["train"]["reward"]
-            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
-    axis.set(xlabel="update", ylabel="reward, training questions")
-    axis.legend(fontsize=8)
-    panels = [("reward", axes[0, 1]), ("em", axes[0, 2]), ("f1", axes[1, 0]), ("cost", axes[1, 1])]
-    for key, axis in panels:
-        for number, policy in enumerate(("greedy", "sampled")):
-            chosen = held_out["policy"] == policy
-            x, y = held_out["step"][chosen].astype(int), held_out[key][chosen].astype(float)
-            axis.plot(x, y, "o-", markersize=4, label=policy)
-        for number, name in enumerate(("best_fixed", "oracle"), 3):
-            level = figures[name]["validation"][key]
-            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
-        axis.set(xlabel="update", ylabel=f"{key}, validation questions")
-        axis.legend(fontsize=8)
-    tenth = max(1, len(steps) // 10)
-    parts = [("top_k", TOP_KS, axes[1, 2]), ("temperature", TEMPERATURES, axes[2, 0]),
-             ("rerank_on", RERANKS, axes[2, 1])]
-    for key, values, axis in parts:
-        chosen = train[key].astype(float)
-        for side, (label, part) in enumerate((("first", chosen[:tenth]), ("last", chosen[-tenth:]))):
-            shares = [(part == value).mean() for value in values]
-            axis.bar(np.arange(len(values)) + 0.4 * side, shares, 0.4, label=f"{label} tenth of the episodes")
-        axis.set_xticks(np.arange(len(values)) + 0.2, [str(value) for value in values])
-        axis.set(xlabel=key, ylabel="share of the episodes")
-        axis.legend(fontsize=8)
-    axis = axes[2, 2]
-    for rerank in RERANKS:
-        shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
-        axis.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
-    axis.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
-    axis.legend(fontsize=8)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    figure.savefig(folder / "rag_learning.png.tmp", format="png", dpi=100)
-    os.replace(folder / "rag_learning.png.tmp", folder / "rag_learning.png")
-
 
 # ==== block: data and rewards
 # Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
@@ -2170,6 +1525,653 @@ def run_main(trainer_class):
         sys.exit(2)
 # ==== end of block: the run
 
+
+# ================================================================ the QA system: replace any part by your own
+
+
+class Retriever:
+    """BM25 over titles and texts, by the library bm25s."""
+
+    def __init__(self, corpus):
+        import bm25s
+
+        self.tokenize = bm25s.tokenize
+        texts = [f"{paragraph['title']} {paragraph['text']}" for paragraph in corpus]
+        self.index = bm25s.BM25()
+        self.index.index(self.tokenize(texts, return_ids=False, show_progress=False), show_progress=False)
+
+    def search(self, question, count):
+        """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier."""
+        words, = self.tokenize([question], return_ids=False, show_progress=False)
+        scores = self.index.get_scores(words)
+        ids = np.argsort(-scores, kind="stable")[:count]
+        return ids.tolist(), scores[ids]
+
+
+class Reranker:
+    """A cross-encoder: one score for a question and a paragraph read together."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.tokenizer = load_part(AutoTokenizer, name, "RERANKER")
+        self.model = load_part(AutoModelForSequenceClassification, name, "RERANKER", dtype=torch_dtype())
+        self.model = self.model.to(device).eval()
+        if self.model.config.num_labels != 1:
+            has = f"has {self.model.config.num_labels} labels, a reranker one"
+            raise UserError(f"RERANKER = {name!r} {has}: give a cross-encoder such as ms-marco-MiniLM")
+
+    @torch.no_grad()
+    def scores(self, pairs):
+        """Scores of (question, paragraph text) pairs, (pairs,), read in the order of their length."""
+        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][1]))
+        found = torch.zeros(len(pairs))
+        for start in range(0, len(pairs), 64):
+            chunk = order[start:start + 64]
+            questions, texts = zip(*(pairs[n] for n in chunk))
+            limit = {"truncation": "only_second", "max_length": min(512, self.tokenizer.model_max_length)}
+            read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
+            found[chunk] = self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
+        return found
+
+
+class Prompts:
+    """Builds what the generator reads: every paragraph that fits, in order, and says how many did not."""
+
+    def __init__(self, tokenizer, limit):
+        self.tokenizer = tokenizer
+        self.limit = limit  # tokens
+
+    def build(self, question, paragraphs):
+        """(prompt, how many of the paragraphs stand in it)."""
+        fit = len(paragraphs)
+        if self.length(self.fill(question, paragraphs)) > self.limit:
+            least = 0
+            while least < fit:  # the most that fit, by bisection
+                middle = (least + fit + 1) // 2
+                fits = self.length(self.fill(question, paragraphs[:middle])) <= self.limit
+                least = middle if fits else least
+                fit = fit if fits else middle - 1
+        return self.fill(question, paragraphs[:fit]), fit
+
+    def fill(self, question, paragraphs):
+        contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
+        prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
+        if self.tokenizer.chat_template:
+            said = [{"role": "user", "content": prompt}]
+            prompt = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        return prompt
+
+    def length(self, prompt):
+        return len(self.tokenizer(prompt)["input_ids"])
+
+
+class Generator:
+    """Short answers by any seq2seq or causal model of transformers."""
+
+    def __init__(self, name, device):
+        from transformers import (
+            AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig)
+
+        config = load_part(AutoConfig, name, "GENERATOR")
+        self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
+        kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
+        self.tokenizer = load_part(AutoTokenizer, name, "GENERATOR", padding_side="left")
+        self.model = load_part(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        own = self.model.generation_config
+        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
+        # The model's own top-k, top-p and penalties stay out: a temperature means what it says
+        self.model.generation_config = GenerationConfig(
+            eos_token_id=ends, pad_token_id=self.tokenizer.pad_token_id, max_new_tokens=MAX_NEW_TOKENS,
+            decoder_start_token_id=own.decoder_start_token_id, bos_token_id=own.bos_token_id)
+        room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+        room = room if self.reads_apart else room - MAX_NEW_TOKENS
+        self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
+
+    @torch.no_grad()
+    def answers(self, prompts, temperature, seed):
+        """[(text, tokens read and written)] of the prompts; sampled from the seed above temperature 0."""
+        read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        read = read.to(self.model.device)
+        heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            wrote = self.model.generate(**read, **heat)
+        begin = 1 if self.reads_apart else read["input_ids"].shape[1]
+        wrote = wrote[:, begin:]
+        lengths = (wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)
+        texts = self.tokenizer.batch_decode(wrote, skip_special_tokens=True)
+        texts = [text.strip().split("\n")[0].strip() for text in texts]
+        return list(zip(texts, lengths.tolist()))
+
+
+class QASystem:
+    """Retriever, reranker, prompts and generator over one corpus [{"title", "text"}]."""
+
+    def __init__(self, corpus, device):
+        self.corpus = corpus
+        self.retriever = Retriever(corpus)
+        self.reranker = Reranker(RERANKER, device) if RERANKER and 1 in RERANKS else None
+        self.generator = Generator(GENERATOR, device)
+        self.prompts = Prompts(self.generator.tokenizer, self.generator.limit)
+        self.vocabulary = {word for p in corpus for word in words_of(f"{p['title']} {p['text']}")}
+
+    def observe(self, question):
+        """The observation of a question, a tensor (len(OBSERVATION),)."""
+        ids, scores = self.retriever.search(question, 20)
+        paragraphs = [self.corpus[i] for i in ids]
+        return torch.from_numpy(observe(question, scores, paragraphs, self.vocabulary))
+
+    def ranked(self, questions, rerank):
+        """Ids of each question's paragraphs, best first, as many as the largest action may read."""
+        depth = max(TOP_KS)
+        if not rerank:
+            return [self.retriever.search(question, depth)[0] for question in questions]
+        found = [self.retriever.search(question, max(depth, RERANK_DEPTH))[0] for question in questions]
+        pairs = []
+        for question, ids in zip(questions, found):
+            paragraphs = [self.corpus[i] for i in ids[:RERANK_DEPTH]]
+            pairs += [(question, f"{p['title']}: {p['text']}") for p in paragraphs]
+        scores = self.reranker.scores(pairs)
+        ranked = []
+        for ids in found:
+            head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
+            own, scores = scores[:len(head)], scores[len(head):]
+            order = own.argsort(descending=True, stable=True).tolist()
+            ranked.append(([head[n] for n in order] + tail)[:depth])
+        return ranked
+
+    def read(self, questions, ranked, top_k):
+        """[(prompt, how many of top_k paragraphs stand in it)]."""
+        both = zip(questions, ranked)
+        return [self.prompts.build(question, [self.corpus[i] for i in ids[:top_k]]) for question, ids in both]
+
+    def answer(self, question, action):
+        """The answer to one question under (top_k, temperature, rerank)."""
+        top_k, temperature, rerank = action
+        (prompt, _), = self.read([question], self.ranked([question], rerank), top_k)
+        return self.generator.answers([prompt], temperature, SEED)[0][0]
+
+
+def torch_dtype():
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
+
+
+def load_part(kind, name, constant, **options):
+    """kind.from_pretrained(name), or one sentence."""
+    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
+        raise UserError(f"{constant} = {name!r}: there is no such folder")
+    try:
+        return kind.from_pretrained(name, **options)
+    except Exception as error:  # transformers and the hub raise many kinds
+        give = "give a folder or a hub name that this machine can reach"
+        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
+
+
+def load_policy(folder):
+    return load_part(Policy, str(folder), "RESUME")
+
+
+# ================================================================ questions
+
+
+def check_actions():
+    """Refuse an empty or impossible list of actions before anything is read."""
+    for key, least, most in (("TOP_KS", 1, 10**6), ("TEMPERATURES", 0, 100), ("RERANKS", 0, 1)):
+        values = globals()[key]
+        kinds = (int, float) if key == "TEMPERATURES" else int
+        right = all(isinstance(x, kinds) and not isinstance(x, bool) and least <= x <= most for x in values)
+        if not values or not right or len(set(values)) < len(values):
+            takes = f"it takes one or more different numbers from {least} to {most}, such as"
+            raise UserError(f"{key} = {values!r}: {takes} {key}=(1,)")
+    if 1 in RERANKS and not RERANKER:
+        raise UserError("RERANKS has 1 and RERANKER is None: give a reranker or set RERANKS to (0,)")
+    if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
+        among = "is none of TOP_KS x TEMPERATURES x RERANKS"
+        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} {among}: take one of them, or BASELINE=random")
+
+
+def read_json(path):
+    """The records of HotpotQA's file, or one sentence."""
+    try:
+        records = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"DATASET: {path}: there is no such file") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"DATASET: {path} is no JSON ({first_line(error)})") from None
+    if not isinstance(records, list) or not records:
+        raise UserError(f"DATASET: {path} is not HotpotQA's: a list of questions is wanted")
+    return records
+
+
+def from_hotpot(records, where):
+    """(questions, corpus) of HotpotQA's distractor format, of the file or of the hub."""
+    questions = []
+    corpus = {}  # (title, text): row id
+    for number, record in enumerate(records, 1):
+        try:
+            context = record["context"]
+            if isinstance(context, dict):  # the hub's columns
+                context = list(zip(context["title"], context["sentences"]))
+            facts = record["supporting_facts"]
+            gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
+            gold = []
+            for title, sentences in context:
+                row = corpus.setdefault((title, "".join(sentences).strip()), len(corpus))
+                gold += [row] if title in gold_titles else []
+            about = {"type": record.get("type", ""), "level": record.get("level", "")}
+            asked = {"question": record["question"], "answer": record["answer"], **about}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            form = "HotpotQA's distractor format (question, answer, context, supporting_facts) is wanted"
+            raise UserError(f"{where}: record {number} is not HotpotQA's: {form}") from None
+        if len(gold) < len(gold_titles):
+            raise UserError(f"{where}: record {number} has supporting facts that are not in its context")
+        questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
+    return questions, [{"title": title, "text": text} for title, text in corpus]
+
+
+def from_folder(folder):
+    """(questions, corpus) of corpus.jsonl and questions.jsonl."""
+    paragraphs = {}
+    titles = {}
+    for name, columns in (("corpus", ("title", "text")), ("questions", ("question", "answer", "gold"))):
+        where = f"DATASET: {folder}/{name}.jsonl"
+        found = []
+        spec = {"path": f"{folder}/{name}.jsonl", "type": "jsonl"}
+        for number, record in read_records(spec, [], where):
+            lacks = [c for c in columns if not isinstance(record, dict) or not record.get(c)]
+            if lacks:
+                raise UserError(f"{where} line {number}: there is no {lacks[0]!r}; mend or delete the line")
+            found.append((number, record))
+        if name == "corpus":
+            for _, record in found:
+                row = paragraphs.setdefault((record["title"], record["text"]), len(paragraphs))
+                titles.setdefault(record["title"], []).append(row)
+    questions = []
+    for number, record in found:
+        missing = [title for title in record["gold"] if title not in titles]
+        if missing:
+            lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
+            raise UserError(f"{where} line {number}: {lacks}; add it, or delete the question")
+        gold = [row for title in record["gold"] for row in titles[title]]
+        about = {"type": record.get("type", ""), "level": record.get("level", "")}
+        asked = {key: record[key] for key in ("question", "answer")}
+        questions.append({**asked, **about, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
+    return questions, [{"title": title, "text": text} for title, text in paragraphs]
+
+
+def load_questions(say):
+    """(questions with their split, corpus) of DATASET; also written to OUTPUT_DIR/prep. A question asked
+    twice counts once, so that none of the test's is trained on."""
+    spec = DATASET if isinstance(DATASET, dict) else {}
+    kind, path = spec.get("type"), str(spec.get("path"))
+    if kind == "folder":
+        questions, corpus = from_folder(path)
+    elif kind == "hotpotqa":
+        questions, corpus = from_hotpot(read_json(path), f"DATASET: {path}")
+    elif kind == "hub":
+        records = (record for _, record in read_records(spec, [], f"DATASET: {path}"))
+        questions, corpus = from_hotpot(records, f"DATASET: {path}")
+    else:
+        takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}"
+        raise UserError(f"DATASET = {DATASET!r}: {takes}")
+    for row in questions:
+        for key in ("question", "answer"):
+            if not isinstance(row[key], str) or not row[key].strip():
+                wants = "a text that is not empty is wanted"
+                raise UserError(f"DATASET: {path}: {row['id']} has no {key}: {wants}")
+    questions = list({" ".join(words_of(row["question"])): row for row in reversed(questions)}.values())[::-1]
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
+    least = VALIDATION_QUESTIONS + TEST_QUESTIONS
+    if len(order) <= least:
+        todo = "lower VALIDATION_QUESTIONS and TEST_QUESTIONS, or raise SAMPLE"
+        raise UserError(f"{len(order)} questions leave none to train on beside {least}: {todo}")
+    questions = [questions[i] for i in order]
+    for number, row in enumerate(questions):
+        part = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
+        row["split"] = part
+    write_prep(questions, corpus)
+    say(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
+    return questions, corpus
+
+
+def write_prep(questions, corpus):
+    import pyarrow
+    import pyarrow.parquet
+
+    prep = Path(OUTPUT_DIR) / "prep"
+    prep.mkdir(parents=True, exist_ok=True)
+    numbered = [{**paragraph, "row_id": row} for row, paragraph in enumerate(corpus)]
+    columns = ("question", "answer", "gold_docs", "type", "level", "split")
+    asked = [{key: row[key] for key in columns} for row in questions]
+    for name, records in (("corpus", numbered), ("eval", asked)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), prep / f"{name}.parquet.tmp")
+        os.replace(prep / f"{name}.parquet.tmp", prep / f"{name}.parquet")
+
+
+# ================================================================ the table: every question x action x draw
+
+
+def part_digest(name):
+    """What a model is: its files' digests for a folder, name and commit for the hub."""
+    if name and Path(name).is_dir():
+        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
+    return [str(name)]
+
+
+def cache_path(corpus, generator):
+    """The parquet file of answers; its name changes with all that an answer depends on."""
+    commit = getattr(generator.model.config, "_commit_hash", None)
+    facts = [
+        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, RERANK_DEPTH,
+        MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return Path(CACHE_DIR) / f"answers_{digest}.parquet"
+
+
+def read_cache(path, say):
+    """{(question, top_k, temperature, rerank, draw): record} of what was answered before."""
+    import pyarrow.parquet
+
+    if not path.exists():
+        return {}
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+        return {tuple(record[key] for key in KEYS): record for record in records}
+    except Exception as error:  # pyarrow raises many kinds
+        say(f"WARNING: {path} cannot be read ({first_line(error)}): its answers are made again")
+        return {}
+
+
+KEYS = ("question", "top_k", "temperature", "rerank", "draw")
+
+
+def write_cache(path, known):
+    """All of it, whole or not at all."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(known.values())), tmp)
+        fsync(tmp)
+        os.replace(tmp, path)
+    except OSError as error:
+        tmp.unlink(missing_ok=True)
+        raise not_saved(path, error) from None
+
+
+def answer_block(qa, questions, missing):
+    """Records of the missing (top_k, temperature, rerank, draw) of a few questions, in batches of one top_k:
+    their prompts are about equally long."""
+    found = []
+    ranked = {}
+    rerank_seconds = 0.0
+    for rerank in sorted({rerank for _, _, rerank, _ in missing}):
+        started = time.perf_counter()
+        ranked[rerank] = qa.ranked(questions, rerank)
+        rerank_seconds = time.perf_counter() - started if rerank else 0.0
+    for top_k, temperature, draw in sorted({(k, t, draw) for k, t, _, draw in missing}):
+        sides = sorted({r for k, t, r, d in missing if (k, t, d) == (top_k, temperature, draw)})
+        asked = [(question, rerank) for rerank in sides for question in questions]
+        read = [prompt for rerank in sides for prompt in qa.read(questions, ranked[rerank], top_k)]
+        key = json.dumps([questions, sides, top_k, temperature, draw]).encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
+        started = time.perf_counter()
+        answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)
+        seconds = (time.perf_counter() - started) / len(asked)
+        for n, ((question, rerank), (_, fit), (text, tokens)) in enumerate(zip(asked, read, answers)):
+            ids = ranked[rerank][n % len(questions)][:top_k]
+            pairs = min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0
+            found.append({
+                "question": question, "top_k": top_k, "temperature": float(temperature), "rerank": rerank,
+                "draw": draw, "response": text, "tokens": tokens, "pairs": pairs, "paragraphs": ids,
+                "left_out": len(ids) - fit,
+                "seconds": seconds + (rerank_seconds / len(questions) if rerank else 0.0)})
+    return found
+
+
+def fill_table(questions, qa, say):
+    """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
+    that depend on nothing but the questions, each saved before the next begins."""
+    path = cache_path(qa.corpus, qa.generator)
+    known = read_cache(path, say)
+    actions = all_actions()
+    wanted = [(k, float(t), r, draw) for k, t, r in actions for draw in range(DRAWS if t > 0 else 1)]
+    texts = [row["question"] for row in questions]
+    blocks = [texts[n:n + QUESTIONS_AT_ONCE] for n in range(0, len(texts), QUESTIONS_AT_ONCE)]
+    todo = []
+    for block in blocks:
+        if missing := [key for key in wanted if any((text, *key) not in known for text in block)]:
+            todo.append((block, missing))
+    if todo:
+        say(f"Answering {len(texts)} questions under {len(actions)} actions once; kept in {path}")
+    started = time.perf_counter()
+    spoken = started
+    for number, (block, keys) in enumerate(tqdm(todo, unit="block", disable=not sys.stderr.isatty()), 1):
+        records = answer_block(qa, block, keys)
+        if not any(record["response"] for record in records):
+            nothing = f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts with a word"
+            raise UserError(f"{nothing}: does it fit PROMPT, and does it write within MAX_NEW_TOKENS?")
+        known.update({tuple(record[key] for key in KEYS): record for record in records})
+        write_cache(path, known)
+        if not sys.stderr.isatty() and time.perf_counter() - spoken > 15:
+            spoken = time.perf_counter()
+            left = (spoken - started) / number * (len(todo) - number)
+            say(f"answered {number} of {len(todo)} blocks, {tqdm.format_interval(left)} left")
+    return collect(questions, qa, actions, known, say)
+
+
+def collect(questions, qa, actions, known, say):
+    """The table as tensors (questions, actions, draws): responses, what was read, observations (questions,
+    len(OBSERVATION)), rows of each split."""
+    shape = (len(questions), len(actions), DRAWS)
+    read, seconds = torch.zeros(shape), torch.zeros(shape)
+    responses = []
+    left_out = 0
+    for q, row in enumerate(questions):
+        responses.append([])
+        for a, (top_k, temperature, rerank) in enumerate(actions):
+            draws = [d if temperature > 0 else 0 for d in range(DRAWS)]
+            records = [known[row["question"], top_k, float(temperature), rerank, d] for d in draws]
+            responses[q].append([record["response"] for record in records])
+            for d, record in enumerate(records):
+                read[q, a, d] = record["tokens"] / COST_TOKENS + record["pairs"] / COST_PAIRS
+                seconds[q, a, d] = record["seconds"]
+                left_out += record["left_out"] > 0
+        most = max(TOP_KS)
+        for rerank in RERANKS:
+            key = (row["question"], most, float(TEMPERATURES[0]), rerank, 0)
+            row[f"ranked_{rerank}"] = known[key]["paragraphs"]
+    if left_out:
+        limit = f"{qa.generator.limit} tokens"
+        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {limit}")
+    splits = {}
+    for split in ("train", "validation", "test"):
+        splits[split] = [q for q, row in enumerate(questions) if row["split"] == split]
+    observations = torch.stack([qa.observe(row["question"]) for row in questions])
+    return SimpleNamespace(
+        questions=questions, actions=actions, splits=splits, observations=observations, responses=responses,
+        read=read, seconds=seconds)
+
+
+# ================================================================ baselines, figures and pictures
+
+
+def recall_at(questions, rerank, top_k):
+    """Share of the gold paragraphs among the first top_k, mean over questions."""
+    shares = [share(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions]
+    return sum(shares) / len(shares)
+
+
+def split_means(table, actions):
+    """{split: {reward, em, f1, cost, seconds}} where each question gets actions[q]: weights of the actions,
+    (questions, actions), that sum to 1."""
+    found = {split: {"questions": len(rows)} for split, rows in table.splits.items()}
+    for key, part in {"reward": table.rewards, **table.parts}.items():
+        means = (part.double().mean(2) * actions).sum(1)  # (questions,)
+        for split, rows in table.splits.items():
+            found[split][key] = means[rows].mean().item()
+    return found
+
+
+def baseline_figures(table):
+    """What needs no training: fixed, random, the best fixed action of the training questions, the oracle
+    (the best action of each question, chosen after the fact), every action."""
+    count = len(table.actions)
+    one_hot = torch.eye(count, dtype=torch.float64)
+    everyone = torch.ones(len(table.questions), 1, dtype=torch.float64)
+    mean = table.rewards.double().mean(2)  # (questions, actions)
+    by_action = mean[table.splits["train"]].mean(0)
+    best = int(by_action.argmax())
+    named = [dict(zip(("top_k", "temperature", "rerank"), action)) for action in table.actions]
+    figures = {
+        "random": split_means(table, everyone / count),
+        "best_fixed": {"action": named[best], "index": best, **split_means(table, everyone * one_hot[best])},
+        "oracle": split_means(table, one_hot[mean.argmax(1)]),
+        "every_action": [
+            {"action": named[a], **split_means(table, everyone * one_hot[a])} for a in range(count)]}
+    if tuple(FIXED_ACTION) in table.actions:
+        fixed = table.actions.index(tuple(FIXED_ACTION))
+        figures["fixed"] = {"action": named[fixed], **split_means(table, everyone * one_hot[fixed])}
+    return figures
+
+
+def table_lines(table, figures, wanted):
+    """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
+    lines = ["Recall of the gold paragraphs, all questions:"]
+    for rerank in RERANKS:
+        shares = [f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS]
+        lines.append(f"  {'reranked' if rerank else 'BM25':10}" + "  ".join(shares))
+    cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
+    heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
+    lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
+    lines.append("  " + " " * 14 + "".join(f"{head:>12}" for head in heads))
+    mean = table.rewards.double().mean(2)
+    train = table.splits["train"]
+    for kind in sorted({table.questions[q]["type"] for q in train}):
+        rows = [q for q in train if table.questions[q]["type"] == kind]
+        means = mean[rows].mean(0)
+        best = int(means[cold].argmax())
+        cells = [f"{means[a]:.3f}{'*' if n == best else ' '}" for n, a in enumerate(cold)]
+        lines.append(f"  {kind or 'all':14}" + "".join(f"{cell:>12}" for cell in cells))
+    lines.append("Baselines on the test questions:")
+    for name in [*wanted, "best_fixed", "oracle"]:
+        figure = figures[name]["test"]
+        action = tuple(figures[name]["action"].values()) if "action" in figures[name] else ""
+        values = "  ".join(f"{key} {figure[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+        lines.append(f"  {name.replace('_', ' '):12}{values}  {action}")
+    return lines
+
+
+def bootstrap_interval(differences, resamples=10000):
+    """95% interval of the mean of paired differences (questions,), resampling questions."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(differences), (resamples, len(differences)), generator=generator)
+    means = differences[picks].mean(1).sort().values
+    return means[int(0.025 * resamples)].item(), means[int(0.975 * resamples) - 1].item()
+
+
+def test_figures(table, rows, actions, metrics, figures):
+    """The policy's figures on the test questions, beside the best fixed action of the training questions."""
+    mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
+    best = figures["best_fixed"]["index"]
+    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, best]
+    low, high = bootstrap_interval(gained)
+    figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
+    return {
+        "policy": metrics, **figure, "gain_over_best_fixed": gained.mean().item(), "interval": [low, high],
+        "share_of_oracle_gain": gained.mean().item() / max(
+            1e-9, figure["oracle"]["reward"] - figure["best_fixed"]["reward"])}
+
+
+def test_line(found):
+    policy, fixed = found["policy"], found["best_fixed"]
+    low, high = found["interval"]
+    values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+    gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+    oracle = f"{found['oracle']['reward']:.3f}"
+    return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
+
+
+def write_json(path, value):
+    tmp = path.with_name(path.name + ".tmp")
+    tmp.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(tmp, path)
+
+
+def read_csv(path):
+    """{column: array} of a log; empty where nothing was logged."""
+    import csv
+
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
+
+
+def draw_learning(folder, title, table, figures):
+    """rag_learning.png, from the logs alone: reward with baselines and oracle, what evaluation found, what
+    was chosen early and late, recall."""
+    from matplotlib.figure import Figure
+
+    train, held_out = (read_csv(folder / "logs" / name) for name in ("train_log.csv", "eval_log.csv"))
+    if not train:
+        return
+    figure = Figure(figsize=(16, 11), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(3, 3)
+    steps = train["step"].astype(int)
+    rewarded = train["reward"].astype(float)
+    window = 4 * N_STEPS
+    sums = np.cumsum(np.insert(rewarded, 0, 0.0))
+    begins = np.maximum(0, np.arange(1, len(rewarded) + 1) - window)
+    rolling = (sums[1:] - sums[begins]) / (np.arange(1, len(rewarded) + 1) - begins)
+    axis = axes[0, 0]
+    axis.plot(steps, rolling, label=f"training, mean of {window} episodes")
+    for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
+        if name in figures:
+            level = figures[name]["train"]["reward"]
+            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
+    axis.set(xlabel="update", ylabel="reward, training questions")
+    axis.legend(fontsize=8)
+    panels = [("reward", axes[0, 1]), ("em", axes[0, 2]), ("f1", axes[1, 0]), ("cost", axes[1, 1])]
+    for key, axis in panels:
+        for number, policy in enumerate(("greedy", "sampled")):
+            chosen = held_out["policy"] == policy
+            x, y = held_out["step"][chosen].astype(int), held_out[key][chosen].astype(float)
+            axis.plot(x, y, "o-", markersize=4, label=policy)
+        for number, name in enumerate(("best_fixed", "oracle"), 3):
+            level = figures[name]["validation"][key]
+            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
+        axis.set(xlabel="update", ylabel=f"{key}, validation questions")
+        axis.legend(fontsize=8)
+    tenth = max(1, len(steps) // 10)
+    parts = [("top_k", TOP_KS, axes[1, 2]), ("temperature", TEMPERATURES, axes[2, 0]),
+             ("rerank_on", RERANKS, axes[2, 1])]
+    for key, values, axis in parts:
+        chosen = train[key].astype(float)
+        for side, (label, part) in enumerate((("first", chosen[:tenth]), ("last", chosen[-tenth:]))):
+            shares = [(part == value).mean() for value in values]
+            axis.bar(np.arange(len(values)) + 0.4 * side, shares, 0.4, label=f"{label} tenth of the episodes")
+        axis.set_xticks(np.arange(len(values)) + 0.2, [str(value) for value in values])
+        axis.set(xlabel=key, ylabel="share of the episodes")
+        axis.legend(fontsize=8)
+    axis = axes[2, 2]
+    for rerank in RERANKS:
+        shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
+        axis.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
+    axis.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
+    axis.legend(fontsize=8)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.savefig(folder / "rag_learning.png.tmp", format="png", dpi=100)
+    os.replace(folder / "rag_learning.png.tmp", folder / "rag_learning.png")
 
 
 def train_main():
