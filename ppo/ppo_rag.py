@@ -68,6 +68,7 @@ SPLIT_SEED = 0  # which questions are drawn and in which split they are, whateve
 # The QA system: folders or hub names; each part is a class below that you may replace
 GENERATOR = f"{ROOT}/data/rag/reader"  # any seq2seq or causal model
 RERANKER: str | None = f"{ROOT}/data/rag/reranker"  # a cross-encoder of one label; None: RERANKS is (0,)
+TITLE_WEIGHT = 2  # how often BM25 counts a title's words
 RERANK_DEPTH = 20  # of BM25's best, how many the reranker sorts
 PROMPT = (
     "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.\n"
@@ -137,6 +138,7 @@ WANDB_PROJECT = "hackable-rlhf"
 
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
     "SAMPLE VALIDATION_QUESTIONS TEST_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
+    "TITLE_WEIGHT": (0, 100),
     "QUESTIONS_AT_ONCE DRAWS HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS MAX_STEPS": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
@@ -259,7 +261,7 @@ class RAGEnv(gymnasium.Env):
         super().reset(seed=seed)
         self.row = (options or {}).get("row", int(self.np_random.choice(self.rows)))
         asked = {"question": self.table.questions[self.row]["question"]}
-        return self.table.observations[self.row].numpy(), asked
+        return self.observation(), asked
 
     def step(self, action):
         draw = int(self.np_random.integers(DRAWS))
@@ -268,7 +270,10 @@ class RAGEnv(gymnasium.Env):
         info.update(top_k=top_k, temperature=temperature, rerank_on=rerank)
         info["response"] = self.table.responses[self.row][action][draw]
         reward = self.table.rewards[self.row, action, draw].item()
-        return self.table.observations[self.row].numpy(), reward, True, False, info
+        return self.observation(), reward, True, False, info
+
+    def observation(self):
+        return self.table.observations[self.row].numpy().copy()  # a caller may keep it
 
 
 class PolicyConfig(PretrainedConfig):
@@ -1530,13 +1535,13 @@ def run_main(trainer_class):
 
 
 class Retriever:
-    """BM25 over titles and texts, by the library bm25s."""
+    """BM25 over titles, TITLE_WEIGHT times, and texts, by the library bm25s."""
 
     def __init__(self, corpus):
         import bm25s
 
         self.tokenize = bm25s.tokenize
-        texts = [f"{paragraph['title']} {paragraph['text']}" for paragraph in corpus]
+        texts = [" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus]
         self.index = bm25s.BM25()
         self.index.index(self.tokenize(texts, return_ids=False, show_progress=False), show_progress=False)
 
@@ -1868,8 +1873,8 @@ def cache_path(corpus, generator):
     """The parquet file of answers; its name changes with all that an answer depends on."""
     commit = getattr(generator.model.config, "_commit_hash", None)
     facts = [
-        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, RERANK_DEPTH,
-        MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
+        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, TITLE_WEIGHT,
+        RERANK_DEPTH, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.parquet"
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import assert_same_state, load_script, read, untimed
+from program import save_nothing
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, T5Config,
@@ -83,8 +84,9 @@ def toy(world, out, **constants):
 
 
 @pytest.fixture
-def rag(world, tmp_path):
-    """rag(KEY=value, ...): ppo/ppo_rag.py on the toy world, writing below tmp_path."""
+def rag(world, tmp_path, monkeypatch):
+    """rag(KEY=value, ...): ppo/ppo_rag.py on the toy world, writing below tmp_path, its pictures empty."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
     return lambda **constants: toy(world, tmp_path, **constants)
 
 
@@ -235,6 +237,12 @@ def test_bm25_finds_the_words_and_equal_scores_keep_the_corpus_order(rag):
     assert ids == [0, 2, 3, 1] and scores[0] == scores[1] > scores[2] > scores[3] == 0
 
 
+def test_a_titles_words_count_as_often_as_its_weight(rag):
+    corpus = [{"title": "Ada Cole", "text": "sea mill"}, {"title": "Bea Dune", "text": "Ada Ada"}]
+    found = [rag(TITLE_WEIGHT=weight).Retriever(corpus).search("Ada?", 2)[0] for weight in (0, 1, 3)]
+    assert found == [[1, 0], [1, 0], [0, 1]]
+
+
 def test_the_observation_entry_by_entry(rag):
     script = rag()
     paragraphs = [{"title": "Ada", "text": "Ada was born in Arle"}]
@@ -365,7 +373,7 @@ def test_more_actions_answer_only_what_is_missing(rag, monkeypatch):
 
 @pytest.mark.parametrize("constant, value", [
     ("PROMPT", "{contexts} {question}"), ("PARAGRAPH", "{title} {text}"), ("MAX_NEW_TOKENS", 3),
-    ("RERANK_DEPTH", 5)])
+    ("RERANK_DEPTH", 5), ("TITLE_WEIGHT", 1)])
 def test_what_an_answer_depends_on_is_in_the_caches_name(rag, constant, value):
     paths = []
     for changed in ({}, {constant: value}, {"EM_WEIGHT": 2.0, "SEED": 9}):
@@ -412,8 +420,8 @@ def test_the_environment_passes_gymnasiums_own_check(trained):
     assert np.array_equal(observation, trainer.table.observations[5].numpy())
     _, reward, terminated, truncated, info = env.step(2)
     assert terminated and not truncated
-    draw = [trainer.table.rewards[5, 2, d].item() for d in range(2)].index(reward)
-    assert info["response"] == trainer.table.responses[5][2][draw]
+    draw = trainer.table.responses[5][2].index(info["response"])
+    assert reward == trainer.table.rewards[5, 2, draw].item()
     top_k, temperature, rerank = trainer.table.actions[2]
     assert (info["top_k"], info["temperature"], info["rerank_on"]) == (top_k, temperature, rerank)
     rows = {env.reset(seed=n)[1]["question"] for n in range(40)}
