@@ -2,8 +2,9 @@
 
     python bench/rag.py seeds 1 2 3 4 5     # the default run of each seed, and the upper reference
     python bench/rag.py sb3 1 2 3           # stable-baselines3's PPO on the same RAGEnv, beside ours
+    python bench/rag.py recall FILE ...     # BM25's recall on HotpotQA's files, titles counted once and twice
 
-Both need `pip install -r bench/requirements-rag.txt`, best in an environment of their own. The upper
+The first two need `pip install -r bench/requirements-rag.txt`, best in an environment of their own. The upper
 reference is a strong regressor fitted to the whole table of the training questions (every action's reward,
 which PPO never sees at once): of three, the one whose choices are best on the validation questions. What can
 be learnt from the observation is its test reward less that of the best fixed action.
@@ -21,11 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "ppo/ppo_rag.py"
 
 
-def load_trainer(folder, **constants):
-    """The module and its trainer, with some constants set."""
+def load_module():
     spec = importlib.util.spec_from_file_location("ppo_rag", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def load_trainer(folder, **constants):
+    """The module and its trainer, with some constants set."""
+    module = load_module()
     for key, value in {"OUTPUT_DIR": str(folder), "RESUME": "no", **constants}.items():
         setattr(module, key, value)
     return module, module.RAGTrainer()
@@ -120,7 +126,25 @@ def sb3(numbers):
         print(f"{name}: mean {statistics.mean(rewards):.3f} ({spread}), {seconds:.0f} s")
 
 
+def recall(files):
+    """Share of the gold paragraphs among BM25's first k of all files' paragraphs, mean over questions."""
+    module = load_module()
+    records = [record for file in files for record in json.loads(Path(file).read_text())]
+    questions, corpus = module.from_hotpot(records, "HotpotQA")
+    print(f"{len(questions)} questions, {len(corpus)} paragraphs")
+    for weight in (1, 2):
+        module.TITLE_WEIGHT = weight
+        retriever = module.Retriever(corpus)
+        for row in questions:
+            row["ranked_0"] = retriever.search(row["question"], 50)[0]
+        for kind in sorted({row["type"] for row in questions}) + ["all"]:
+            rows = [row for row in questions if kind in (row["type"], "all")]
+            shares = (f"@{k} {module.recall_at(rows, 0, k):.3f}" for k in (1, 2, 5, 10, 20, 50))
+            print(f"titles counted {weight} times, {kind:10} {len(rows)}: " + "  ".join(shares))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["seeds"], ["sb3"]) or not sys.argv[2:]:
+    sections = {"seeds": seeds, "sb3": sb3, "recall": recall}
+    if len(sys.argv) < 3 or sys.argv[1] not in sections:
         sys.exit(__doc__)
-    {"seeds": seeds, "sb3": sb3}[sys.argv[1]](sys.argv[2:])
+    sections[sys.argv[1]](sys.argv[2:])
