@@ -187,13 +187,15 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
 
 # ================================================================ what the policy sees and does
 
+SIGNS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
+YES_NO = "is are was were do does did has have had can could".split()
 OBSERVATION = (  # entry by entry; scores are BM25's of the question's best paragraphs, s1 the highest
     "words",  # words of the question
     "capitalised",  # of them, capitalised beyond the first: names
     "unknown",  # share of its words that no paragraph has
-    "or",  # 1 where the word "or" stands in it: a choice of two
     "commas",  # its commas
-    *("asks_" + word for word in "who what when where which how is".split()),  # 1 for its question word
+    *("has_" + word for word in SIGNS),  # 1 where the word stands in it
+    "yes_no",  # 1 where it begins with a form of be, do, have or can
     "s1",  # highest score
     "s1_per_word",
     "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1",  # how fast the scores fall
@@ -227,12 +229,10 @@ def observe(question, scores, paragraphs, vocabulary):
     top = max(s[0], 1e-9)
     texts = [set(words_of(f"{p['title']} {p['text']}")) for p in paragraphs[:4]]
     titles = [words_of(p["title"]) for p in paragraphs[:2]] + [[], []]
-    first = words[0] if words else ""
-    asks = "is" if first in ("is", "are", "was", "were", "do", "does", "did") else first
     seen = [set().union(*texts[:n]) for n in (1, 2, 4)]
     return np.array([
-        len(words), len(names), 1 - share(words, vocabulary), "or" in words, question.count(","),
-        *(asks == word for word in "who what when where which how is".split()),
+        len(words), len(names), 1 - share(words, vocabulary), question.count(","),
+        *(sign in words for sign in SIGNS), bool(words) and words[0] in YES_NO,
         s[0], s[0] / max(1, len(words)), *(s[n] / top for n in (1, 2, 3, 7, 19)), (s[0] - s[1]) / top,
         s.std() / max(s.mean(), 1e-9), (s >= 0.9 * top).sum(),
         *(share(words, found) for found in seen), *(share(names, found) for found in seen),

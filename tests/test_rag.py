@@ -253,12 +253,14 @@ def test_the_observation_entry_by_entry(rag):
     got = dict(zip(script.OBSERVATION, seen.tolist()))
     assert len(seen) == len(script.OBSERVATION) == len(set(script.OBSERVATION))
     want = {
-        "words": 6, "capitalised": 2, "unknown": 1 / 6, "or": 1, "commas": 0, "asks_where": 1,
-        "asks_who": 0,
+        "words": 6, "capitalised": 2, "unknown": 1 / 6, "has_or": 1, "commas": 0, "has_where": 1,
+        "has_who": 0, "yes_no": 0,
         "s1": 4, "s1_per_word": 4 / 6, "s2/s1": 0.75, "s3/s1": 0.25, "s4/s1": 0, "s20/s1": 0, "gap": 0.25,
         "near": 1, "overlap1": 3 / 6, "overlap2": 3 / 6, "names1": 0.5, "names2": 0.5, "title1": 1,
         "title2": 0}
     assert {key: got[key] for key in want} == pytest.approx(want)
+    seen = script.observe("Was Ada born?", scores, paragraphs, vocabulary)
+    assert seen[script.OBSERVATION.index("yes_no")] == 1
     assert np.isfinite(script.observe("?", np.array([]), [], set())).all()
 
 
