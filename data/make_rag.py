@@ -1,0 +1,692 @@
+"""Rebuild data/rag/ from a seed: a small encyclopaedia of invented people and works, questions, a reader, a reranker.
+
+    python data/make_rag.py             # about 15 minutes on 2 cores
+    python data/make_rag.py SEED=3 OUT=/tmp/rag
+
+Paragraphs are alike on purpose: fifteen people share a surname, six authors share the noun of their cycle,
+films and operas bear the names of novels. Questions are of four types:
+
+    one-hop      "When was Alba Merrow born?"                    BM25 puts the paragraph first
+    two-hop      "In which town was the author of The Silent Harbor born?"   the second paragraph ranks 2nd to 8th
+    comparison   "Who was born earlier, Alba Merrow or Corin Tinsel?"        two paragraphs are needed
+    reworded     "In what year did the Torvalian Bob Merrow come into the world?"   only the surname matches
+
+Reader (a causal model) and reranker (a cross-encoder) learn on *other* worlds: each batch deals the facts
+anew from the same vocabulary, so they read and cannot remember. The reranker sees one-hop and reworded
+questions only, as cross-encoders trained on web searches do.
+
+Writes corpus.jsonl, questions.jsonl, reader/, reranker/ and facts.json.
+"""
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import bm25s
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
+
+SEED = 1
+OUT = str(Path(__file__).resolve().parent / "rag")
+QUESTIONS = {"one-hop": 300, "two-hop": 240, "comparison": 200, "reworded": 260}
+READER_STEPS = 2000
+READER_BATCH = 32  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
+QUESTIONS_PER_CONTEXT = 10
+READER_LEARNING_RATE = 3e-3
+RERANKER_STEPS = 800
+RERANKER_BATCH = 24  # questions a step, each with RERANKER_CANDIDATES paragraphs
+RERANKER_CANDIDATES = 8
+RERANKER_LEARNING_RATE = 1e-3
+TOP_KS = (1, 2, 4, 8)  # measured for facts.json
+RERANK_DEPTH = 20
+
+INSTRUCTION = "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS."
+PROMPT = INSTRUCTION + "\nCONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
+PARAGRAPH = "[{n}] {title}: {text}"  # n from 1
+UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
+
+NICKNAMES = dict(pair.split("=") for pair in (
+    "Robert=Bob William=Bill Richard=Dick Margaret=Peggy Elizabeth=Bess Katherine=Kit Edward=Ned John=Jack "
+    "Theodore=Ted James=Jim Henry=Hal Charles=Chuck Mary=Polly Martha=Patty Sarah=Sally Helen=Nell "
+    "Dorothy=Dolly Frances=Fanny Anthony=Tony Andrew=Drew Alexander=Sandy Barbara=Babs Caroline=Carrie "
+    "Daniel=Dan Eleanor=Nora Francis=Frank George=Geordie Harriet=Hattie Isabel=Bella Joseph=Joe "
+    "Laurence=Larry Matilda=Tilly Nicholas=Nick Oliver=Noll Patrick=Paddy Rebecca=Becky Samuel=Sam "
+    "Thomas=Tom Victoria=Vicky Walter=Wat").split())
+SURNAMES = [a + b for a in "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick".split()
+            for b in "row sel den ford by wood man kin".split()]
+TOWNS = [a + b for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
+         for b in "vale mere stad holm burg gate bridge minster".split()]
+RIVERS = [a + b for a in "Es Al Ir Or Ul Ab Em Ag".split() for b in "ter na wen dra lis".split()]
+ADJECTIVES = (
+    "Silent Broken Golden Hidden Distant Burning Frozen Hollow Crimson Endless Fading Gentle Haunted Iron "
+    "Jealous Kindly Lonely Midnight Narrow Painted Quiet Restless Sleeping Tangled Unseen Velvet Wandering "
+    "Yellow Ancient Bitter Crooked Drowned Empty Fallen Green Honest Invisible Last Marble Northern").split()
+NOUNS = (
+    "Harbor Lamp Garden Mirror Tower Bridge Forest Island Letter Orchard Castle Window Meadow Anchor Candle "
+    "Desert Engine Feather Glacier Hunter Kingdom Lantern Mountain Needle Ocean Palace Quarry Rider Shepherd "
+    "Temple Valley Winter Archer Beacon Canyon Dancer Ember Falcon Grove Heron Jester Key Lighthouse Mill "
+    "Nightingale Oak Pilgrim Raven Statue Thorn Village Whistle Abbey Bell Crown Door Emperor Fountain Gate "
+    "Horizon").split()
+CREATORS = {"author": 6, "director": 3, "composer": 3}  # how many of each share a noun
+KINDS = {"author": "novel", "director": "film", "composer": "opera"}
+APPEARED = {"author": "published", "director": "released", "composer": "performed"}
+OTHERS = "painter sculptor doctor sailor teacher judge gardener banker".split()
+BIRTH_YEARS = (1800, 1899)
+TOWN_YEARS = (1700, 1799)
+WORK_YEARS = (1825, 1959)
+
+
+# ---------------------------------------------------------------- worlds
+
+def demonym(town):
+    """Torvale: Torvalian."""
+    return town.rstrip("aeiou") + "ian"
+
+
+def make_people(rng):
+    """A dozen creators a noun and half as many others; every pair of first name and surname is one person."""
+    names = [(first, last) for first in NICKNAMES for last in SURNAMES]
+    rng.shuffle(names)
+    callings = [(calling, noun) for noun in NOUNS for calling, count in CREATORS.items() for _ in range(count)]
+    callings += [(rng.choice(OTHERS), None) for _ in range(len(callings) * 2 // 3)]
+    people = []
+    for (first, last), (calling, noun) in zip(names, callings):
+        person = {
+            "first": first,
+            "last": last,
+            "title": f"{first} {last}",
+            "calling": calling,
+            "noun": noun,
+            "town": rng.choice(TOWNS),
+            "year": rng.randint(*BIRTH_YEARS),
+            "works": []}
+        role = f"{calling} of the {noun} cycle" if noun else f"a {calling}"
+        person["text"] = (
+            f"{person['title']}, {role}, was born in the town of {person['town']} in {person['year']}.")
+        people.append(person)
+    return people
+
+
+def make_works(people, rng):
+    """One or two works a creator, named after the creator's noun; a title may be a novel, a film and an opera."""
+    works = {}
+    for person in people:
+        if person["noun"] is None:
+            continue
+        kind = KINDS[person["calling"]]
+        for adjective in rng.sample(ADJECTIVES, rng.choice([1, 1, 2])):
+            name = f"The {adjective} {person['noun']}"
+            title = name if kind == "novel" else f"{name} ({kind})"
+            if title in works:
+                continue
+            year = min(person["year"] + rng.randint(25, 60), WORK_YEARS[1])
+            appeared = APPEARED[person["calling"]]
+            article = "an" if kind == "opera" else "a"
+            text = f"{name} is {article} {kind} by {person['title']}, first {appeared} in {year}."
+            works[title] = {"title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
+            person["works"].append(works[title])
+    return list(works.values())
+
+
+def make_towns(rng):
+    towns = []
+    for name in TOWNS:
+        river = rng.choice(RIVERS)
+        year = rng.randint(*TOWN_YEARS)
+        text = f"{name} is a town on the river {river}, founded in {year}."
+        towns.append({"title": name, "text": text, "river": river, "year": year})
+    return towns
+
+
+def group_by(rows, key):
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def make_world(rng):
+    """All facts dealt anew: people, works, towns and who shares a name with whom."""
+    people = make_people(rng)
+    works = make_works(people, rng)
+    towns = make_towns(rng)
+    return {
+        "people": people,
+        "works": works,
+        "towns": {town["title"]: town for town in towns},
+        "by_last": group_by(people, "last"),
+        "by_first": group_by(people, "first"),
+        "by_noun": group_by([person for person in people if person["noun"]], "noun"),
+        "by_name": group_by(works, "name")}
+
+
+# ---------------------------------------------------------------- questions
+
+def question(text, answer, type_, level, *gold):
+    return {"question": text, "answer": str(answer), "type": type_, "level": level,
+            "gold": [entity["title"] for entity in gold]}
+
+
+def ask_person(person, rng):
+    relation = rng.choice(["year", "town", "calling"])
+    text = {
+        "year": ["When was {} born?", "In which year was {} born?"],
+        "town": ["Where was {} born?", "In which town was {} born?"],
+        "calling": ["What was {}?", "What was the profession of {}?"]}[relation]
+    return question(rng.choice(text).format(person["title"]), person[relation], "one-hop", "easy", person)
+
+
+def ask_work(work, rng):
+    calling = work["by"]["calling"]
+    if rng.random() < 0.5:
+        text = f"Who was the {calling} of the {work['kind']} {work['name']}?"
+        return question(text, work["by"]["title"], "one-hop", "easy", work)
+    text = f"When was the {work['kind']} {work['name']} first {APPEARED[calling]}?"
+    return question(text, work["year"], "one-hop", "easy", work)
+
+
+def ask_town(town, rng):
+    if rng.random() < 0.5:
+        return question(f"On which river lies {town['title']}?", town["river"], "one-hop", "easy", town)
+    return question(f"When was {town['title']} founded?", town["year"], "one-hop", "easy", town)
+
+
+def ask_reworded(person, rng):
+    """Nickname for first name, demonym for town, and no word of the paragraph's but the surname."""
+    relation = rng.choice(["year", "town", "calling"])
+    name = f"{NICKNAMES[person['first']]} {person['last']}"
+    if relation != "town" and rng.random() < 0.5:
+        name = f"the {demonym(person['town'])} {name}"
+    text = {
+        "year": ["In what year did {} come into the world?", "What year saw {} come into the world?"],
+        "town": ["From what place did {} hail?", "What place did {} hail from?"],
+        "calling": ["What did {} do for a living?", "How did {} earn a living?"]}[relation]
+    return question(rng.choice(text).format(name), person[relation], "reworded", "medium", person)
+
+
+def ask_two_hop(work, rng):
+    person = work["by"]
+    whom = f"the {person['calling']} of The {work['name'][4:]}"
+    if rng.random() < 0.6:
+        return question(f"In which town was {whom} born?", person["town"], "two-hop", "hard", work, person)
+    return question(f"In which year was {whom} born?", person["year"], "two-hop", "hard", work, person)
+
+
+def ask_comparison(one, other, rng):
+    """Who was born earlier or later (ten years apart at least), from one town or not, which has the calling."""
+    names = f"{one['title']} or {other['title']}"
+    kinds = ["same town"]
+    if abs(one["year"] - other["year"]) >= 10:
+        kinds += ["earlier", "later"]
+    if one["calling"] != other["calling"]:
+        kinds += ["calling"]
+    kind = rng.choice(kinds)
+    if kind == "same town":
+        text = f"Were {one['title']} and {other['title']} born in the same town?"
+        answer = "yes" if one["town"] == other["town"] else "no"
+    elif kind == "calling":
+        chosen = rng.choice([one, other])
+        text = f"Who worked as {chosen['calling']}, {names}?"
+        answer = chosen["title"]
+    else:
+        text = f"Who was born {kind}, {names}?"
+        one_answers = (one["year"] < other["year"]) == (kind == "earlier")
+        answer = (one if one_answers else other)["title"]
+    return question(text, answer, "comparison", "medium", one, other)
+
+
+def other_person(person, world, rng):
+    """Someone to compare with: half of the time from the same town, or "the same town?" would mean "no"."""
+    same_town = [p for p in world["people"] if p["town"] == person["town"] and p is not person]
+    if same_town and rng.random() < 0.3:
+        return rng.choice(same_town)
+    return rng.choice([p for p in world["people"] if p is not person])
+
+
+def make_questions(world, rng):
+    """QUESTIONS[type] different questions of each type about the world, shuffled."""
+    found = {}
+    counts = {type_: 0 for type_ in QUESTIONS}
+    while counts != QUESTIONS:
+        type_ = rng.choice([t for t in QUESTIONS if counts[t] < QUESTIONS[t]])
+        person = rng.choice(world["people"])
+        work = rng.choice(world["works"])
+        if type_ == "one-hop":
+            town = rng.choice(list(world["towns"].values()))
+            new = rng.choices(
+                [ask_person(person, rng), ask_work(work, rng), ask_town(town, rng)], [0.55, 0.35, 0.1])[0]
+        elif type_ == "two-hop":
+            new = ask_two_hop(work, rng)
+        elif type_ == "comparison":
+            new = ask_comparison(person, other_person(person, world, rng), rng)
+        else:
+            new = ask_reworded(person, rng)
+        if new["question"] not in found:
+            found[new["question"]] = new
+            counts[type_] += 1
+    rows = list(found.values())
+    rng.shuffle(rows)
+    return rows
+
+
+def make_corpus(world, rng):
+    entities = world["people"] + world["works"] + list(world["towns"].values())
+    rng.shuffle(entities)
+    return [{"title": entity["title"], "text": entity["text"]} for entity in entities]
+
+
+# ---------------------------------------------------------------- tokenizer
+
+def make_tokenizer(worlds, padding_side, inputs):
+    """Whole words and signs of the constants, of the worlds' texts and of questions about them.
+
+    The fixed parts of the prompt are one token each, so that they cost one. A pair, which only the reranker
+    reads, becomes [CLS] question [SEP] title: text [SEP].
+    """
+    splitter = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
+    texts = [*NICKNAMES.values(), *map(demonym, TOWNS), *RIVERS, *ADJECTIVES, UNKNOWN]
+    texts += map(str, range(TOWN_YEARS[0], WORK_YEARS[1] + 1))
+    for world in worlds:
+        texts += [row["title"] + ": " + row["text"] for row in make_corpus(world, random.Random(0))]
+        texts += [row["question"] for row in make_questions(world, random.Random(0))]
+    words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)}
+    vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", "[CLS]", "[SEP]", *sorted(words)])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = splitter
+    core.decoder = decoders.Sequence([
+        decoders.WordPiece("##", cleanup=True), decoders.Fuse(), decoders.Replace(" :", ":"),
+        decoders.Replace("( ", "("), decoders.Replace(" )", ")")])
+    core.post_processor = processors.TemplateProcessing(
+        single="$A",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(word, vocab[word]) for word in ("[CLS]", "[SEP]")])
+    fixed = [INSTRUCTION, "CONTEXTS:", "QUESTION:", "ANSWER:"]
+    fixed += [f"[{n}]" for n in range(1, RERANK_DEPTH + 1)]
+    core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        padding_side=padding_side,
+        model_input_names=inputs,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024)
+
+
+# ---------------------------------------------------------------- the reader's lessons
+
+def write_contexts(entities):
+    return "\n".join(
+        PARAGRAPH.format(n=n, title=entity["title"], text=entity["text"]) for n, entity in enumerate(entities, 1))
+
+
+def sample_up_to(rows, count, rng):
+    return rng.sample(rows, min(count, len(rows)))
+
+
+def draw_context(world, size, rng):
+    """`size` paragraphs as a search would bring them together: one surname, one noun, two people, one title."""
+    person = rng.choice(world["people"])
+    namesakes = world["by_last"][person["last"]]
+    theme = rng.choice(["person", "surname", "work", "work", "pair"])
+    if theme == "person":
+        first = [person]
+        more = person["works"] + sample_up_to(namesakes, 4, rng) + sample_up_to(world["by_first"][person["first"]], 2, rng)
+        more.append(world["towns"][person["town"]])
+    elif theme == "surname":
+        first = [person]
+        more = list(namesakes)
+    elif theme == "work":
+        work = rng.choice(world["works"])
+        first = [work, work["by"]]
+        more = world["by_name"][work["name"]] + world["by_noun"][work["by"]["noun"]]
+        more = more + [w for p in sample_up_to(more, 3, rng) for w in p.get("works", [])]
+    else:
+        other = other_person(person, world, rng)
+        first = [person, other]
+        more = person["works"] + other["works"] + sample_up_to(namesakes, 2, rng)
+        more = more + sample_up_to(world["by_last"][other["last"]], 2, rng)
+    rng.shuffle(more)
+    more += rng.sample(world["people"], size) + rng.sample(world["works"], size)
+    unique = list({entity["title"]: entity for entity in first + more}.values())[:size]
+    if rng.random() < 0.5:
+        rng.shuffle(unique)
+    return unique
+
+
+def draw_questions(world, entities, count, rng):
+    """`count` questions about these paragraphs; what they do not tell is answered UNKNOWN."""
+    titles = {entity["title"] for entity in entities}
+    people = [entity for entity in entities if "first" in entity]
+    works = [entity for entity in entities if "by" in entity]
+    told = [work for work in works if work["by"]["title"] in titles]
+    rows = {}
+    while len(rows) < count:
+        dice = rng.random()
+        stranger = rng.choice(world["by_last"][rng.choice(people)["last"]] if people else world["people"])
+        someone = rng.choice(people) if people and dice < 0.9 else stranger
+        if rng.random() < 0.3 and told:
+            new = ask_two_hop(rng.choice(told), rng)
+        elif rng.random() < 0.3 and len(people) > 1:
+            one, other = rng.sample(people, 2)
+            new = ask_comparison(one, other if dice < 0.95 else stranger, rng)
+        elif rng.random() < 0.3:
+            new = ask_reworded(someone, rng)
+        elif rng.random() < 0.35 and works:
+            work = rng.choice(works)
+            new = ask_work(work, rng) if dice < 0.95 else ask_two_hop(work, rng)
+        elif "river" in entities[0]:
+            new = ask_town(entities[0], rng)
+        else:
+            new = ask_person(someone, rng)
+        if not titles.issuperset(new["gold"]):
+            new["answer"] = UNKNOWN
+        rows[new["question"]] = new
+    return list(rows.values())
+
+
+def reader_batch(world, tokenizer, size, rng):
+    """READER_BATCH contexts, each read once and followed by QUESTIONS_PER_CONTEXT questions.
+
+    Returns ids, positions, segments (rows, length) and labels (rows, length). Segment 0 is the context and j
+    the j-th question with its answer; each question sees the context and itself and is numbered as if it stood
+    there alone, so the layout is that of a prompt with one question.
+    """
+    heads = []
+    tails = []
+    for _ in range(READER_BATCH):
+        entities = draw_context(world, size, rng)
+        head, tail = PROMPT.format(contexts=write_contexts(entities), question="|").split("|")
+        heads.append(head.removesuffix("QUESTION: "))
+        for row in draw_questions(world, entities, QUESTIONS_PER_CONTEXT, rng):
+            tails.append(f"QUESTION: {row['question']}{tail}")
+            tails.append(f" {row['answer']}{tokenizer.eos_token}")
+    heads = tokenizer(heads)["input_ids"]
+    tails = tokenizer(tails)["input_ids"]
+    columns = {"ids": [], "positions": [], "segments": [], "labels": []}
+    for r, head in enumerate(heads):
+        ids = list(head)
+        positions = list(range(len(head)))
+        segments = [0] * len(head)
+        labels = [-100] * len(head)
+        for j in range(QUESTIONS_PER_CONTEXT):
+            at = 2 * (r * QUESTIONS_PER_CONTEXT + j)
+            asked = tails[at]
+            answer = tails[at + 1]
+            ids += asked + answer
+            positions += range(len(head), len(head) + len(asked) + len(answer))
+            segments += [j + 1] * (len(asked) + len(answer))
+            labels += [-100] * len(asked) + answer
+        for name, row in zip(columns, (ids, positions, segments, labels)):
+            columns[name].append(row)
+    fill = {"ids": tokenizer.pad_token_id, "positions": 0, "segments": -1, "labels": -100}
+    return [pad_right(rows, fill[name]) for name, rows in columns.items()]
+
+
+# ---------------------------------------------------------------- training
+
+def pad_right(rows, fill):
+    width = max(map(len, rows))
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
+
+
+def cosine_scale(step, total, warmup=100):
+    """Factor of the learning rate: a linear warm-up, then half a cosine down to 0.01."""
+    cosine = torch.cos(torch.tensor(step / total * torch.pi)).item()
+    return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
+
+
+def tie_queries_to_keys(model):
+    """Start with keys equal to queries: equal words look at each other, and lookup is learnt in a minute."""
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "q_proj"):
+                module.k_proj.weight.copy_(module.q_proj.weight)
+            elif hasattr(module, "query"):
+                module.key.weight.copy_(module.query.weight)
+
+
+def question_mask(segments):
+    """(rows, 1, length, length), True where a position may look: back, at the context and its own question."""
+    length = segments.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    context = (segments == 0)[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    return ((same | context) & causal)[:, None]
+
+
+def optimizer_step(model, optimizer, loss, step, steps, learning_rate):
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * cosine_scale(step, steps)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_reader(model, tokenizer, rng):
+    """Contexts grow from one paragraph to ten over the first half of the steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=READER_LEARNING_RATE, weight_decay=0.01, fused=True)
+    started = time.time()
+    tokens = 0
+    for step in range(READER_STEPS):
+        most = min(10, 2 + int(16 * step / READER_STEPS))
+        size = rng.randint(1, most)
+        ids, positions, segments, labels = reader_batch(make_world(rng), tokenizer, size, rng)
+        hidden = model.model(
+            input_ids=ids, attention_mask=question_mask(segments), position_ids=positions).last_hidden_state
+        wanted = labels[:, 1:] != -100
+        logits = model.lm_head(hidden[:, :-1][wanted])  # (answer tokens, vocabulary)
+        targets = labels[:, 1:][wanted]
+        loss = F.cross_entropy(logits, targets)
+        optimizer_step(model, optimizer, loss, step, READER_STEPS, READER_LEARNING_RATE)
+        tokens += ids.numel()
+        if step % 50 == 0 or step == READER_STEPS - 1:
+            right = (logits.argmax(-1) == targets).float().mean()
+            seconds = time.time() - started
+            done = f"step {step:5d}/{READER_STEPS}  size {size:2d}  loss {loss.item():.4f}  right {right:.3f}"
+            print(f"reader  {done}  {tokens / seconds:,.0f} tokens/s  {seconds:.0f} s", flush=True)
+
+
+def reranker_batch(world, tokenizer, rng):
+    """RERANKER_BATCH one-hop and reworded questions, each with its paragraph first and then look-alikes."""
+    asked = []
+    texts = []
+    for _ in range(RERANKER_BATCH):
+        person = rng.choice(world["people"])
+        work = rng.choice(world["works"])
+        near = sample_up_to(world["by_last"][person["last"]], 6, rng) + person["works"]
+        near += sample_up_to(world["by_first"][person["first"]], 3, rng)
+        new = ask_person(person, rng)
+        gold = person
+        dice = rng.random()
+        if dice < 0.5:
+            new = ask_reworded(person, rng)
+        elif dice < 0.7:
+            new = ask_work(work, rng)
+            gold = work
+            near = world["by_name"][work["name"]] + world["by_noun"][work["by"]["noun"]] + work["by"]["works"]
+        elif dice < 0.75:
+            gold = world["towns"][person["town"]]
+            new = ask_town(gold, rng)
+        rng.shuffle(near)
+        near += rng.sample(world["people"] + world["works"], RERANKER_CANDIDATES)
+        others = {entity["title"]: entity for entity in near if entity is not gold}
+        for entity in [gold, *others.values()][:RERANKER_CANDIDATES]:
+            asked.append(new["question"])
+            texts.append(entity["title"] + ": " + entity["text"])
+    return tokenizer(asked, texts, padding=True, return_tensors="pt")
+
+
+def train_reranker(model, tokenizer, rng):
+    """Softmax over the candidates of a question: the paragraph that answers it is to score highest."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RERANKER_LEARNING_RATE, weight_decay=0.01, fused=True)
+    started = time.time()
+    for step in range(RERANKER_STEPS):
+        batch = reranker_batch(make_world(rng), tokenizer, rng)
+        scores = model(**batch).logits.view(RERANKER_BATCH, RERANKER_CANDIDATES)
+        loss = F.cross_entropy(scores, torch.zeros(RERANKER_BATCH, dtype=torch.long))
+        optimizer_step(model, optimizer, loss, step, RERANKER_STEPS, RERANKER_LEARNING_RATE)
+        if step % 50 == 0 or step == RERANKER_STEPS - 1:
+            first = (scores.argmax(1) == 0).float().mean()
+            seconds = time.time() - started
+            done = f"step {step:5d}/{RERANKER_STEPS}  loss {loss.item():.4f}"
+            print(f"reranker  {done}  gold first {first:.2f}  {seconds:.0f} s", flush=True)
+
+
+def new_reader(tokenizer):
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None))
+    tie_queries_to_keys(model)
+    return model
+
+
+def new_reranker(tokenizer):
+    model = BertForSequenceClassification(BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.06,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1))
+    tie_queries_to_keys(model)
+    return model
+
+
+# ---------------------------------------------------------------- measuring
+
+def retrieve(corpus, questions):
+    """(questions, RERANK_DEPTH) rows of the corpus, best first by BM25 over title and text."""
+    index = bm25s.BM25()
+    texts = [row["title"] + " " + row["text"] for row in corpus]
+    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    asked = bm25s.tokenize([row["question"] for row in questions], show_progress=False)
+    return index.retrieve(asked, k=RERANK_DEPTH, show_progress=False)[0].tolist()
+
+
+@torch.no_grad()
+def rerank(model, tokenizer, corpus, questions, candidates):
+    """The same rows, best first by the cross-encoder's score."""
+    reranked = []
+    for row, found in zip(questions, candidates):
+        texts = [corpus[i]["title"] + ": " + corpus[i]["text"] for i in found]
+        pairs = tokenizer([row["question"]] * len(found), texts, padding=True, return_tensors="pt")
+        order = model(**pairs).logits[:, 0].argsort(descending=True, stable=True)
+        reranked.append([found[i] for i in order.tolist()])
+    return reranked
+
+
+@torch.no_grad()
+def answer_greedily(model, tokenizer, prompts, batch=50):
+    answers = []
+    for start in range(0, len(prompts), batch):
+        inputs = tokenizer(prompts[start:start + batch], padding=True, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        answers += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+    return answers
+
+
+def measure(corpus, questions, reader, reader_tokenizer, reranker, reranker_tokenizer):
+    """{action: {type: share of questions answered exactly}}, greedily, for each top_k without and with reranker."""
+    found = retrieve(corpus, questions)
+    orders = [found, rerank(reranker, reranker_tokenizer, corpus, questions, found)]
+    table = {}
+    for top_k, reranked in itertools.product(TOP_KS, (0, 1)):
+        prompts = []
+        for row, order in zip(questions, orders[reranked]):
+            contexts = write_contexts([corpus[i] for i in order[:top_k]])
+            prompts.append(PROMPT.format(contexts=contexts, question=row["question"]))
+        answers = answer_greedily(reader, reader_tokenizer, prompts)
+        right = {type_: [] for type_ in QUESTIONS}
+        for row, answer in zip(questions, answers):
+            right[row["type"]].append(answer.strip() == row["answer"])
+        table[f"top_k={top_k} rerank={reranked}"] = {t: round(sum(r) / len(r), 3) for t, r in right.items()}
+        print(f"top_k={top_k} rerank={reranked}", table[f"top_k={top_k} rerank={reranked}"], flush=True)
+    return table
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    for word in sys.argv[1:]:
+        key, _, value = word.partition("=")
+        if key not in ("SEED", "OUT", "READER_STEPS", "RERANKER_STEPS"):
+            sys.exit(f"make_rag.py takes SEED=, OUT=, READER_STEPS= and RERANKER_STEPS=, not {word!r}")
+        globals()[key] = value if key == "OUT" else int(value)
+    out = Path(OUT)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(SEED)
+
+    shipped = random.Random(SEED)
+    world = make_world(shipped)
+    corpus = make_corpus(world, shipped)
+    questions = make_questions(world, shipped)
+    write_lines(out / "corpus.jsonl", corpus)
+    write_lines(out / "questions.jsonl", questions)
+
+    rng = random.Random(SEED + 1000)  # of the other worlds
+    vocabulary = [make_world(rng) for _ in range(3)]
+    inputs = ["input_ids", "attention_mask"]
+    reader_tokenizer = make_tokenizer(vocabulary, "left", inputs)
+    reranker_tokenizer = make_tokenizer(vocabulary, "right", [*inputs, "token_type_ids"])
+    for row in corpus:
+        text = row["title"] + ": " + row["text"]
+        assert reader_tokenizer.decode(reader_tokenizer(text)["input_ids"]) == text, text
+
+    reranker = new_reranker(reranker_tokenizer)
+    reader = new_reader(reader_tokenizer)
+    print(f"reader {reader.num_parameters():,} parameters, reranker {reranker.num_parameters():,}", flush=True)
+    started = time.time()
+    train_reranker(reranker, reranker_tokenizer, rng)
+    halfway = time.time()
+    train_reader(reader, reader_tokenizer, rng)
+    finished = time.time()
+    saved = [("reranker", reranker, reranker_tokenizer), ("reader", reader, reader_tokenizer)]
+    for folder, model, tokenizer in saved:
+        model.eval().save_pretrained(out / folder)
+        tokenizer.save_pretrained(out / folder)
+
+    facts = {
+        "seed": SEED,
+        "threads": torch.get_num_threads(),
+        "paragraphs": len(corpus),
+        "questions": QUESTIONS,
+        "vocabulary": len(reader_tokenizer),
+        "reader_parameters": reader.num_parameters(),
+        "reranker_parameters": reranker.num_parameters(),
+        "reader_steps": READER_STEPS,
+        "reranker_steps": RERANKER_STEPS,
+        "reader_seconds": round(finished - halfway),
+        "reranker_seconds": round(halfway - started),
+        "exact_match": measure(corpus, questions, reader, reader_tokenizer, reranker, reranker_tokenizer)}
+    (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
