@@ -1,4 +1,4 @@
-"""Rebuild data/rag/ from a seed: a small encyclopaedia of invented people and works, questions, a reader, a reranker.
+"""Rebuild data/rag/ from a seed: an encyclopaedia of invented people and works, questions, reader, reranker.
 
     python data/make_rag.py             # about 15 minutes on 2 cores
     python data/make_rag.py SEED=3 OUT=/tmp/rag
@@ -6,10 +6,11 @@
 Paragraphs are alike on purpose: fifteen people share a surname, six authors share the noun of their cycle,
 films and operas bear the names of novels. Questions are of four types:
 
-    one-hop      "When was Alba Merrow born?"                    BM25 puts the paragraph first
-    two-hop      "In which town was the author of The Silent Harbor born?"   the second paragraph ranks 2nd to 8th
-    comparison   "Who was born earlier, Alba Merrow or Corin Tinsel?"        two paragraphs are needed
-    reworded     "In what year did the Torvalian Bob Merrow come into the world?"   only the surname matches
+    one-hop     When was Robert Merrow born?  BM25 puts the paragraph first.
+    two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
+    comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
+    reworded    In what year did the Torvalian Bob Merrow come into the world?  Only the surname matches, so
+                fifteen paragraphs and more are equally good to BM25, and the reranker is needed.
 
 Reader (a causal model) and reranker (a cross-encoder) learn on *other* worlds: each batch deals the facts
 anew from the same vocabulary, so they read and cannot remember. The reranker sees one-hop and reworded
@@ -34,10 +35,11 @@ from transformers import (
 SEED = 1
 OUT = str(Path(__file__).resolve().parent / "rag")
 QUESTIONS = {"one-hop": 300, "two-hop": 240, "comparison": 200, "reworded": 260}
+LEVELS = {"one-hop": "easy", "two-hop": "hard", "comparison": "medium", "reworded": "medium"}
 READER_STEPS = 2000
-READER_BATCH = 32  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
+READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
 QUESTIONS_PER_CONTEXT = 10
-READER_LEARNING_RATE = 3e-3
+READER_LEARNING_RATE = 2e-3
 RERANKER_STEPS = 800
 RERANKER_BATCH = 24  # questions a step, each with RERANKER_CANDIDATES paragraphs
 RERANKER_CANDIDATES = 8
@@ -45,7 +47,8 @@ RERANKER_LEARNING_RATE = 1e-3
 TOP_KS = (1, 2, 4, 8)  # measured for facts.json
 RERANK_DEPTH = 20
 
-INSTRUCTION = "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS."
+INSTRUCTION = (
+    "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.")
 PROMPT = INSTRUCTION + "\nCONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
 PARAGRAPH = "[{n}] {title}: {text}"  # n from 1
 UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
@@ -72,7 +75,7 @@ NOUNS = (
     "Temple Valley Winter Archer Beacon Canyon Dancer Ember Falcon Grove Heron Jester Key Lighthouse Mill "
     "Nightingale Oak Pilgrim Raven Statue Thorn Village Whistle Abbey Bell Crown Door Emperor Fountain Gate "
     "Horizon").split()
-CREATORS = {"author": 6, "director": 3, "composer": 3}  # how many of each share a noun
+CREATORS = 6 * ["author"] + 3 * ["director"] + 3 * ["composer"]  # of each noun
 KINDS = {"author": "novel", "director": "film", "composer": "opera"}
 APPEARED = {"author": "published", "director": "released", "composer": "performed"}
 OTHERS = "painter sculptor doctor sailor teacher judge gardener banker".split()
@@ -92,7 +95,7 @@ def make_people(rng):
     """A dozen creators a noun and half as many others; every pair of first name and surname is one person."""
     names = [(first, last) for first in NICKNAMES for last in SURNAMES]
     rng.shuffle(names)
-    callings = [(calling, noun) for noun in NOUNS for calling, count in CREATORS.items() for _ in range(count)]
+    callings = [(calling, noun) for noun in NOUNS for calling in CREATORS]
     callings += [(rng.choice(OTHERS), None) for _ in range(len(callings) * 2 // 3)]
     people = []
     for (first, last), (calling, noun) in zip(names, callings):
@@ -113,7 +116,7 @@ def make_people(rng):
 
 
 def make_works(people, rng):
-    """One or two works a creator, named after the creator's noun; a title may be a novel, a film and an opera."""
+    """One or two works a creator, named after the creator's noun; novel, film and opera may share a name."""
     works = {}
     for person in people:
         if person["noun"] is None:
@@ -128,7 +131,8 @@ def make_works(people, rng):
             appeared = APPEARED[person["calling"]]
             article = "an" if kind == "opera" else "a"
             text = f"{name} is {article} {kind} by {person['title']}, first {appeared} in {year}."
-            works[title] = {"title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
+            works[title] = {
+                "title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
             person["works"].append(works[title])
     return list(works.values())
 
@@ -167,9 +171,9 @@ def make_world(rng):
 
 # ---------------------------------------------------------------- questions
 
-def question(text, answer, type_, level, *gold):
-    return {"question": text, "answer": str(answer), "type": type_, "level": level,
-            "gold": [entity["title"] for entity in gold]}
+def question(type_, text, answer, *gold):
+    titles = [entity["title"] for entity in gold]
+    return {"question": text, "answer": str(answer), "type": type_, "level": LEVELS[type_], "gold": titles}
 
 
 def ask_person(person, rng):
@@ -178,22 +182,22 @@ def ask_person(person, rng):
         "year": ["When was {} born?", "In which year was {} born?"],
         "town": ["Where was {} born?", "In which town was {} born?"],
         "calling": ["What was {}?", "What was the profession of {}?"]}[relation]
-    return question(rng.choice(text).format(person["title"]), person[relation], "one-hop", "easy", person)
+    return question("one-hop", rng.choice(text).format(person["title"]), person[relation], person)
 
 
 def ask_work(work, rng):
     calling = work["by"]["calling"]
     if rng.random() < 0.5:
         text = f"Who was the {calling} of the {work['kind']} {work['name']}?"
-        return question(text, work["by"]["title"], "one-hop", "easy", work)
+        return question("one-hop", text, work["by"]["title"], work)
     text = f"When was the {work['kind']} {work['name']} first {APPEARED[calling]}?"
-    return question(text, work["year"], "one-hop", "easy", work)
+    return question("one-hop", text, work["year"], work)
 
 
 def ask_town(town, rng):
     if rng.random() < 0.5:
-        return question(f"On which river lies {town['title']}?", town["river"], "one-hop", "easy", town)
-    return question(f"When was {town['title']} founded?", town["year"], "one-hop", "easy", town)
+        return question("one-hop", f"On which river lies {town['title']}?", town["river"], town)
+    return question("one-hop", f"When was {town['title']} founded?", town["year"], town)
 
 
 def ask_reworded(person, rng):
@@ -206,19 +210,19 @@ def ask_reworded(person, rng):
         "year": ["In what year did {} come into the world?", "What year saw {} come into the world?"],
         "town": ["From what place did {} hail?", "What place did {} hail from?"],
         "calling": ["What did {} do for a living?", "How did {} earn a living?"]}[relation]
-    return question(rng.choice(text).format(name), person[relation], "reworded", "medium", person)
+    return question("reworded", rng.choice(text).format(name), person[relation], person)
 
 
 def ask_two_hop(work, rng):
     person = work["by"]
     whom = f"the {person['calling']} of The {work['name'][4:]}"
     if rng.random() < 0.6:
-        return question(f"In which town was {whom} born?", person["town"], "two-hop", "hard", work, person)
-    return question(f"In which year was {whom} born?", person["year"], "two-hop", "hard", work, person)
+        return question("two-hop", f"In which town was {whom} born?", person["town"], work, person)
+    return question("two-hop", f"In which year was {whom} born?", person["year"], work, person)
 
 
 def ask_comparison(one, other, rng):
-    """Who was born earlier or later (ten years apart at least), from one town or not, which has the calling."""
+    """Who was born earlier or later (ten years apart at least), one town or not, who has the calling."""
     names = f"{one['title']} or {other['title']}"
     kinds = ["same town"]
     if abs(one["year"] - other["year"]) >= 10:
@@ -237,7 +241,7 @@ def ask_comparison(one, other, rng):
         text = f"Who was born {kind}, {names}?"
         one_answers = (one["year"] < other["year"]) == (kind == "earlier")
         answer = (one if one_answers else other)["title"]
-    return question(text, answer, "comparison", "medium", one, other)
+    return question("comparison", text, answer, one, other)
 
 
 def other_person(person, world, rng):
@@ -324,8 +328,8 @@ def make_tokenizer(worlds, padding_side, inputs):
 # ---------------------------------------------------------------- the reader's lessons
 
 def write_contexts(entities):
-    return "\n".join(
-        PARAGRAPH.format(n=n, title=entity["title"], text=entity["text"]) for n, entity in enumerate(entities, 1))
+    lines = [PARAGRAPH.format(n=n, title=e["title"], text=e["text"]) for n, e in enumerate(entities, 1)]
+    return "\n".join(lines)
 
 
 def sample_up_to(rows, count, rng):
@@ -333,14 +337,14 @@ def sample_up_to(rows, count, rng):
 
 
 def draw_context(world, size, rng):
-    """`size` paragraphs as a search would bring them together: one surname, one noun, two people, one title."""
+    """`size` paragraphs that a search might bring together: one surname, one noun, two people, one title."""
     person = rng.choice(world["people"])
     namesakes = world["by_last"][person["last"]]
-    theme = rng.choice(["person", "surname", "work", "work", "pair"])
+    theme = rng.choice(["person", "surname", "work", "work", "work", "pair"])
     if theme == "person":
         first = [person]
-        more = person["works"] + sample_up_to(namesakes, 4, rng) + sample_up_to(world["by_first"][person["first"]], 2, rng)
-        more.append(world["towns"][person["town"]])
+        more = person["works"] + [world["towns"][person["town"]]] + sample_up_to(namesakes, 4, rng)
+        more += sample_up_to(world["by_first"][person["first"]], 2, rng)
     elif theme == "surname":
         first = [person]
         more = list(namesakes)
@@ -362,32 +366,37 @@ def draw_context(world, size, rng):
     return unique
 
 
-def draw_questions(world, entities, count, rng):
-    """`count` questions about these paragraphs; what they do not tell is answered UNKNOWN."""
+def draw_questions(world, entities, rng):
+    """QUESTIONS_PER_CONTEXT questions about these paragraphs; what they do not tell is answered UNKNOWN."""
     titles = {entity["title"] for entity in entities}
-    people = [entity for entity in entities if "first" in entity]
+    towns = [entity for entity in entities if "river" in entity]
     works = [entity for entity in entities if "by" in entity]
+    people = [entity for entity in entities if "calling" in entity]
     told = [work for work in works if work["by"]["title"] in titles]
+    stranger = rng.choice(world["people"])
+    if people:
+        stranger = rng.choice(world["by_last"][rng.choice(people)["last"]])
     rows = {}
-    while len(rows) < count:
-        dice = rng.random()
-        stranger = rng.choice(world["by_last"][rng.choice(people)["last"]] if people else world["people"])
-        someone = rng.choice(people) if people and dice < 0.9 else stranger
-        if rng.random() < 0.3 and told:
-            new = ask_two_hop(rng.choice(told), rng)
-        elif rng.random() < 0.3 and len(people) > 1:
-            one, other = rng.sample(people, 2)
-            new = ask_comparison(one, other if dice < 0.95 else stranger, rng)
-        elif rng.random() < 0.3:
-            new = ask_reworded(someone, rng)
-        elif rng.random() < 0.35 and works:
-            work = rng.choice(works)
-            new = ask_work(work, rng) if dice < 0.95 else ask_two_hop(work, rng)
-        elif "river" in entities[0]:
-            new = ask_town(entities[0], rng)
+    while len(rows) < QUESTIONS_PER_CONTEXT:
+        person = rng.choice(people if people and rng.random() < 0.9 else [stranger])
+        kind = rng.choice("person reworded work town two-hop two-hop comparison".split())
+        if kind == "person":
+            new = ask_person(person, rng)
+        elif kind == "reworded":
+            new = ask_reworded(person, rng)
+        elif kind == "work" and works:
+            new = ask_work(rng.choice(works), rng)
+        elif kind == "town" and towns:
+            new = ask_town(rng.choice(towns), rng)
+        elif kind == "two-hop" and works:
+            new = ask_two_hop(rng.choice(told if told and rng.random() < 0.9 else works), rng)
+        elif kind == "comparison" and people and person is not people[0]:
+            new = ask_comparison(*rng.sample([people[0], person], 2), rng)
         else:
-            new = ask_person(someone, rng)
+            continue
         if not titles.issuperset(new["gold"]):
+            if rng.random() < 0.8:
+                continue  # most questions can be answered
             new["answer"] = UNKNOWN
         rows[new["question"]] = new
     return list(rows.values())
@@ -396,9 +405,9 @@ def draw_questions(world, entities, count, rng):
 def reader_batch(world, tokenizer, size, rng):
     """READER_BATCH contexts, each read once and followed by QUESTIONS_PER_CONTEXT questions.
 
-    Returns ids, positions, segments (rows, length) and labels (rows, length). Segment 0 is the context and j
-    the j-th question with its answer; each question sees the context and itself and is numbered as if it stood
-    there alone, so the layout is that of a prompt with one question.
+    Returns ids, positions, segments and labels, each (rows, length). Segment 0 is the context, j the j-th
+    question with its answer; a question sees the context and itself and its positions go on from the
+    context's, so it stands exactly as in a prompt of its own.
     """
     heads = []
     tails = []
@@ -406,7 +415,7 @@ def reader_batch(world, tokenizer, size, rng):
         entities = draw_context(world, size, rng)
         head, tail = PROMPT.format(contexts=write_contexts(entities), question="|").split("|")
         heads.append(head.removesuffix("QUESTION: "))
-        for row in draw_questions(world, entities, QUESTIONS_PER_CONTEXT, rng):
+        for row in draw_questions(world, entities, rng):
             tails.append(f"QUESTION: {row['question']}{tail}")
             tails.append(f" {row['answer']}{tokenizer.eos_token}")
     heads = tokenizer(heads)["input_ids"]
@@ -455,7 +464,7 @@ def tie_queries_to_keys(model):
 
 
 def question_mask(segments):
-    """(rows, 1, length, length), True where a position may look: back, at the context and its own question."""
+    """(rows, 1, length, length), True where a position may look: back, into the context or its question."""
     length = segments.shape[1]
     same = segments[:, :, None] == segments[:, None, :]
     context = (segments == 0)[:, None, :]
@@ -528,7 +537,8 @@ def reranker_batch(world, tokenizer, rng):
 
 def train_reranker(model, tokenizer, rng):
     """Softmax over the candidates of a question: the paragraph that answers it is to score highest."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RERANKER_LEARNING_RATE, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RERANKER_LEARNING_RATE, weight_decay=0.01, fused=True)
     started = time.time()
     for step in range(RERANKER_STEPS):
         batch = reranker_batch(make_world(rng), tokenizer, rng)
@@ -611,7 +621,7 @@ def answer_greedily(model, tokenizer, prompts, batch=50):
 
 
 def measure(corpus, questions, reader, reader_tokenizer, reranker, reranker_tokenizer):
-    """{action: {type: share of questions answered exactly}}, greedily, for each top_k without and with reranker."""
+    """{action: {type: share of questions answered exactly}}, greedily, for each top_k and rerank."""
     found = retrieve(corpus, questions)
     orders = [found, rerank(reranker, reranker_tokenizer, corpus, questions, found)]
     table = {}
@@ -661,7 +671,8 @@ def main():
 
     reranker = new_reranker(reranker_tokenizer)
     reader = new_reader(reader_tokenizer)
-    print(f"reader {reader.num_parameters():,} parameters, reranker {reranker.num_parameters():,}", flush=True)
+    sizes = f"reader {reader.num_parameters():,}, reranker {reranker.num_parameters():,}"
+    print(f"parameters: {sizes}", flush=True)
     started = time.time()
     train_reranker(reranker, reranker_tokenizer, rng)
     halfway = time.time()
