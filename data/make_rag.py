@@ -181,7 +181,7 @@ def ask_person(person, rng):
     text = {
         "year": ["When was {} born?", "In which year was {} born?"],
         "town": ["Where was {} born?", "In which town was {} born?"],
-        "calling": ["What was {}?", "What was the profession of {}?"]}[relation]
+        "calling": ["What was the profession of {}?", "What profession had {}?"]}[relation]
     return question("one-hop", rng.choice(text).format(person["title"]), person[relation], person)
 
 
@@ -215,7 +215,7 @@ def ask_reworded(person, rng):
 
 def ask_two_hop(work, rng):
     person = work["by"]
-    whom = f"the {person['calling']} of The {work['name'][4:]}"
+    whom = f"the {person['calling']} of {work['name']}"
     if rng.random() < 0.6:
         return question("two-hop", f"In which town was {whom} born?", person["town"], work, person)
     return question("two-hop", f"In which year was {whom} born?", person["year"], work, person)
@@ -472,84 +472,71 @@ def question_mask(segments):
     return ((same | context) & causal)[:, None]
 
 
-def optimizer_step(model, optimizer, loss, step, steps, learning_rate):
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * cosine_scale(step, steps)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+def reader_loss(model, tokenizer, progress, rng):
+    """Cross entropy of the answers and their <eos>; contexts grow from one paragraph to ten by half-time."""
+    size = rng.randint(1, min(10, 2 + int(16 * progress)))
+    ids, positions, segments, labels = reader_batch(make_world(rng), tokenizer, size, rng)
+    hidden = model.model(
+        input_ids=ids, attention_mask=question_mask(segments), position_ids=positions).last_hidden_state
+    answered = labels[:, 1:] != -100
+    logits = model.lm_head(hidden[:, :-1][answered])  # (answer tokens, vocabulary)
+    targets = labels[:, 1:][answered]
+    return F.cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
 
-def train_reader(model, tokenizer, rng):
-    """Contexts grow from one paragraph to ten over the first half of the steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=READER_LEARNING_RATE, weight_decay=0.01, fused=True)
-    started = time.time()
-    tokens = 0
-    for step in range(READER_STEPS):
-        most = min(10, 2 + int(16 * step / READER_STEPS))
-        size = rng.randint(1, most)
-        ids, positions, segments, labels = reader_batch(make_world(rng), tokenizer, size, rng)
-        hidden = model.model(
-            input_ids=ids, attention_mask=question_mask(segments), position_ids=positions).last_hidden_state
-        wanted = labels[:, 1:] != -100
-        logits = model.lm_head(hidden[:, :-1][wanted])  # (answer tokens, vocabulary)
-        targets = labels[:, 1:][wanted]
-        loss = F.cross_entropy(logits, targets)
-        optimizer_step(model, optimizer, loss, step, READER_STEPS, READER_LEARNING_RATE)
-        tokens += ids.numel()
-        if step % 50 == 0 or step == READER_STEPS - 1:
-            right = (logits.argmax(-1) == targets).float().mean()
-            seconds = time.time() - started
-            done = f"step {step:5d}/{READER_STEPS}  size {size:2d}  loss {loss.item():.4f}  right {right:.3f}"
-            print(f"reader  {done}  {tokens / seconds:,.0f} tokens/s  {seconds:.0f} s", flush=True)
-
-
-def reranker_batch(world, tokenizer, rng):
+def reranker_batch(world, rng):
     """RERANKER_BATCH one-hop and reworded questions, each with its paragraph first and then look-alikes."""
     asked = []
     texts = []
     for _ in range(RERANKER_BATCH):
-        person = rng.choice(world["people"])
+        gold = person = rng.choice(world["people"])
         work = rng.choice(world["works"])
         near = sample_up_to(world["by_last"][person["last"]], 6, rng) + person["works"]
         near += sample_up_to(world["by_first"][person["first"]], 3, rng)
-        new = ask_person(person, rng)
-        gold = person
-        dice = rng.random()
-        if dice < 0.5:
+        kind = rng.choices(["reworded", "person", "work", "town"], [10, 5, 4, 1])[0]
+        if kind == "reworded":
             new = ask_reworded(person, rng)
-        elif dice < 0.7:
-            new = ask_work(work, rng)
+        elif kind == "person":
+            new = ask_person(person, rng)
+        elif kind == "work":
             gold = work
+            new = ask_work(work, rng)
             near = world["by_name"][work["name"]] + world["by_noun"][work["by"]["noun"]] + work["by"]["works"]
-        elif dice < 0.75:
+        else:
             gold = world["towns"][person["town"]]
             new = ask_town(gold, rng)
         rng.shuffle(near)
         near += rng.sample(world["people"] + world["works"], RERANKER_CANDIDATES)
-        others = {entity["title"]: entity for entity in near if entity is not gold}
-        for entity in [gold, *others.values()][:RERANKER_CANDIDATES]:
+        unique = {entity["title"]: entity for entity in [gold, *near]}
+        for entity in list(unique.values())[:RERANKER_CANDIDATES]:
             asked.append(new["question"])
             texts.append(entity["title"] + ": " + entity["text"])
-    return tokenizer(asked, texts, padding=True, return_tensors="pt")
+    return asked, texts
 
 
-def train_reranker(model, tokenizer, rng):
-    """Softmax over the candidates of a question: the paragraph that answers it is to score highest."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RERANKER_LEARNING_RATE, weight_decay=0.01, fused=True)
+def reranker_loss(model, tokenizer, progress, rng):
+    """Cross entropy over the candidates of a question: the paragraph that answers it is to score highest."""
+    asked, texts = reranker_batch(make_world(rng), rng)
+    batch = tokenizer(asked, texts, padding=True, return_tensors="pt")
+    scores = model(**batch).logits.view(RERANKER_BATCH, RERANKER_CANDIDATES)
+    gold = torch.zeros(RERANKER_BATCH, dtype=torch.long)
+    return F.cross_entropy(scores, gold), (scores.argmax(1) == gold).float().mean()
+
+
+def train(name, model, tokenizer, loss_function, steps, learning_rate, rng):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
     started = time.time()
-    for step in range(RERANKER_STEPS):
-        batch = reranker_batch(make_world(rng), tokenizer, rng)
-        scores = model(**batch).logits.view(RERANKER_BATCH, RERANKER_CANDIDATES)
-        loss = F.cross_entropy(scores, torch.zeros(RERANKER_BATCH, dtype=torch.long))
-        optimizer_step(model, optimizer, loss, step, RERANKER_STEPS, RERANKER_LEARNING_RATE)
-        if step % 50 == 0 or step == RERANKER_STEPS - 1:
-            first = (scores.argmax(1) == 0).float().mean()
-            seconds = time.time() - started
-            done = f"step {step:5d}/{RERANKER_STEPS}  loss {loss.item():.4f}"
-            print(f"reranker  {done}  gold first {first:.2f}  {seconds:.0f} s", flush=True)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * cosine_scale(step, steps)
+        loss, right = loss_function(model, tokenizer, step / steps, rng)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0 or step == steps - 1:
+            done = f"step {step:5d}/{steps}  loss {loss.item():.4f}  right {right.item():.3f}"
+            print(f"{name:8}  {done}  {time.time() - started:.0f} s", flush=True)
 
 
 def new_reader(tokenizer):
@@ -674,9 +661,10 @@ def main():
     sizes = f"reader {reader.num_parameters():,}, reranker {reranker.num_parameters():,}"
     print(f"parameters: {sizes}", flush=True)
     started = time.time()
-    train_reranker(reranker, reranker_tokenizer, rng)
+    train(
+        "reranker", reranker, reranker_tokenizer, reranker_loss, RERANKER_STEPS, RERANKER_LEARNING_RATE, rng)
     halfway = time.time()
-    train_reader(reader, reader_tokenizer, rng)
+    train("reader", reader, reader_tokenizer, reader_loss, READER_STEPS, READER_LEARNING_RATE, rng)
     finished = time.time()
     saved = [("reranker", reranker, reranker_tokenizer), ("reader", reader, reader_tokenizer)]
     for folder, model, tokenizer in saved:
