@@ -395,7 +395,7 @@ def draw_questions(world, entities, rng):
         else:
             continue
         if not titles.issuperset(new["gold"]):
-            if rng.random() < 0.8:
+            if rng.random() < 0.93:
                 continue  # most questions can be answered
             new["answer"] = UNKNOWN
         rows[new["question"]] = new
@@ -453,12 +453,14 @@ def cosine_scale(step, total, warmup=100):
     return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
 
 
-def tie_queries_to_keys(model):
-    """Start with keys equal to queries: equal words look at each other, and lookup is learnt in a minute."""
+def tie_attention(model):
+    """Start with keys = queries (equal words look at each other) and, in the reader, output = transposed
+    values (what is looked at is copied): lookup is learnt in hundreds of steps instead of thousands."""
     with torch.no_grad():
         for module in model.modules():
             if hasattr(module, "q_proj"):
                 module.k_proj.weight.copy_(module.q_proj.weight)
+                module.o_proj.weight.copy_(module.v_proj.weight.T)
             elif hasattr(module, "query"):
                 module.key.weight.copy_(module.query.weight)
 
@@ -553,7 +555,7 @@ def new_reader(tokenizer):
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None))
-    tie_queries_to_keys(model)
+    tie_attention(model)
     return model
 
 
@@ -570,7 +572,7 @@ def new_reranker(tokenizer):
         attention_probs_dropout_prob=0.0,
         pad_token_id=tokenizer.pad_token_id,
         num_labels=1))
-    tie_queries_to_keys(model)
+    tie_attention(model)
     return model
 
 
