@@ -293,7 +293,7 @@ def make_tokenizer(worlds, padding_side, inputs):
     reads, becomes [CLS] question [SEP] title: text [SEP].
     """
     splitter = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
-    texts = [*NICKNAMES.values(), *map(demonym, TOWNS), *RIVERS, *ADJECTIVES, UNKNOWN]
+    texts = [*NICKNAMES.values(), *map(demonym, TOWNS), *RIVERS, *ADJECTIVES, UNKNOWN, "yes", "no"]
     texts += map(str, range(TOWN_YEARS[0], WORK_YEARS[1] + 1))
     for world in worlds:
         texts += [row["title"] + ": " + row["text"] for row in make_corpus(world, random.Random(0))]
