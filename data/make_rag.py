@@ -12,40 +12,40 @@ films and operas bear the names of novels. Questions are of four types:
     reworded    In what year did the Torvalian Bob Merrow come into the world?  Only the surname matches, so
                 fifteen paragraphs and more are equally good to BM25, and the reranker is needed.
 
-Reader (a causal model) and reranker (a cross-encoder) learn on *other* worlds: each batch deals the facts
-anew from the same vocabulary, so they read and cannot remember. The reranker sees one-hop and reworded
-questions only, as cross-encoders trained on web searches do.
+Reader (a causal model) and reranker (a cross-encoder, which starts from the reader) learn on *other* worlds:
+every few steps the facts are dealt anew from the same vocabulary, so they read and cannot remember. The
+reranker sees one-hop and reworded questions only, as cross-encoders trained on web searches do.
 
-Writes corpus.jsonl, questions.jsonl, reader/, reranker/ and facts.json.
+Writes corpus.jsonl, questions.jsonl, reader/, reranker/ and facts.json (sizes and seconds). What reader and
+reranker are worth on it `python ppo/ppo_rag.py BASELINE_ONLY=True` prints.
 """
-import itertools
+import copy
 import json
 import random
 import sys
 import time
 from pathlib import Path
 
-import bm25s
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
-    BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
+    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast)
 
 SEED = 1
 OUT = str(Path(__file__).resolve().parent / "rag")
 QUESTIONS = {"one-hop": 300, "two-hop": 240, "comparison": 200, "reworded": 260}
 LEVELS = {"one-hop": "easy", "two-hop": "hard", "comparison": "medium", "reworded": "medium"}
-READER_STEPS = 2000
+READER_STEPS = 1500
 READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
 QUESTIONS_PER_CONTEXT = 10
+STEPS_PER_WORLD = 4  # of training; dealing a world takes as long as a small step
 READER_LEARNING_RATE = 2e-3
-RERANKER_STEPS = 500
+RERANKER_STEPS = 200
 RERANKER_BATCH = 24  # questions a step, each with RERANKER_CANDIDATES paragraphs
 RERANKER_CANDIDATES = 8
-RERANKER_LEARNING_RATE = 1e-3
-TOP_KS = (1, 2, 4, 8)  # measured for facts.json
-RERANK_DEPTH = 20
+RERANKER_LEARNING_RATE = 5e-4
+MOST_PARAGRAPHS = 8  # in a lesson of the reader: ppo_rag.py's largest top_k
 
 INSTRUCTION = (
     "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.")
@@ -109,8 +109,7 @@ def make_people(rng):
             "year": rng.randint(*BIRTH_YEARS),
             "works": []}
         role = f"{calling} of the {noun} cycle" if noun else f"a {calling}"
-        person["text"] = (
-            f"{person['title']}, {role}, was born in the town of {person['town']} in {person['year']}.")
+        person["text"] = f"{role}, born in the town of {person['town']} in {person['year']}."
         people.append(person)
     return people
 
@@ -130,7 +129,7 @@ def make_works(people, rng):
             year = min(person["year"] + rng.randint(25, 60), WORK_YEARS[1])
             appeared = APPEARED[person["calling"]]
             article = "an" if kind == "opera" else "a"
-            text = f"{name} is {article} {kind} by {person['title']}, first {appeared} in {year}."
+            text = f"{article} {kind} by {person['title']}, first {appeared} in {year}."
             works[title] = {
                 "title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
             person["works"].append(works[title])
@@ -142,7 +141,7 @@ def make_towns(rng):
     for name in TOWNS:
         river = rng.choice(RIVERS)
         year = rng.randint(*TOWN_YEARS)
-        text = f"{name} is a town on the river {river}, founded in {year}."
+        text = f"a town on the river {river}, founded in {year}."
         towns.append({"title": name, "text": text, "river": river, "year": year})
     return towns
 
@@ -286,11 +285,11 @@ def make_corpus(world, rng):
 
 # ---------------------------------------------------------------- tokenizer
 
-def make_tokenizer(worlds, padding_side, inputs):
+def make_tokenizer(worlds, padding_side):
     """Whole words and signs of the constants, of the worlds' texts and of questions about them.
 
-    The fixed parts of the prompt are one token each, so that they cost one. A pair, which only the reranker
-    reads, becomes [CLS] question [SEP] title: text [SEP].
+    The fixed parts of the prompt are one token each, so that they cost one. A pair (question, title: text),
+    which only the reranker reads, becomes the prompt with that one paragraph.
     """
     splitter = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
     texts = [*NICKNAMES.values(), *map(demonym, TOWNS), *RIVERS, *ADJECTIVES, UNKNOWN, "yes", "no"]
@@ -299,28 +298,28 @@ def make_tokenizer(worlds, padding_side, inputs):
         texts += [row["title"] + ": " + row["text"] for row in make_corpus(world, random.Random(0))]
         texts += [row["question"] for row in make_questions(world, random.Random(0))]
     words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)}
-    vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", "[CLS]", "[SEP]", *sorted(words)])}
+    vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *sorted(words)])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = splitter
     core.decoder = decoders.Sequence([
         decoders.WordPiece("##", cleanup=True), decoders.Fuse(), decoders.Replace(" :", ":"),
         decoders.Replace("( ", "("), decoders.Replace(" )", ")")])
-    core.post_processor = processors.TemplateProcessing(
-        single="$A",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(word, vocab[word]) for word in ("[CLS]", "[SEP]")])
     fixed = [INSTRUCTION, "CONTEXTS:", "QUESTION:", "ANSWER:"]
-    fixed += [f"[{n}]" for n in range(1, RERANK_DEPTH + 1)]
+    fixed += [f"[{n}]" for n in range(1, 21)]
     core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
+    parts = {"begin": [INSTRUCTION, "CONTEXTS:", "[1]"], "ask": ["QUESTION:"], "end": ["ANSWER:"]}
+    special = []
+    for name, words in parts.items():
+        special.append({"id": name, "ids": [core.token_to_id(word) for word in words], "tokens": words})
+    core.post_processor = processors.TemplateProcessing(
+        single="$A", pair="begin $B ask $A end", special_tokens=special)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
         padding_side=padding_side,
-        model_input_names=inputs,
+        model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         model_max_length=1024)
 
@@ -453,16 +452,24 @@ def cosine_scale(step, total, warmup=100):
     return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
 
 
-def tie_attention(model):
-    """Start with keys = queries (equal words look at each other) and, in the reader, output = transposed
-    values (what is looked at is copied): lookup is learnt in hundreds of steps instead of thousands."""
+def start_as_lookup(model):
+    """Start with keys = queries (equal words look at each other) and output = transposed values (what is
+    looked at is copied); and with the first layer's first head looking at the word before, so that a surname
+    knows its first name. Lookup is then learnt in hundreds of steps instead of thousands."""
+    config = model.config
+    size = config.hidden_size // config.num_attention_heads
     with torch.no_grad():
-        for module in model.modules():
-            if hasattr(module, "q_proj"):
-                module.k_proj.weight.copy_(module.q_proj.weight)
-                module.o_proj.weight.copy_(module.v_proj.weight.T)
-            elif hasattr(module, "query"):
-                module.key.weight.copy_(module.query.weight)
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.k_proj.weight.copy_(attention.q_proj.weight)
+            attention.o_proj.weight.copy_(attention.v_proj.weight.T)
+        attention = model.model.layers[0].self_attn
+        frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        for projection, angle in ((attention.q_proj, -frequency), (attention.k_proj, 0 * frequency)):
+            projection.weight[:size] *= 0.1
+            # a query is turned back by one place
+            turned = torch.cat([angle.cos(), angle.sin()])
+            projection.bias[:size] = 6 * turned
 
 
 def question_mask(segments):
@@ -474,10 +481,10 @@ def question_mask(segments):
     return ((same | context) & causal)[:, None]
 
 
-def reader_loss(model, tokenizer, progress, rng):
-    """Cross entropy of the answers and their <eos>; contexts grow from one paragraph to ten by half-time."""
-    size = rng.randint(1, min(10, 2 + int(16 * progress)))
-    ids, positions, segments, labels = reader_batch(make_world(rng), tokenizer, size, rng)
+def reader_loss(model, tokenizer, world, progress, rng):
+    """Cross entropy of the answers and their <eos>; contexts grow from one paragraph to eight."""
+    size = rng.randint(1, min(MOST_PARAGRAPHS, 2 + int(14 * progress)))
+    ids, positions, segments, labels = reader_batch(world, tokenizer, size, rng)
     hidden = model.model(
         input_ids=ids, attention_mask=question_mask(segments), position_ids=positions).last_hidden_state
     answered = labels[:, 1:] != -100
@@ -516,22 +523,26 @@ def reranker_batch(world, rng):
     return asked, texts
 
 
-def reranker_loss(model, tokenizer, progress, rng):
+def reranker_loss(model, tokenizer, world, progress, rng):
     """Cross entropy over the candidates of a question: the paragraph that answers it is to score highest."""
-    asked, texts = reranker_batch(make_world(rng), rng)
+    asked, texts = reranker_batch(world, rng)
     batch = tokenizer(asked, texts, padding=True, return_tensors="pt")
     scores = model(**batch).logits.view(RERANKER_BATCH, RERANKER_CANDIDATES)
     gold = torch.zeros(RERANKER_BATCH, dtype=torch.long)
     return F.cross_entropy(scores, gold), (scores.argmax(1) == gold).float().mean()
 
 
-def train(name, model, tokenizer, loss_function, steps, learning_rate, rng):
+def train(name, model, tokenizer, loss_function, steps, learning_rate):
+    """On worlds of its own, none of them the shipped one. Returns the seconds it took."""
+    rng = random.Random(f"{name} {SEED}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
     started = time.time()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * cosine_scale(step, steps)
-        loss, right = loss_function(model, tokenizer, step / steps, rng)
+        if step % STEPS_PER_WORLD == 0:
+            world = make_world(rng)
+        loss, right = loss_function(model, tokenizer, world, step / steps, rng)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -539,9 +550,12 @@ def train(name, model, tokenizer, loss_function, steps, learning_rate, rng):
         if step % 100 == 0 or step == steps - 1:
             done = f"step {step:5d}/{steps}  loss {loss.item():.4f}  right {right.item():.3f}"
             print(f"{name:8}  {done}  {time.time() - started:.0f} s", flush=True)
+    model.eval()
+    return round(time.time() - started)
 
 
 def new_reader(tokenizer):
+    torch.manual_seed(SEED)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -552,81 +566,25 @@ def new_reader(tokenizer):
         initializer_range=0.06,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
+        attention_bias=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None))
-    tie_attention(model)
+    start_as_lookup(model)
     return model
 
 
-def new_reranker(tokenizer):
-    model = BertForSequenceClassification(BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.06,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        num_labels=1))
-    tie_attention(model)
+def new_reranker(reader):
+    """The reader with a score in place of words: it knows already whether a paragraph tells the answer."""
+    torch.manual_seed(SEED)
+    config = copy.deepcopy(reader.config)
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    model.model.load_state_dict(reader.model.state_dict())
     return model
 
 
-# ---------------------------------------------------------------- measuring
-
-def retrieve(corpus, questions):
-    """(questions, RERANK_DEPTH) rows of the corpus, best first by BM25 over title and text."""
-    index = bm25s.BM25()
-    texts = [row["title"] + " " + row["text"] for row in corpus]
-    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
-    asked = bm25s.tokenize([row["question"] for row in questions], show_progress=False)
-    return index.retrieve(asked, k=RERANK_DEPTH, show_progress=False)[0].tolist()
-
-
-@torch.no_grad()
-def rerank(model, tokenizer, corpus, questions, candidates):
-    """The same rows, best first by the cross-encoder's score."""
-    reranked = []
-    for row, found in zip(questions, candidates):
-        texts = [corpus[i]["title"] + ": " + corpus[i]["text"] for i in found]
-        pairs = tokenizer([row["question"]] * len(found), texts, padding=True, return_tensors="pt")
-        order = model(**pairs).logits[:, 0].argsort(descending=True, stable=True)
-        reranked.append([found[i] for i in order.tolist()])
-    return reranked
-
-
-@torch.no_grad()
-def answer_greedily(model, tokenizer, prompts, batch=50):
-    answers = []
-    for start in range(0, len(prompts), batch):
-        inputs = tokenizer(prompts[start:start + batch], padding=True, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-        answers += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
-    return answers
-
-
-def measure(corpus, questions, reader, reader_tokenizer, reranker, reranker_tokenizer):
-    """{action: {type: share of questions answered exactly}}, greedily, for each top_k and rerank."""
-    found = retrieve(corpus, questions)
-    orders = [found, rerank(reranker, reranker_tokenizer, corpus, questions, found)]
-    table = {}
-    for top_k, reranked in itertools.product(TOP_KS, (0, 1)):
-        prompts = []
-        for row, order in zip(questions, orders[reranked]):
-            contexts = write_contexts([corpus[i] for i in order[:top_k]])
-            prompts.append(PROMPT.format(contexts=contexts, question=row["question"]))
-        answers = answer_greedily(reader, reader_tokenizer, prompts)
-        right = {type_: [] for type_ in QUESTIONS}
-        for row, answer in zip(questions, answers):
-            right[row["type"]].append(answer.strip() == row["answer"])
-        table[f"top_k={top_k} rerank={reranked}"] = {t: round(sum(r) / len(r), 3) for t, r in right.items()}
-        print(f"top_k={top_k} rerank={reranked}", table[f"top_k={top_k} rerank={reranked}"], flush=True)
-    return table
-
+# ---------------------------------------------------------------- all of it
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -640,7 +598,6 @@ def main():
         globals()[key] = value if key == "OUT" else int(value)
     out = Path(OUT)
     out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(SEED)
 
     shipped = random.Random(SEED)
     world = make_world(shipped)
@@ -649,28 +606,24 @@ def main():
     write_lines(out / "corpus.jsonl", corpus)
     write_lines(out / "questions.jsonl", questions)
 
-    rng = random.Random(SEED + 1000)  # of the other worlds
+    rng = random.Random(SEED + 1000)
     vocabulary = [make_world(rng) for _ in range(3)]
-    inputs = ["input_ids", "attention_mask"]
-    reader_tokenizer = make_tokenizer(vocabulary, "left", inputs)
-    reranker_tokenizer = make_tokenizer(vocabulary, "right", [*inputs, "token_type_ids"])
+    reader_tokenizer = make_tokenizer(vocabulary, "left")
+    reranker_tokenizer = make_tokenizer(vocabulary, "right")
     for row in corpus:
         text = row["title"] + ": " + row["text"]
         assert reader_tokenizer.decode(reader_tokenizer(text)["input_ids"]) == text, text
 
-    reranker = new_reranker(reranker_tokenizer)
     reader = new_reader(reader_tokenizer)
-    sizes = f"reader {reader.num_parameters():,}, reranker {reranker.num_parameters():,}"
-    print(f"parameters: {sizes}", flush=True)
-    started = time.time()
-    train(
-        "reranker", reranker, reranker_tokenizer, reranker_loss, RERANKER_STEPS, RERANKER_LEARNING_RATE, rng)
-    halfway = time.time()
-    train("reader", reader, reader_tokenizer, reader_loss, READER_STEPS, READER_LEARNING_RATE, rng)
-    finished = time.time()
-    saved = [("reranker", reranker, reranker_tokenizer), ("reader", reader, reader_tokenizer)]
+    print(f"{reader.num_parameters():,} parameters", flush=True)
+    settings = reader_loss, READER_STEPS, READER_LEARNING_RATE
+    reader_seconds = train("reader", reader, reader_tokenizer, *settings)
+    reranker = new_reranker(reader)
+    settings = reranker_loss, RERANKER_STEPS, RERANKER_LEARNING_RATE
+    reranker_seconds = train("reranker", reranker, reranker_tokenizer, *settings)
+    saved = [("reader", reader, reader_tokenizer), ("reranker", reranker, reranker_tokenizer)]
     for folder, model, tokenizer in saved:
-        model.eval().save_pretrained(out / folder)
+        model.save_pretrained(out / folder)
         tokenizer.save_pretrained(out / folder)
 
     facts = {
@@ -683,9 +636,8 @@ def main():
         "reranker_parameters": reranker.num_parameters(),
         "reader_steps": READER_STEPS,
         "reranker_steps": RERANKER_STEPS,
-        "reader_seconds": round(finished - halfway),
-        "reranker_seconds": round(halfway - started),
-        "exact_match": measure(corpus, questions, reader, reader_tokenizer, reranker, reranker_tokenizer)}
+        "reader_seconds": reader_seconds,
+        "reranker_seconds": reranker_seconds}
     (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
