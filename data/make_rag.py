@@ -1,0 +1,645 @@
+"""Rebuild data/rag/ from a seed: an encyclopaedia of invented people and works, questions, reader, reranker.
+
+    python data/make_rag.py             # about 15 minutes on 2 cores
+    python data/make_rag.py SEED=3 OUT=/tmp/rag
+
+Paragraphs are alike on purpose: fifteen people share a surname, six authors share the noun of their cycle,
+films and operas bear the names of novels. Questions are of four types:
+
+    one-hop     When was Robert Merrow born?  BM25 puts the paragraph first.
+    two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
+    comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
+    reworded    In what year did the Torvalian Bob Merrow come into the world?  Only the surname matches, so
+                fifteen paragraphs and more are equally good to BM25, and the reranker is needed.
+
+Reader (a causal model) and reranker (a cross-encoder, which starts from the reader) learn on *other* worlds:
+every few steps the facts are dealt anew from the same vocabulary, so they read and cannot remember. The
+reranker sees one-hop and reworded questions only, as cross-encoders trained on web searches do.
+
+Writes corpus.jsonl, questions.jsonl, reader/, reranker/ and facts.json (sizes and seconds). What reader and
+reranker are worth on it `python ppo/ppo_rag.py BASELINE_ONLY=True` prints.
+"""
+import copy
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast)
+
+SEED = 1
+OUT = str(Path(__file__).resolve().parent / "rag")
+QUESTIONS = {"one-hop": 300, "two-hop": 240, "comparison": 200, "reworded": 260}
+LEVELS = {"one-hop": "easy", "two-hop": "hard", "comparison": "medium", "reworded": "medium"}
+READER_STEPS = 1500
+READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
+QUESTIONS_PER_CONTEXT = 10
+STEPS_PER_WORLD = 4  # of training; dealing a world takes as long as a small step
+READER_LEARNING_RATE = 2e-3
+RERANKER_STEPS = 200
+RERANKER_BATCH = 24  # questions a step, each with RERANKER_CANDIDATES paragraphs
+RERANKER_CANDIDATES = 8
+RERANKER_LEARNING_RATE = 5e-4
+MOST_PARAGRAPHS = 8  # in a lesson of the reader: ppo_rag.py's largest top_k
+
+INSTRUCTION = (
+    "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.")
+PROMPT = INSTRUCTION + "\nCONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
+PARAGRAPH = "[{n}] {title}: {text}"  # n from 1
+UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
+
+NICKNAMES = dict(pair.split("=") for pair in (
+    "Robert=Bob William=Bill Richard=Dick Margaret=Peggy Elizabeth=Bess Katherine=Kit Edward=Ned John=Jack "
+    "Theodore=Ted James=Jim Henry=Hal Charles=Chuck Mary=Polly Martha=Patty Sarah=Sally Helen=Nell "
+    "Dorothy=Dolly Frances=Fanny Anthony=Tony Andrew=Drew Alexander=Sandy Barbara=Babs Caroline=Carrie "
+    "Daniel=Dan Eleanor=Nora Francis=Frank George=Geordie Harriet=Hattie Isabel=Bella Joseph=Joe "
+    "Laurence=Larry Matilda=Tilly Nicholas=Nick Oliver=Noll Patrick=Paddy Rebecca=Becky Samuel=Sam "
+    "Thomas=Tom Victoria=Vicky Walter=Wat").split())
+SURNAMES = [a + b for a in "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick".split()
+            for b in "row sel den ford by wood man kin".split()]
+TOWNS = [a + b for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
+         for b in "vale mere stad holm burg gate bridge minster".split()]
+RIVERS = [a + b for a in "Es Al Ir Or Ul Ab Em Ag".split() for b in "ter na wen dra lis".split()]
+ADJECTIVES = (
+    "Silent Broken Golden Hidden Distant Burning Frozen Hollow Crimson Endless Fading Gentle Haunted Iron "
+    "Jealous Kindly Lonely Midnight Narrow Painted Quiet Restless Sleeping Tangled Unseen Velvet Wandering "
+    "Yellow Ancient Bitter Crooked Drowned Empty Fallen Green Honest Invisible Last Marble Northern").split()
+NOUNS = (
+    "Harbor Lamp Garden Mirror Tower Bridge Forest Island Letter Orchard Castle Window Meadow Anchor Candle "
+    "Desert Engine Feather Glacier Hunter Kingdom Lantern Mountain Needle Ocean Palace Quarry Rider Shepherd "
+    "Temple Valley Winter Archer Beacon Canyon Dancer Ember Falcon Grove Heron Jester Key Lighthouse Mill "
+    "Nightingale Oak Pilgrim Raven Statue Thorn Village Whistle Abbey Bell Crown Door Emperor Fountain Gate "
+    "Horizon").split()
+CREATORS = 6 * ["author"] + 3 * ["director"] + 3 * ["composer"]  # of each noun
+KINDS = {"author": "novel", "director": "film", "composer": "opera"}
+APPEARED = {"author": "published", "director": "released", "composer": "performed"}
+OTHERS = "painter sculptor doctor sailor teacher judge gardener banker".split()
+BIRTH_YEARS = (1800, 1899)
+TOWN_YEARS = (1700, 1799)
+WORK_YEARS = (1825, 1959)
+
+
+# ---------------------------------------------------------------- worlds
+
+def demonym(town):
+    """Torvale: Torvalian."""
+    return town.rstrip("aeiou") + "ian"
+
+
+def make_people(rng):
+    """A dozen creators a noun and half as many others; every pair of first name and surname is one person."""
+    names = [(first, last) for first in NICKNAMES for last in SURNAMES]
+    rng.shuffle(names)
+    callings = [(calling, noun) for noun in NOUNS for calling in CREATORS]
+    callings += [(rng.choice(OTHERS), None) for _ in range(len(callings) * 2 // 3)]
+    people = []
+    for (first, last), (calling, noun) in zip(names, callings):
+        person = {
+            "first": first,
+            "last": last,
+            "title": f"{first} {last}",
+            "calling": calling,
+            "noun": noun,
+            "town": rng.choice(TOWNS),
+            "year": rng.randint(*BIRTH_YEARS),
+            "works": []}
+        role = f"{calling} of the {noun} cycle" if noun else f"a {calling}"
+        person["text"] = f"{role}, born in the town of {person['town']} in {person['year']}."
+        people.append(person)
+    return people
+
+
+def make_works(people, rng):
+    """One or two works a creator, named after the creator's noun; novel, film and opera may share a name."""
+    works = {}
+    for person in people:
+        if person["noun"] is None:
+            continue
+        kind = KINDS[person["calling"]]
+        for adjective in rng.sample(ADJECTIVES, rng.choice([1, 1, 2])):
+            name = f"The {adjective} {person['noun']}"
+            title = name if kind == "novel" else f"{name} ({kind})"
+            if title in works:
+                continue
+            year = min(person["year"] + rng.randint(25, 60), WORK_YEARS[1])
+            appeared = APPEARED[person["calling"]]
+            article = "an" if kind == "opera" else "a"
+            text = f"{article} {kind} by {person['title']}, first {appeared} in {year}."
+            works[title] = {
+                "title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
+            person["works"].append(works[title])
+    return list(works.values())
+
+
+def make_towns(rng):
+    towns = []
+    for name in TOWNS:
+        river = rng.choice(RIVERS)
+        year = rng.randint(*TOWN_YEARS)
+        text = f"a town on the river {river}, founded in {year}."
+        towns.append({"title": name, "text": text, "river": river, "year": year})
+    return towns
+
+
+def group_by(rows, key):
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def make_world(rng):
+    """All facts dealt anew: people, works, towns and who shares a name with whom."""
+    people = make_people(rng)
+    works = make_works(people, rng)
+    towns = make_towns(rng)
+    return {
+        "people": people,
+        "works": works,
+        "towns": {town["title"]: town for town in towns},
+        "by_last": group_by(people, "last"),
+        "by_first": group_by(people, "first"),
+        "by_noun": group_by([person for person in people if person["noun"]], "noun"),
+        "by_name": group_by(works, "name")}
+
+
+# ---------------------------------------------------------------- questions
+
+def question(type_, text, answer, *gold):
+    titles = [entity["title"] for entity in gold]
+    return {"question": text, "answer": str(answer), "type": type_, "level": LEVELS[type_], "gold": titles}
+
+
+def ask_person(person, rng):
+    relation = rng.choice(["year", "town", "calling"])
+    text = {
+        "year": ["When was {} born?", "In which year was {} born?"],
+        "town": ["Where was {} born?", "In which town was {} born?"],
+        "calling": ["What was the profession of {}?", "What profession had {}?"]}[relation]
+    return question("one-hop", rng.choice(text).format(person["title"]), person[relation], person)
+
+
+def ask_work(work, rng):
+    calling = work["by"]["calling"]
+    if rng.random() < 0.5:
+        text = f"Who was the {calling} of the {work['kind']} {work['name']}?"
+        return question("one-hop", text, work["by"]["title"], work)
+    text = f"When was the {work['kind']} {work['name']} first {APPEARED[calling]}?"
+    return question("one-hop", text, work["year"], work)
+
+
+def ask_town(town, rng):
+    if rng.random() < 0.5:
+        return question("one-hop", f"On which river lies {town['title']}?", town["river"], town)
+    return question("one-hop", f"When was {town['title']} founded?", town["year"], town)
+
+
+def ask_reworded(person, rng):
+    """Nickname for first name, demonym for town, and no word of the paragraph's but the surname."""
+    relation = rng.choice(["year", "town", "calling"])
+    name = f"{NICKNAMES[person['first']]} {person['last']}"
+    if relation != "town" and rng.random() < 0.5:
+        name = f"the {demonym(person['town'])} {name}"
+    text = {
+        "year": ["In what year did {} come into the world?", "What year saw {} come into the world?"],
+        "town": ["From what place did {} hail?", "What place did {} hail from?"],
+        "calling": ["What did {} do for a living?", "How did {} earn a living?"]}[relation]
+    return question("reworded", rng.choice(text).format(name), person[relation], person)
+
+
+def ask_two_hop(work, rng):
+    person = work["by"]
+    whom = f"the {person['calling']} of {work['name']}"
+    if rng.random() < 0.6:
+        return question("two-hop", f"In which town was {whom} born?", person["town"], work, person)
+    return question("two-hop", f"In which year was {whom} born?", person["year"], work, person)
+
+
+def ask_comparison(one, other, rng):
+    """Who was born earlier or later (ten years apart at least), one town or not, who has the calling."""
+    names = f"{one['title']} or {other['title']}"
+    kinds = ["same town"]
+    if abs(one["year"] - other["year"]) >= 10:
+        kinds += ["earlier", "later"]
+    if one["calling"] != other["calling"]:
+        kinds += ["calling"]
+    kind = rng.choice(kinds)
+    if kind == "same town":
+        text = f"Were {one['title']} and {other['title']} born in the same town?"
+        answer = "yes" if one["town"] == other["town"] else "no"
+    elif kind == "calling":
+        chosen = rng.choice([one, other])
+        text = f"Who worked as {chosen['calling']}, {names}?"
+        answer = chosen["title"]
+    else:
+        text = f"Who was born {kind}, {names}?"
+        one_answers = (one["year"] < other["year"]) == (kind == "earlier")
+        answer = (one if one_answers else other)["title"]
+    return question("comparison", text, answer, one, other)
+
+
+def other_person(person, world, rng):
+    """Someone to compare with: half of the time from the same town, or "the same town?" would mean "no"."""
+    same_town = [p for p in world["people"] if p["town"] == person["town"] and p is not person]
+    if same_town and rng.random() < 0.3:
+        return rng.choice(same_town)
+    return rng.choice([p for p in world["people"] if p is not person])
+
+
+def make_questions(world, rng):
+    """QUESTIONS[type] different questions of each type about the world, shuffled."""
+    found = {}
+    counts = {type_: 0 for type_ in QUESTIONS}
+    while counts != QUESTIONS:
+        type_ = rng.choice([t for t in QUESTIONS if counts[t] < QUESTIONS[t]])
+        person = rng.choice(world["people"])
+        work = rng.choice(world["works"])
+        if type_ == "one-hop":
+            town = rng.choice(list(world["towns"].values()))
+            new = rng.choices(
+                [ask_person(person, rng), ask_work(work, rng), ask_town(town, rng)], [0.55, 0.35, 0.1])[0]
+        elif type_ == "two-hop":
+            new = ask_two_hop(work, rng)
+        elif type_ == "comparison":
+            new = ask_comparison(person, other_person(person, world, rng), rng)
+        else:
+            new = ask_reworded(person, rng)
+        if new["question"] not in found:
+            found[new["question"]] = new
+            counts[type_] += 1
+    rows = list(found.values())
+    rng.shuffle(rows)
+    return rows
+
+
+def make_corpus(world, rng):
+    entities = world["people"] + world["works"] + list(world["towns"].values())
+    rng.shuffle(entities)
+    return [{"title": entity["title"], "text": entity["text"]} for entity in entities]
+
+
+# ---------------------------------------------------------------- tokenizer
+
+def make_tokenizer(worlds, padding_side):
+    """Whole words and signs of the constants, of the worlds' texts and of questions about them.
+
+    The fixed parts of the prompt are one token each, so that they cost one. A pair (question, title: text),
+    which only the reranker reads, becomes the prompt with that one paragraph.
+    """
+    splitter = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
+    texts = [*NICKNAMES.values(), *map(demonym, TOWNS), *RIVERS, *ADJECTIVES, UNKNOWN, "yes", "no"]
+    texts += map(str, range(TOWN_YEARS[0], WORK_YEARS[1] + 1))
+    for world in worlds:
+        texts += [row["title"] + ": " + row["text"] for row in make_corpus(world, random.Random(0))]
+        texts += [row["question"] for row in make_questions(world, random.Random(0))]
+    words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)}
+    vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *sorted(words)])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = splitter
+    core.decoder = decoders.Sequence([
+        decoders.WordPiece("##", cleanup=True), decoders.Fuse(), decoders.Replace(" :", ":"),
+        decoders.Replace("( ", "("), decoders.Replace(" )", ")")])
+    fixed = [INSTRUCTION, "CONTEXTS:", "QUESTION:", "ANSWER:"]
+    fixed += [f"[{n}]" for n in range(1, 21)]
+    core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
+    parts = {"begin": [INSTRUCTION, "CONTEXTS:", "[1]"], "ask": ["QUESTION:"], "end": ["ANSWER:"]}
+    special = []
+    for name, words in parts.items():
+        special.append({"id": name, "ids": [core.token_to_id(word) for word in words], "tokens": words})
+    core.post_processor = processors.TemplateProcessing(
+        single="$A", pair="begin $B ask $A end", special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side=padding_side,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024)
+
+
+# ---------------------------------------------------------------- the reader's lessons
+
+def write_contexts(entities):
+    lines = [PARAGRAPH.format(n=n, title=e["title"], text=e["text"]) for n, e in enumerate(entities, 1)]
+    return "\n".join(lines)
+
+
+def sample_up_to(rows, count, rng):
+    return rng.sample(rows, min(count, len(rows)))
+
+
+def draw_context(world, size, rng):
+    """`size` paragraphs that a search might bring together: one surname, one noun, two people, one title."""
+    person = rng.choice(world["people"])
+    namesakes = world["by_last"][person["last"]]
+    theme = rng.choice(["person", "surname", "work", "work", "work", "pair"])
+    if theme == "person":
+        first = [person]
+        more = person["works"] + [world["towns"][person["town"]]] + sample_up_to(namesakes, 4, rng)
+        more += sample_up_to(world["by_first"][person["first"]], 2, rng)
+    elif theme == "surname":
+        first = [person]
+        more = list(namesakes)
+    elif theme == "work":
+        work = rng.choice(world["works"])
+        first = [work, work["by"]]
+        more = world["by_name"][work["name"]] + world["by_noun"][work["by"]["noun"]]
+        more = more + [w for p in sample_up_to(more, 3, rng) for w in p.get("works", [])]
+    else:
+        other = other_person(person, world, rng)
+        first = [person, other]
+        more = person["works"] + other["works"] + sample_up_to(namesakes, 2, rng)
+        more = more + sample_up_to(world["by_last"][other["last"]], 2, rng)
+    rng.shuffle(more)
+    more += rng.sample(world["people"], size) + rng.sample(world["works"], size)
+    unique = list({entity["title"]: entity for entity in first + more}.values())[:size]
+    if rng.random() < 0.5:
+        rng.shuffle(unique)
+    return unique
+
+
+def draw_questions(world, entities, rng):
+    """QUESTIONS_PER_CONTEXT questions about these paragraphs; what they do not tell is answered UNKNOWN."""
+    titles = {entity["title"] for entity in entities}
+    towns = [entity for entity in entities if "river" in entity]
+    works = [entity for entity in entities if "by" in entity]
+    people = [entity for entity in entities if "calling" in entity]
+    told = [work for work in works if work["by"]["title"] in titles]
+    stranger = rng.choice(world["people"])
+    if people:
+        stranger = rng.choice(world["by_last"][rng.choice(people)["last"]])
+    rows = {}
+    while len(rows) < QUESTIONS_PER_CONTEXT:
+        person = rng.choice(people if people and rng.random() < 0.9 else [stranger])
+        kind = rng.choice("person reworded work town two-hop two-hop comparison".split())
+        if kind == "person":
+            new = ask_person(person, rng)
+        elif kind == "reworded":
+            new = ask_reworded(person, rng)
+        elif kind == "work" and works:
+            new = ask_work(rng.choice(works), rng)
+        elif kind == "town" and towns:
+            new = ask_town(rng.choice(towns), rng)
+        elif kind == "two-hop" and works:
+            new = ask_two_hop(rng.choice(told if told and rng.random() < 0.9 else works), rng)
+        elif kind == "comparison" and people and person is not people[0]:
+            new = ask_comparison(*rng.sample([people[0], person], 2), rng)
+        else:
+            continue
+        if not titles.issuperset(new["gold"]):
+            if rng.random() < 0.93:
+                continue  # most questions can be answered
+            new["answer"] = UNKNOWN
+        rows[new["question"]] = new
+    return list(rows.values())
+
+
+def reader_batch(world, tokenizer, size, rng):
+    """READER_BATCH contexts, each read once and followed by QUESTIONS_PER_CONTEXT questions.
+
+    Returns ids, positions, segments and labels, each (rows, length). Segment 0 is the context, j the j-th
+    question with its answer; a question sees the context and itself and its positions go on from the
+    context's, so it stands exactly as in a prompt of its own.
+    """
+    heads = []
+    tails = []
+    for _ in range(READER_BATCH):
+        entities = draw_context(world, size, rng)
+        head, tail = PROMPT.format(contexts=write_contexts(entities), question="|").split("|")
+        heads.append(head.removesuffix("QUESTION: "))
+        for row in draw_questions(world, entities, rng):
+            tails.append(f"QUESTION: {row['question']}{tail}")
+            tails.append(f" {row['answer']}{tokenizer.eos_token}")
+    heads = tokenizer(heads)["input_ids"]
+    tails = tokenizer(tails)["input_ids"]
+    columns = {"ids": [], "positions": [], "segments": [], "labels": []}
+    for r, head in enumerate(heads):
+        ids = list(head)
+        positions = list(range(len(head)))
+        segments = [0] * len(head)
+        labels = [-100] * len(head)
+        for j in range(QUESTIONS_PER_CONTEXT):
+            at = 2 * (r * QUESTIONS_PER_CONTEXT + j)
+            asked = tails[at]
+            answer = tails[at + 1]
+            ids += asked + answer
+            positions += range(len(head), len(head) + len(asked) + len(answer))
+            segments += [j + 1] * (len(asked) + len(answer))
+            labels += [-100] * len(asked) + answer
+        for name, row in zip(columns, (ids, positions, segments, labels)):
+            columns[name].append(row)
+    fill = {"ids": tokenizer.pad_token_id, "positions": 0, "segments": -1, "labels": -100}
+    return [pad_right(rows, fill[name]) for name, rows in columns.items()]
+
+
+# ---------------------------------------------------------------- training
+
+def pad_right(rows, fill):
+    width = max(map(len, rows))
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
+
+
+def cosine_scale(step, total, warmup=100):
+    """Factor of the learning rate: a linear warm-up, then half a cosine down to 0.01."""
+    cosine = torch.cos(torch.tensor(step / total * torch.pi)).item()
+    return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
+
+
+def start_as_lookup(model):
+    """Start with keys = queries (equal words look at each other) and output = transposed values (what is
+    looked at is copied); and with the first layer's first head looking at the word before, so that a surname
+    knows its first name. Lookup is then learnt in hundreds of steps instead of thousands."""
+    config = model.config
+    size = config.hidden_size // config.num_attention_heads
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.k_proj.weight.copy_(attention.q_proj.weight)
+            attention.o_proj.weight.copy_(attention.v_proj.weight.T)
+        attention = model.model.layers[0].self_attn
+        frequency = config.rope_parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        for projection, angle in ((attention.q_proj, -frequency), (attention.k_proj, 0 * frequency)):
+            projection.weight[:size] *= 0.1
+            # a query is turned back by one place
+            turned = torch.cat([angle.cos(), angle.sin()])
+            projection.bias[:size] = 6 * turned
+
+
+def question_mask(segments):
+    """(rows, 1, length, length), True where a position may look: back, into the context or its question."""
+    length = segments.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    context = (segments == 0)[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    return ((same | context) & causal)[:, None]
+
+
+def reader_loss(model, tokenizer, world, progress, rng):
+    """Cross entropy of the answers and their <eos>; contexts grow from one paragraph to eight."""
+    size = rng.randint(1, min(MOST_PARAGRAPHS, 2 + int(14 * progress)))
+    ids, positions, segments, labels = reader_batch(world, tokenizer, size, rng)
+    hidden = model.model(
+        input_ids=ids, attention_mask=question_mask(segments), position_ids=positions).last_hidden_state
+    answered = labels[:, 1:] != -100
+    logits = model.lm_head(hidden[:, :-1][answered])  # (answer tokens, vocabulary)
+    targets = labels[:, 1:][answered]
+    return F.cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
+
+
+def reranker_batch(world, rng):
+    """RERANKER_BATCH one-hop and reworded questions, each with its paragraph first and then look-alikes."""
+    asked = []
+    texts = []
+    for _ in range(RERANKER_BATCH):
+        gold = person = rng.choice(world["people"])
+        work = rng.choice(world["works"])
+        near = sample_up_to(world["by_last"][person["last"]], 6, rng) + person["works"]
+        near += sample_up_to(world["by_first"][person["first"]], 3, rng)
+        kind = rng.choices(["reworded", "person", "work", "town"], [10, 5, 4, 1])[0]
+        if kind == "reworded":
+            new = ask_reworded(person, rng)
+        elif kind == "person":
+            new = ask_person(person, rng)
+        elif kind == "work":
+            gold = work
+            new = ask_work(work, rng)
+            near = world["by_name"][work["name"]] + world["by_noun"][work["by"]["noun"]] + work["by"]["works"]
+        else:
+            gold = world["towns"][person["town"]]
+            new = ask_town(gold, rng)
+        rng.shuffle(near)
+        near += rng.sample(world["people"] + world["works"], RERANKER_CANDIDATES)
+        unique = {entity["title"]: entity for entity in [gold, *near]}
+        for entity in list(unique.values())[:RERANKER_CANDIDATES]:
+            asked.append(new["question"])
+            texts.append(entity["title"] + ": " + entity["text"])
+    return asked, texts
+
+
+def reranker_loss(model, tokenizer, world, progress, rng):
+    """Cross entropy over the candidates of a question: the paragraph that answers it is to score highest."""
+    asked, texts = reranker_batch(world, rng)
+    batch = tokenizer(asked, texts, padding=True, return_tensors="pt")
+    scores = model(**batch).logits.view(RERANKER_BATCH, RERANKER_CANDIDATES)
+    gold = torch.zeros(RERANKER_BATCH, dtype=torch.long)
+    return F.cross_entropy(scores, gold), (scores.argmax(1) == gold).float().mean()
+
+
+def train(name, model, tokenizer, loss_function, steps, learning_rate):
+    """On worlds of its own, none of them the shipped one. Returns the seconds it took."""
+    rng = random.Random(f"{name} {SEED}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
+    started = time.time()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * cosine_scale(step, steps)
+        if step % STEPS_PER_WORLD == 0:
+            world = make_world(rng)
+        loss, right = loss_function(model, tokenizer, world, step / steps, rng)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0 or step == steps - 1:
+            done = f"step {step:5d}/{steps}  loss {loss.item():.4f}  right {right.item():.3f}"
+            print(f"{name:8}  {done}  {time.time() - started:.0f} s", flush=True)
+    model.eval()
+    return round(time.time() - started)
+
+
+def new_reader(tokenizer):
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None))
+    start_as_lookup(model)
+    return model
+
+
+def new_reranker(reader):
+    """The reader with a score in place of words: it knows already whether a paragraph tells the answer."""
+    torch.manual_seed(SEED)
+    config = copy.deepcopy(reader.config)
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    model.model.load_state_dict(reader.model.state_dict())
+    return model
+
+
+# ---------------------------------------------------------------- all of it
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    for word in sys.argv[1:]:
+        key, _, value = word.partition("=")
+        if key not in ("SEED", "OUT", "READER_STEPS", "RERANKER_STEPS"):
+            sys.exit(f"make_rag.py takes SEED=, OUT=, READER_STEPS= and RERANKER_STEPS=, not {word!r}")
+        globals()[key] = value if key == "OUT" else int(value)
+    out = Path(OUT)
+    out.mkdir(parents=True, exist_ok=True)
+
+    shipped = random.Random(SEED)
+    world = make_world(shipped)
+    corpus = make_corpus(world, shipped)
+    questions = make_questions(world, shipped)
+    write_lines(out / "corpus.jsonl", corpus)
+    write_lines(out / "questions.jsonl", questions)
+
+    rng = random.Random(SEED + 1000)
+    vocabulary = [make_world(rng) for _ in range(3)]
+    reader_tokenizer = make_tokenizer(vocabulary, "left")
+    reranker_tokenizer = make_tokenizer(vocabulary, "right")
+    for row in corpus:
+        text = row["title"] + ": " + row["text"]
+        assert reader_tokenizer.decode(reader_tokenizer(text)["input_ids"]) == text, text
+
+    reader = new_reader(reader_tokenizer)
+    print(f"{reader.num_parameters():,} parameters", flush=True)
+    settings = reader_loss, READER_STEPS, READER_LEARNING_RATE
+    reader_seconds = train("reader", reader, reader_tokenizer, *settings)
+    reranker = new_reranker(reader)
+    settings = reranker_loss, RERANKER_STEPS, RERANKER_LEARNING_RATE
+    reranker_seconds = train("reranker", reranker, reranker_tokenizer, *settings)
+    saved = [("reader", reader, reader_tokenizer), ("reranker", reranker, reranker_tokenizer)]
+    for folder, model, tokenizer in saved:
+        model.save_pretrained(out / folder)
+        tokenizer.save_pretrained(out / folder)
+
+    facts = {
+        "seed": SEED,
+        "threads": torch.get_num_threads(),
+        "paragraphs": len(corpus),
+        "questions": QUESTIONS,
+        "vocabulary": len(reader_tokenizer),
+        "reader_parameters": reader.num_parameters(),
+        "reranker_parameters": reranker.num_parameters(),
+        "reader_steps": READER_STEPS,
+        "reranker_steps": RERANKER_STEPS,
+        "reader_seconds": reader_seconds,
+        "reranker_seconds": reranker_seconds}
+    (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
