@@ -44,7 +44,7 @@ MUTANTS = [
      IN_RAG + "an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted[llama]"),
     (RAG, '(wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)',
      'wrote.shape[1] + read["attention_mask"].sum(1)',
-     IN_RAG + "an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted[t5]"),
+     IN_RAG + "answers_of_unequal_length_end_where_they_end[t5-before1]"),
     (RAG, "found[chunk] = self.model", "found[start:start + 64] = self.model",
      IN_RAG + "the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it"),
     (RAG, "own.argsort(descending=True, stable=True)", "own.argsort(stable=True)",

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import assert_same_state, load_script, read, untimed
+from conftest import ROOT, assert_same_state, load_script, read, untimed
 from program import save_nothing
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -190,6 +190,17 @@ def test_an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted(rag, 
         assert own < tokens <= own + 4
 
 
+@pytest.mark.parametrize("kind, before", [("llama", [5, 5]), ("t5", [0])])
+def test_answers_of_unequal_length_end_where_they_end(rag, world, monkeypatch, kind, before):
+    script = rag(GENERATOR=f"{world}/{kind}")
+    generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+    town, near, end, pad = (generator.tokenizer.convert_tokens_to_ids(word) for word in
+                            ("Arle", "near", "</s>", "<pad>"))
+    wrote = torch.tensor([[*before, town, end, pad, pad], [*before, near, town, near, end]])
+    monkeypatch.setattr(generator.model, "generate", lambda **read: wrote)
+    assert generator.answers(["Ada Bea", "Cid Dov"], 0.0, 0) == [("Arle", 4), ("near Arle near", 6)]
+
+
 def test_a_temperature_samples_the_whole_distribution_and_zero_is_greedy(rag, world):
     """No hidden top-k of 50: more than fifty different first words among 600 warm answers."""
     script = rag(MAX_NEW_TOKENS=1)
@@ -215,7 +226,7 @@ def test_sampling_for_the_table_leaves_the_runs_random_numbers_alone(rag):
 def test_the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it(rag, world):
     script = rag()
     qa = script.QASystem(*script.load_questions(print)[1:], torch.device("cpu"))
-    texts = [f"{name} was born in Arle ." + " near" * n for n, name in enumerate(NAMES)]
+    texts = [f"{name} was born in Arle ." + " near" * (7 * n % 16) for n, name in enumerate(NAMES)]
     pairs = [("Where was Ada born?", text) for text in texts]
     scores = qa.reranker.scores(pairs)
     assert scores.tolist() == pytest.approx([qa.reranker.scores([pair]).item() for pair in pairs], abs=1e-4)
@@ -676,3 +687,27 @@ def test_resuming_with_other_actions_is_refused(rag):
     script = rag(MAX_STEPS=4, TOP_KS=(1, 2, 3))
     with pytest.raises(script.UserError, match="was trained on other actions"):
         script.RAGTrainer("yes")
+
+
+# ---------------------------------------------------------------- the shipped world
+
+def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):
+    """A few questions of each type, greedily: what makes the actions differ is there."""
+    folder = ROOT / "data/rag"
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 10_000_000
+    places = {"OUTPUT_DIR": str(tmp_path / "run"), "CACHE_DIR": str(tmp_path / "cache")}
+    few = {"SAMPLE": 80, "VALIDATION_QUESTIONS": 4, "TEST_QUESTIONS": 4, "TEMPERATURES": (0.0,)}
+    few |= {"TOP_KS": (1, 8), "FIXED_ACTION": (8, 0.0, 0)}
+    script = load_script("ppo/ppo_rag.py", **few, **places, BASELINE_ONLY=True)
+    trainer = script.RAGTrainer()
+    table = trainer.table
+    em = table.parts["em"][:, :, 0]
+    means = {}
+    for kind in ("one-hop", "two-hop", "comparison", "reworded"):
+        rows = [q for q, row in enumerate(table.questions) if row["type"] == kind]
+        means[kind] = dict(zip(table.actions, em[rows].mean(0).tolist()))
+    plain, reranked, many = (1, 0.0, 0), (1, 0.0, 1), (8, 0.0, 0)
+    assert means["one-hop"][plain] > 0.8 and means["two-hop"][plain] < 0.1
+    assert means["two-hop"][many] > means["two-hop"][plain] + 0.1
+    assert means["reworded"][reranked] > means["reworded"][plain] + 0.3
+    assert em.mean(0).max() > 0.4
