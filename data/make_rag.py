@@ -9,8 +9,8 @@ of their cycle, films and operas bear the names of novels. Questions are of four
     one-hop     When was Robert Merrow born?  BM25 puts the paragraph first.
     two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
     comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
-    reworded    In what year did the Torvalian Robert Merrowe come into the world?  Only the first name matches,
-                so twenty paragraphs and more are equally good to BM25, and the reranker is needed.
+    reworded    In what year did the Torvalian Robert Merrowe come into the world?  Only the first name
+                matches, so twenty paragraphs and more are equally good to BM25, and the reranker is needed.
 
 Reader (a causal model) and reranker (a cross-encoder, which starts from the reader) learn on *other* worlds:
 every few steps the facts are dealt anew from the same vocabulary, so they read and cannot remember. The
@@ -55,8 +55,8 @@ UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
 
 FIRST_NAMES = (
     "Robert William Richard Margaret Elizabeth Katherine Edward John Theodore James Henry Charles Mary "
-    "Martha Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis George "
-    "Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria Walter "
+    "Martha Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis "
+    "George Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria Walter "
     "Agnes Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip Ruth Simon "
     "Toby Ursula Vera").split()
 SURNAMES = [
@@ -64,7 +64,8 @@ SURNAMES = [
     for a in (
         "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick Ash Brid Cald Dray El Far Gil Hark Led Nor").split()
     for b in (
-        "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge gast").split()]
+        "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge "
+        "gast").split()]
 TOWNS = [a + b for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
          for b in "vale mere stad holm burg gate bridge minster".split()]
 RIVERS = [a + b for a in "Es Al Ir Or Ul Ab Em Ag".split() for b in "ter na wen dra lis".split()]
