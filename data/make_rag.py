@@ -57,8 +57,8 @@ FIRST_NAMES = (
     "Robert William Richard Margaret Elizabeth Katherine Edward John Theodore James Henry Charles Mary "
     "Martha Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis "
     "George Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria "
-    "Walter Agnes Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip Ruth Simon "
-    "Toby Ursula Vera").split()
+    "Walter Agnes Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip "
+    "Ruth Simon Toby Ursula Vera").split()
 SURNAMES = [
     a + b
     for a in (
