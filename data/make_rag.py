@@ -3,14 +3,14 @@
     python data/make_rag.py             # about 15 minutes on 2 cores
     python data/make_rag.py SEED=3 OUT=/tmp/rag
 
-Paragraphs are alike on purpose: fifteen people share a surname, six authors share the noun of their cycle,
-films and operas bear the names of novels. Questions are of four types:
+Paragraphs are alike on purpose: twenty people share a first name and three a surname, six authors the noun
+of their cycle, films and operas bear the names of novels. Questions are of four types:
 
     one-hop     When was Robert Merrow born?  BM25 puts the paragraph first.
     two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
     comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
-    reworded    In what year did the Torvalian Bob Merrow come into the world?  Only the surname matches, so
-                fifteen paragraphs and more are equally good to BM25, and the reranker is needed.
+    reworded    In what year did the Torvalian Robert Merrowe come into the world?  Only the first name
+                matches, so twenty paragraphs and more are equally good to BM25, and the reranker is needed.
 
 Reader (a causal model) and reranker (a cross-encoder, which starts from the reader) learn on *other* worlds:
 every few steps the facts are dealt anew from the same vocabulary, so they read and cannot remember. The
@@ -36,15 +36,15 @@ SEED = 1
 OUT = str(Path(__file__).resolve().parent / "rag")
 QUESTIONS = {"one-hop": 300, "two-hop": 240, "comparison": 200, "reworded": 260}
 LEVELS = {"one-hop": "easy", "two-hop": "hard", "comparison": "medium", "reworded": "medium"}
-READER_STEPS = 1500
+READER_STEPS = 1200
 READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
 QUESTIONS_PER_CONTEXT = 10
 STEPS_PER_WORLD = 4  # of training; dealing a world takes as long as a small step
 READER_LEARNING_RATE = 2e-3
-RERANKER_STEPS = 200
+RERANKER_STEPS = 300
 RERANKER_BATCH = 24  # questions a step, each with RERANKER_CANDIDATES paragraphs
 RERANKER_CANDIDATES = 8
-RERANKER_LEARNING_RATE = 5e-4
+RERANKER_LEARNING_RATE = 1e-3
 MOST_PARAGRAPHS = 8  # in a lesson of the reader: ppo_rag.py's largest top_k
 
 INSTRUCTION = (
@@ -53,15 +53,19 @@ PROMPT = INSTRUCTION + "\nCONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
 PARAGRAPH = "[{n}] {title}: {text}"  # n from 1
 UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
 
-NICKNAMES = dict(pair.split("=") for pair in (
-    "Robert=Bob William=Bill Richard=Dick Margaret=Peggy Elizabeth=Bess Katherine=Kit Edward=Ned John=Jack "
-    "Theodore=Ted James=Jim Henry=Hal Charles=Chuck Mary=Polly Martha=Patty Sarah=Sally Helen=Nell "
-    "Dorothy=Dolly Frances=Fanny Anthony=Tony Andrew=Drew Alexander=Sandy Barbara=Babs Caroline=Carrie "
-    "Daniel=Dan Eleanor=Nora Francis=Frank George=Geordie Harriet=Hattie Isabel=Bella Joseph=Joe "
-    "Laurence=Larry Matilda=Tilly Nicholas=Nick Oliver=Noll Patrick=Paddy Rebecca=Becky Samuel=Sam "
-    "Thomas=Tom Victoria=Vicky Walter=Wat").split())
-SURNAMES = [a + b for a in "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick".split()
-            for b in "row sel den ford by wood man kin".split()]
+FIRST_NAMES = (
+    "Robert William Richard Margaret Elizabeth Katherine Edward John Theodore James Henry Charles Mary "
+    "Martha Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis "
+    "George Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria "
+    "Walter Agnes Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip "
+    "Ruth Simon Toby Ursula Vera").split()
+SURNAMES = [
+    a + b
+    for a in (
+        "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick Ash Brid Cald Dray El Far Gil Hark Led Nor").split()
+    for b in (
+        "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge "
+        "gast").split()]
 TOWNS = [a + b for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
          for b in "vale mere stad holm burg gate bridge minster".split()]
 RIVERS = [a + b for a in "Es Al Ir Or Ul Ab Em Ag".split() for b in "ter na wen dra lis".split()]
@@ -86,6 +90,11 @@ WORK_YEARS = (1825, 1959)
 
 # ---------------------------------------------------------------- worlds
 
+def old_spelling(surname):
+    """Merrow: Merrowe, which no paragraph has."""
+    return surname + "e"
+
+
 def demonym(town):
     """Torvale: Torvalian."""
     return town.rstrip("aeiou") + "ian"
@@ -93,7 +102,7 @@ def demonym(town):
 
 def make_people(rng):
     """A dozen creators a noun and half as many others; every pair of first name and surname is one person."""
-    names = [(first, last) for first in NICKNAMES for last in SURNAMES]
+    names = [(first, last) for first in FIRST_NAMES for last in SURNAMES]
     rng.shuffle(names)
     callings = [(calling, noun) for noun in NOUNS for calling in CREATORS]
     callings += [(rng.choice(OTHERS), None) for _ in range(len(callings) * 2 // 3)]
@@ -200,9 +209,9 @@ def ask_town(town, rng):
 
 
 def ask_reworded(person, rng):
-    """Nickname for first name, demonym for town, and no word of the paragraph's but the surname."""
+    """Surname as it was spelt of old, demonym for town, and no word of the paragraph's but the first name."""
     relation = rng.choice(["year", "town", "calling"])
-    name = f"{NICKNAMES[person['first']]} {person['last']}"
+    name = f"{person['first']} {old_spelling(person['last'])}"
     if relation != "town" and rng.random() < 0.5:
         name = f"the {demonym(person['town'])} {name}"
     text = {
@@ -292,7 +301,8 @@ def make_tokenizer(worlds, padding_side):
     which only the reranker reads, becomes the prompt with that one paragraph.
     """
     splitter = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
-    texts = [*NICKNAMES.values(), *map(demonym, TOWNS), *RIVERS, *ADJECTIVES, UNKNOWN, "yes", "no"]
+    texts = [*FIRST_NAMES, *SURNAMES, *map(old_spelling, SURNAMES), *TOWNS, *map(demonym, TOWNS), *RIVERS]
+    texts += [*ADJECTIVES, UNKNOWN, "yes", "no"]
     texts += map(str, range(TOWN_YEARS[0], WORK_YEARS[1] + 1))
     for world in worlds:
         texts += [row["title"] + ": " + row["text"] for row in make_corpus(world, random.Random(0))]
@@ -339,14 +349,14 @@ def draw_context(world, size, rng):
     """`size` paragraphs that a search might bring together: one surname, one noun, two people, one title."""
     person = rng.choice(world["people"])
     namesakes = world["by_last"][person["last"]]
-    theme = rng.choice(["person", "surname", "work", "work", "work", "pair"])
+    theme = rng.choice(["person", "names", "names", "work", "work", "pair"])
     if theme == "person":
         first = [person]
         more = person["works"] + [world["towns"][person["town"]]] + sample_up_to(namesakes, 4, rng)
-        more += sample_up_to(world["by_first"][person["first"]], 2, rng)
-    elif theme == "surname":
+        more += sample_up_to(world["by_first"][person["first"]], 4, rng)
+    elif theme == "names":
         first = [person]
-        more = list(namesakes)
+        more = namesakes + sample_up_to(world["by_first"][person["first"]], size, rng)
     elif theme == "work":
         work = rng.choice(world["works"])
         first = [work, work["by"]]
@@ -360,8 +370,7 @@ def draw_context(world, size, rng):
     rng.shuffle(more)
     more += rng.sample(world["people"], size) + rng.sample(world["works"], size)
     unique = list({entity["title"]: entity for entity in first + more}.values())[:size]
-    if rng.random() < 0.5:
-        rng.shuffle(unique)
+    rng.shuffle(unique)  # or the reader would learn that the first paragraphs tell
     return unique
 
 
@@ -372,12 +381,13 @@ def draw_questions(world, entities, rng):
     works = [entity for entity in entities if "by" in entity]
     people = [entity for entity in entities if "calling" in entity]
     told = [work for work in works if work["by"]["title"] in titles]
-    stranger = rng.choice(world["people"])
-    if people:
-        stranger = rng.choice(world["by_last"][rng.choice(people)["last"]])
     rows = {}
     while len(rows) < QUESTIONS_PER_CONTEXT:
-        person = rng.choice(people if people and rng.random() < 0.9 else [stranger])
+        known = rng.choice(people or world["people"])
+        person = known
+        if rng.random() < 0.35:  # a namesake, of whom the paragraphs seldom tell
+            name = rng.choice(["first", "first", "last"])
+            person = rng.choice(world[f"by_{name}"][known[name]])
         kind = rng.choice("person reworded work town two-hop two-hop comparison".split())
         if kind == "person":
             new = ask_person(person, rng)
@@ -389,12 +399,12 @@ def draw_questions(world, entities, rng):
             new = ask_town(rng.choice(towns), rng)
         elif kind == "two-hop" and works:
             new = ask_two_hop(rng.choice(told if told and rng.random() < 0.9 else works), rng)
-        elif kind == "comparison" and people and person is not people[0]:
-            new = ask_comparison(*rng.sample([people[0], person], 2), rng)
+        elif kind == "comparison" and people and known is not people[0]:
+            new = ask_comparison(*rng.sample([people[0], known], 2), rng)
         else:
             continue
         if not titles.issuperset(new["gold"]):
-            if rng.random() < 0.93:
+            if kind not in ("person", "reworded") and rng.random() < 0.93:
                 continue  # most questions can be answered
             new["answer"] = UNKNOWN
         rows[new["question"]] = new
@@ -446,10 +456,20 @@ def pad_right(rows, fill):
     return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
 
 
-def cosine_scale(step, total, warmup=100):
+def cosine_scale(step, total):
     """Factor of the learning rate: a linear warm-up, then half a cosine down to 0.01."""
+    warmup = max(1, min(100, total // 10))
     cosine = torch.cos(torch.tensor(step / total * torch.pi)).item()
     return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
+
+
+def start_as_synonyms(model, tokenizer):
+    """A surname and its old spelling, a town and its demonym, start as the same word."""
+    pairs = [(word, old_spelling(word)) for word in SURNAMES] + [(word, demonym(word)) for word in TOWNS]
+    words, others = (tokenizer.convert_tokens_to_ids(list(column)) for column in zip(*pairs))
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[others] = weight[words]
 
 
 def start_as_lookup(model):
@@ -500,8 +520,8 @@ def reranker_batch(world, rng):
     for _ in range(RERANKER_BATCH):
         gold = person = rng.choice(world["people"])
         work = rng.choice(world["works"])
-        near = sample_up_to(world["by_last"][person["last"]], 6, rng) + person["works"]
-        near += sample_up_to(world["by_first"][person["first"]], 3, rng)
+        near = sample_up_to(world["by_last"][person["last"]], 2, rng) + person["works"]
+        near += sample_up_to(world["by_first"][person["first"]], 6, rng)
         kind = rng.choices(["reworded", "person", "work", "town"], [10, 5, 4, 1])[0]
         if kind == "reworded":
             new = ask_reworded(person, rng)
@@ -570,17 +590,22 @@ def new_reader(tokenizer):
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None))
+    start_as_synonyms(model, tokenizer)
     start_as_lookup(model)
     return model
 
 
-def new_reranker(reader):
-    """The reader with a score in place of words: it knows already whether a paragraph tells the answer."""
+def new_reranker(reader, tokenizer):
+    """The reader with a score in place of words, at first how little it would say UNKNOWN: it knows already
+    whether a paragraph tells the answer."""
     torch.manual_seed(SEED)
     config = copy.deepcopy(reader.config)
     config.num_labels = 1
     model = LlamaForSequenceClassification(config)
     model.model.load_state_dict(reader.model.state_dict())
+    words = reader.get_output_embeddings().weight.detach()
+    with torch.no_grad():
+        model.score.weight.copy_(words.mean(0) - words[tokenizer.convert_tokens_to_ids(UNKNOWN)])
     return model
 
 
@@ -618,7 +643,7 @@ def main():
     print(f"{reader.num_parameters():,} parameters", flush=True)
     settings = reader_loss, READER_STEPS, READER_LEARNING_RATE
     reader_seconds = train("reader", reader, reader_tokenizer, *settings)
-    reranker = new_reranker(reader)
+    reranker = new_reranker(reader, reranker_tokenizer)
     settings = reranker_loss, RERANKER_STEPS, RERANKER_LEARNING_RATE
     reranker_seconds = train("reranker", reranker, reranker_tokenizer, *settings)
     saved = [("reader", reader, reader_tokenizer), ("reranker", reranker, reranker_tokenizer)]
