@@ -2007,7 +2007,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import filelock
@@ -2094,6 +2094,9 @@ def seed_everything(seed):
     """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
     (a prompt shared by its responses) are added in whatever order the threads come, and no two runs are
     equal, on the CPU either."""
+    with suppress(ImportError):
+        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+        import sklearn.metrics  # noqa: F401
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

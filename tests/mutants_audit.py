@@ -7,6 +7,8 @@ IN_RCE = "tests/test_rce.py::test_"
 IN_RUN = "tests/test_run.py::test_"
 
 MUTANTS = [
+    (PPO, "import sklearn.metrics  # noqa: F401", "pass",
+     IN_RUN + "scikit_learns_import_takes_no_random_number_of_the_run"),
     # best and patience, told apart
     (PPO, "if value > self.best_value or", "if value > self.best_value + EARLY_STOPPING_THRESHOLD or",
      IN_RUN + "best_is_the_highest_and_patience_waits_for_the_threshold[ppo]"),

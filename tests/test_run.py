@@ -848,6 +848,23 @@ SHORT = {
 }
 
 
+def test_scikit_learns_import_takes_no_random_number_of_the_run(tmp_path, monkeypatch):
+    """It does take one, and transformers imports it when it generates: found by killing runs."""
+    script = load_script("ppo/ppo.py")
+    (tmp_path / "sklearn/metrics").mkdir(parents=True)
+    (tmp_path / "sklearn/__init__.py").write_text("")
+    (tmp_path / "sklearn/metrics/__init__.py").write_text("import random\nrandom.random()\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    script.seed_everything(1)
+    state = random.getstate()
+    import sklearn.metrics
+    assert sklearn.metrics.__file__.startswith(str(tmp_path)) and random.getstate() == state
+    for name in ("sklearn", "sklearn.metrics"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.mark.parametrize("file, more", [
     ("ppo/ppo.py", {"KL_TARGET": 0.01}),
     ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 1}),
