@@ -1,6 +1,6 @@
-"""Rebuild data/rag/ from a seed: an encyclopaedia of invented people and works, questions, reader, reranker.
+"""Rebuild data/rag/ from a seed: an encyclopaedia of invented people and works, questions, a tiny reader.
 
-    python data/make_rag.py             # about 15 minutes on 2 cores
+    python data/make_rag.py             # about 10 minutes on 2 cores
     python data/make_rag.py SEED=3 OUT=/tmp/rag
 
 Paragraphs are alike on purpose: twenty people share a first name and three a surname, six authors the noun
@@ -10,16 +10,14 @@ of their cycle, films and operas bear the names of novels. Questions are of four
     two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
     comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
     reworded    In what year did the Torvalian Robert Merrowe come into the world?  Only the first name
-                matches, so twenty paragraphs and more are equally good to BM25, and the reranker is needed.
+                matches, so twenty paragraphs and more are equally good to BM25, and a reranker is needed.
 
-Reader (a causal model) and reranker (a cross-encoder, which starts from the reader) learn on *other* worlds:
-every few steps the facts are dealt anew from the same vocabulary, so they read and cannot remember. The
-reranker sees one-hop and reworded questions only, as cross-encoders trained on web searches do.
+The reader, a causal model, learns on *other* worlds: every few steps the facts are dealt anew from the same
+vocabulary, so it reads and cannot remember.
 
-Writes corpus.jsonl, questions.jsonl, reader/, reranker/ and facts.json (sizes and seconds). What reader and
-reranker are worth on it `python ppo/ppo_rag.py BASELINE_ONLY=True` prints.
+Writes corpus.jsonl, questions.jsonl, reader/ and facts.json (sizes and seconds). What the reader is worth on
+it, `python ppo/ppo_rag.py BASELINE_ONLY=True` prints.
 """
-import copy
 import json
 import random
 import sys
@@ -28,9 +26,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 1
 OUT = str(Path(__file__).resolve().parent / "rag")
@@ -41,10 +38,6 @@ READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
 QUESTIONS_PER_CONTEXT = 10
 STEPS_PER_WORLD = 4  # of training; dealing a world takes as long as a small step
 READER_LEARNING_RATE = 2e-3
-RERANKER_STEPS = 300
-RERANKER_BATCH = 24  # questions a step, each with RERANKER_CANDIDATES paragraphs
-RERANKER_CANDIDATES = 8
-RERANKER_LEARNING_RATE = 1e-3
 MOST_PARAGRAPHS = 8  # in a lesson of the reader: ppo_rag.py's largest top_k
 
 INSTRUCTION = (
@@ -294,11 +287,10 @@ def make_corpus(world, rng):
 
 # ---------------------------------------------------------------- tokenizer
 
-def make_tokenizer(worlds, padding_side):
+def make_tokenizer(worlds):
     """Whole words and signs of the constants, of the worlds' texts and of questions about them.
 
-    The fixed parts of the prompt are one token each, so that they cost one. A pair (question, title: text),
-    which only the reranker reads, becomes the prompt with that one paragraph.
+    The fixed parts of the prompt are one token each, so that they cost one.
     """
     splitter = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
     texts = [*FIRST_NAMES, *SURNAMES, *map(old_spelling, SURNAMES), *TOWNS, *map(demonym, TOWNS), *RIVERS]
@@ -317,18 +309,12 @@ def make_tokenizer(worlds, padding_side):
     fixed = [INSTRUCTION, "CONTEXTS:", "QUESTION:", "ANSWER:"]
     fixed += [f"[{n}]" for n in range(1, 21)]
     core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
-    parts = {"begin": [INSTRUCTION, "CONTEXTS:", "[1]"], "ask": ["QUESTION:"], "end": ["ANSWER:"]}
-    special = []
-    for name, words in parts.items():
-        special.append({"id": name, "ids": [core.token_to_id(word) for word in words], "tokens": words})
-    core.post_processor = processors.TemplateProcessing(
-        single="$A", pair="begin $B ask $A end", special_tokens=special)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        padding_side=padding_side,
+        padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         model_max_length=1024)
@@ -513,63 +499,24 @@ def reader_loss(model, tokenizer, world, progress, rng):
     return F.cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
 
-def reranker_batch(world, rng):
-    """RERANKER_BATCH one-hop and reworded questions, each with its paragraph first and then look-alikes."""
-    asked = []
-    texts = []
-    for _ in range(RERANKER_BATCH):
-        gold = person = rng.choice(world["people"])
-        work = rng.choice(world["works"])
-        near = sample_up_to(world["by_last"][person["last"]], 2, rng) + person["works"]
-        near += sample_up_to(world["by_first"][person["first"]], 6, rng)
-        kind = rng.choices(["reworded", "person", "work", "town"], [10, 5, 4, 1])[0]
-        if kind == "reworded":
-            new = ask_reworded(person, rng)
-        elif kind == "person":
-            new = ask_person(person, rng)
-        elif kind == "work":
-            gold = work
-            new = ask_work(work, rng)
-            near = world["by_name"][work["name"]] + world["by_noun"][work["by"]["noun"]] + work["by"]["works"]
-        else:
-            gold = world["towns"][person["town"]]
-            new = ask_town(gold, rng)
-        rng.shuffle(near)
-        near += rng.sample(world["people"] + world["works"], RERANKER_CANDIDATES)
-        unique = {entity["title"]: entity for entity in [gold, *near]}
-        for entity in list(unique.values())[:RERANKER_CANDIDATES]:
-            asked.append(new["question"])
-            texts.append(entity["title"] + ": " + entity["text"])
-    return asked, texts
-
-
-def reranker_loss(model, tokenizer, world, progress, rng):
-    """Cross entropy over the candidates of a question: the paragraph that answers it is to score highest."""
-    asked, texts = reranker_batch(world, rng)
-    batch = tokenizer(asked, texts, padding=True, return_tensors="pt")
-    scores = model(**batch).logits.view(RERANKER_BATCH, RERANKER_CANDIDATES)
-    gold = torch.zeros(RERANKER_BATCH, dtype=torch.long)
-    return F.cross_entropy(scores, gold), (scores.argmax(1) == gold).float().mean()
-
-
-def train(name, model, tokenizer, loss_function, steps, learning_rate):
-    """On worlds of its own, none of them the shipped one. Returns the seconds it took."""
-    rng = random.Random(f"{name} {SEED}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
+def train(model, tokenizer):
+    """On other worlds, never the shipped one. Returns the seconds it took."""
+    rng = random.Random(f"reader {SEED}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=READER_LEARNING_RATE, weight_decay=0.01, fused=True)
     started = time.time()
-    for step in range(steps):
+    for step in range(READER_STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * cosine_scale(step, steps)
+            group["lr"] = READER_LEARNING_RATE * cosine_scale(step, READER_STEPS)
         if step % STEPS_PER_WORLD == 0:
             world = make_world(rng)
-        loss, right = loss_function(model, tokenizer, world, step / steps, rng)
+        loss, right = reader_loss(model, tokenizer, world, step / READER_STEPS, rng)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == steps - 1:
-            done = f"step {step:5d}/{steps}  loss {loss.item():.4f}  right {right.item():.3f}"
-            print(f"{name:8}  {done}  {time.time() - started:.0f} s", flush=True)
+        if step % 100 == 0 or step == READER_STEPS - 1:
+            done = f"step {step:5d}/{READER_STEPS}  loss {loss.item():.4f}  right {right.item():.3f}"
+            print(f"{done}  {time.time() - started:.0f} s", flush=True)
     model.eval()
     return round(time.time() - started)
 
@@ -595,20 +542,6 @@ def new_reader(tokenizer):
     return model
 
 
-def new_reranker(reader, tokenizer):
-    """The reader with a score in place of words, at first how little it would say UNKNOWN: it knows already
-    whether a paragraph tells the answer."""
-    torch.manual_seed(SEED)
-    config = copy.deepcopy(reader.config)
-    config.num_labels = 1
-    model = LlamaForSequenceClassification(config)
-    model.model.load_state_dict(reader.model.state_dict())
-    words = reader.get_output_embeddings().weight.detach()
-    with torch.no_grad():
-        model.score.weight.copy_(words.mean(0) - words[tokenizer.convert_tokens_to_ids(UNKNOWN)])
-    return model
-
-
 # ---------------------------------------------------------------- all of it
 
 def write_lines(path, rows):
@@ -618,8 +551,8 @@ def write_lines(path, rows):
 def main():
     for word in sys.argv[1:]:
         key, _, value = word.partition("=")
-        if key not in ("SEED", "OUT", "READER_STEPS", "RERANKER_STEPS"):
-            sys.exit(f"make_rag.py takes SEED=, OUT=, READER_STEPS= and RERANKER_STEPS=, not {word!r}")
+        if key not in ("SEED", "OUT", "READER_STEPS"):
+            sys.exit(f"make_rag.py takes SEED=, OUT= and READER_STEPS=, not {word!r}")
         globals()[key] = value if key == "OUT" else int(value)
     out = Path(OUT)
     out.mkdir(parents=True, exist_ok=True)
@@ -633,36 +566,26 @@ def main():
 
     rng = random.Random(SEED + 1000)
     vocabulary = [make_world(rng) for _ in range(3)]
-    reader_tokenizer = make_tokenizer(vocabulary, "left")
-    reranker_tokenizer = make_tokenizer(vocabulary, "right")
+    tokenizer = make_tokenizer(vocabulary)
     for row in corpus:
         text = row["title"] + ": " + row["text"]
-        assert reader_tokenizer.decode(reader_tokenizer(text)["input_ids"]) == text, text
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text, text
 
-    reader = new_reader(reader_tokenizer)
+    reader = new_reader(tokenizer)
     print(f"{reader.num_parameters():,} parameters", flush=True)
-    settings = reader_loss, READER_STEPS, READER_LEARNING_RATE
-    reader_seconds = train("reader", reader, reader_tokenizer, *settings)
-    reranker = new_reranker(reader, reranker_tokenizer)
-    settings = reranker_loss, RERANKER_STEPS, RERANKER_LEARNING_RATE
-    reranker_seconds = train("reranker", reranker, reranker_tokenizer, *settings)
-    saved = [("reader", reader, reader_tokenizer), ("reranker", reranker, reranker_tokenizer)]
-    for folder, model, tokenizer in saved:
-        model.save_pretrained(out / folder)
-        tokenizer.save_pretrained(out / folder)
+    seconds = train(reader, tokenizer)
+    reader.save_pretrained(out / "reader")
+    tokenizer.save_pretrained(out / "reader")
 
     facts = {
         "seed": SEED,
         "threads": torch.get_num_threads(),
         "paragraphs": len(corpus),
         "questions": QUESTIONS,
-        "vocabulary": len(reader_tokenizer),
+        "vocabulary": len(tokenizer),
         "reader_parameters": reader.num_parameters(),
-        "reranker_parameters": reranker.num_parameters(),
         "reader_steps": READER_STEPS,
-        "reranker_steps": RERANKER_STEPS,
-        "reader_seconds": reader_seconds,
-        "reranker_seconds": reranker_seconds}
+        "reader_seconds": seconds}
     (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 A question is an episode of one step. The observation s is the question and what BM25 says of it; the action
 a is one of TOP_KS x TEMPERATURES x RERANKS: how many paragraphs the generator reads, how warm it answers,
-whether a cross-encoder sorts the paragraphs first. The answer gives the reward, PPO (Schulman et al. 2017,
+whether a reranker sorts the paragraphs first. The answer gives the reward, PPO (Schulman et al. 2017,
 arXiv 1707.06347) learns from it; with one step an episode there is no GAE and no bootstrapping:
 
     r   = EM_WEIGHT EM + F1_WEIGHT F1 + ROUGE_WEIGHT ROUGE-L - COST_WEIGHT cost
@@ -38,6 +38,7 @@ what is seen   OBSERVATION, observe                  a part of QA   Retriever, R
 import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ SPLIT_SEED = 0  # which questions are drawn and in which split they are, whateve
 
 # The QA system: folders or hub names; each part is a class below that you may replace
 GENERATOR = f"{ROOT}/data/rag/reader"  # any seq2seq or causal model
-RERANKER: str | None = f"{ROOT}/data/rag/reranker"  # a cross-encoder of one label; None: RERANKS is (0,)
+RERANKER: str | None = "lexical"  # lexical: character trigrams | a cross-encoder of one label | None
 TITLE_WEIGHT = 2  # how often BM25 counts a title's words
 RERANK_DEPTH = 20  # of BM25's best, how many the reranker sorts
 PROMPT = (
@@ -84,7 +85,7 @@ CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
 # Actions: all combinations
 TOP_KS = (1, 2, 4, 8)  # paragraphs that the generator reads
 TEMPERATURES = (0.0, 0.5, 1.0)  # 0: greedy
-RERANKS = (0, 1)  # 1: the cross-encoder sorts the RERANK_DEPTH best before the first top_k are taken
+RERANKS = (0, 1)  # 1: the reranker sorts the RERANK_DEPTH best before the first top_k are taken
 DRAWS = 1  # answers kept of each action with a temperature above 0
 
 # Reward
@@ -1583,6 +1584,42 @@ class Reranker:
         return found
 
 
+class Trigrams:
+    """A reranker without a model: the trigrams of characters that a question shares with a paragraph, by
+    their rarity in the corpus. It finds old spellings and inflected words, which BM25's whole words miss."""
+
+    def __init__(self, corpus):
+        self.paragraphs = {}  # of a text its trigrams
+        for paragraph in corpus:
+            text = paragraph_text(paragraph)
+            self.paragraphs[text] = trigrams(text)
+        counts = Counter(gram for grams in self.paragraphs.values() for gram in grams)
+        self.weights = {gram: math.log(1 + len(corpus) / count) ** 2 for gram, count in counts.items()}
+
+    def scores(self, pairs):
+        """Cosines of (question, paragraph text) pairs, (pairs,)."""
+        found = []
+        for question, text in pairs:
+            asked, told = trigrams(question), self.paragraphs[text]
+            lengths = self.weight(asked) * self.weight(told)
+            found.append(self.weight(asked & told) / max(1e-9, lengths) ** 0.5)
+        return torch.tensor(found)
+
+    def weight(self, grams):
+        return math.fsum(self.weights.get(gram, 0.0) for gram in grams)
+
+
+def trigrams(text):
+    """Those of each word with a blank at both ends."""
+    padded = [f" {word} " for word in words_of(text)]
+    return {word[i:i + 3] for word in padded for i in range(len(word) - 2)}
+
+
+def paragraph_text(paragraph):
+    """What a reranker reads of it."""
+    return f"{paragraph['title']}: {paragraph['text']}"
+
+
 class Prompts:
     """Builds what the generator reads: every paragraph that fits, in order, and says how many did not."""
 
@@ -1663,7 +1700,9 @@ class QASystem:
     def __init__(self, corpus, device):
         self.corpus = corpus
         self.retriever = Retriever(corpus)
-        self.reranker = Reranker(RERANKER, device) if RERANKER and 1 in RERANKS else None
+        self.reranker = None
+        if 1 in RERANKS:
+            self.reranker = Trigrams(corpus) if RERANKER == "lexical" else Reranker(RERANKER, device)
         self.generator = Generator(GENERATOR, device)
         self.prompts = Prompts(self.generator.tokenizer, self.generator.limit)
         self.vocabulary = {word for p in corpus for word in words_of(f"{p['title']} {p['text']}")}
@@ -1683,7 +1722,7 @@ class QASystem:
         pairs = []
         for question, ids in zip(questions, found):
             paragraphs = [self.corpus[i] for i in ids[:RERANK_DEPTH]]
-            pairs += [(question, f"{p['title']}: {p['text']}") for p in paragraphs]
+            pairs += [(question, paragraph_text(paragraph)) for paragraph in paragraphs]
         scores = self.reranker.scores(pairs)
         ranked = []
         for ids in found:

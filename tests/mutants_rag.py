@@ -51,6 +51,8 @@ MUTANTS = [
      IN_RAG + "the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it"),
     (RAG, "np.argsort(-scores, kind=\"stable\")", "np.argsort(scores, kind=\"stable\")",
      IN_RAG + "bm25_finds_the_words_and_equal_scores_keep_the_corpus_order"),
+    (RAG, "self.weight(asked & told) /", "len(asked & told) /",
+     IN_RAG + "trigrams_find_an_old_spelling_and_prefer_what_is_rare"),
     (RAG, '[p["title"]] * TITLE_WEIGHT', '[p["title"]]',
      IN_RAG + "a_titles_words_count_as_often_as_its_weight"),
     # data

@@ -240,6 +240,20 @@ def test_the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it(rag, wor
     assert sorted_ == [best[n] for n in scores.argsort(descending=True, stable=True)[:3]]
 
 
+def test_trigrams_find_an_old_spelling_and_prefer_what_is_rare(rag):
+    people = ("Ada Merrow", "Ada Tinsel", "Ada Corman")
+    corpus = [{"title": name, "text": "was born in Arle ."} for name in people]
+    script = rag(RERANKER="lexical")
+    qa = script.Trigrams(corpus)
+    texts = [script.paragraph_text(paragraph) for paragraph in corpus]
+    scores = qa.scores([("Where was Ada Tinsele born?", text) for text in texts])
+    assert scores.argmax() == 1 and scores[1] > 1.3 * scores.sort().values[1]
+    assert script.trigrams("Ada, 7!") == {" ad", "ada", "da ", " 7 "}
+    assert qa.scores([(texts[0], texts[0]), ("zzz", texts[0])]).tolist() == pytest.approx([1.0, 0.0])
+    trainer = rag(RERANKER="lexical").RAGTrainer()
+    assert {rerank for _, _, rerank in trainer.table.actions} == {0, 1}
+
+
 def test_bm25_finds_the_words_and_equal_scores_keep_the_corpus_order(rag):
     script = rag()
     texts = ["sea", "old mill", "sea", "town sea"]
