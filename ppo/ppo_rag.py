@@ -2174,19 +2174,18 @@ def draw_learning(folder, title, table, figures):
     figure.suptitle(title)
     axes = figure.subplots(3, 3)
     steps = train["step"].astype(int)
-    rewarded = train["reward"].astype(float)
-    window = 4 * N_STEPS
-    sums = np.cumsum(np.insert(rewarded, 0, 0.0))
-    begins = np.maximum(0, np.arange(1, len(rewarded) + 1) - window)
-    rolling = (sums[1:] - sums[begins]) / (np.arange(1, len(rewarded) + 1) - begins)
+    updates = np.unique(steps)
+    means = np.array([train["reward"][steps == update].astype(float).mean() for update in updates])
+    rolling = [means[max(0, n - 8):n].mean() for n in range(1, len(means) + 1)]
     axis = axes[0, 0]
-    axis.plot(steps, rolling, label=f"training, mean of {window} episodes")
+    axis.plot(updates, means, color="C0", alpha=0.25)
+    axis.plot(updates, rolling, color="C0", label="training, mean of 8 updates")
     for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
         if name in figures:
             level = figures[name]["train"]["reward"]
             axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
     axis.set(xlabel="update", ylabel="reward, training questions")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="center right")
     panels = [("reward", axes[0, 1]), ("em", axes[0, 2]), ("f1", axes[1, 0]), ("cost", axes[1, 1])]
     for key, axis in panels:
         for number, policy in enumerate(("greedy", "sampled")):
