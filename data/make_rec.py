@@ -14,9 +14,9 @@ shop showed popular items more often, popularity knows nothing of quality, and s
     P(logged = i | h) = (1 - NOISE) exposure_i exp(SHARPNESS value(h, i)) / sum + NOISE exposure_i / sum
 
 So a model that imitates the log perfectly recommends what was shown; one that is rewarded by value need not.
-Files: train.csv, valid.csv, test.csv (a row a user; users are in one of them alone), index.json {item: codes},
-items.txt (codes, title and item, tab between), values.npy (V, in the order of index.json), facts.json (the
-figures that are possible, printed too).
+Files: train.csv, valid.csv, test.csv (a row a user; users are in one of them alone), index.json {item:
+codes}, items.txt (codes, title and item, tab between), values.npy (V, in the order of index.json), facts.json
+(the figures that are possible, printed too).
 """
 import csv
 import json

@@ -53,7 +53,7 @@ def trainer(file, **changed):
 def root(tmp_path):
     """Three trainers in a folder of their own, whose blocks are equal."""
     for file in TRAINERS:
-        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(trainer(file))
     assert blocks.differences(tmp_path) == []
     return tmp_path
@@ -83,7 +83,7 @@ def test_a_difference_in_line_ends_alone_is_one(root):
 def test_the_real_files_are_compared(tmp_path):
     """A bit of ppo.py's own last block, changed in a copy of grpo.py."""
     for file in TRAINERS:
-        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text((ROOT / "ppo/ppo.py").read_text())
     text = (tmp_path / "grpo/grpo.py").read_text()
     planted = text.replace("handle = os.open(path, os.O_RDONLY)", "handle = os.open(path, 0)")
