@@ -530,7 +530,7 @@ class RecTrainer:
             logprobs, batch.logprobs[rows], batch.advantages[rows, None], LOSS_TYPE, CLIP_RANGE,
             CLIP_RANGE_HIGH)
         policy_losses = batch.weights[rows, None] * policy_losses
-        kl = kl_loss(logprobs, batch.ref_logprobs[rows])
+        kl = batch.weights[rows, None] * kl_loss(logprobs, batch.ref_logprobs[rows])
         return policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy, policy_losses, ratio, kl
 
     @torch.no_grad()
