@@ -68,7 +68,7 @@ def rec(tmp_path):
     return load
 
 
-def no_plot(records, path, title, panels):
+def no_plot(*what):
     """The block's plots take seconds, and other files test them."""
 
 
@@ -84,7 +84,7 @@ def trainer_of(module):
     return trainer
 
 
-def every_logprob(trainer, ids, left_out=()):
+def every_logprob(trainer, ids, left_out=(), temperature=1.0):
     """{item number: log-probability} after the prompt, the plain way: each prefix read alone, softmax over
     the codes that some item goes on with, by comparing lists."""
     codes = trainer.trie.codes.tolist()
@@ -96,7 +96,7 @@ def every_logprob(trainer, ids, left_out=()):
             prefix = codes[item][:level]
             allowed = sorted({codes[i][level] for i in items if codes[i][:level] == prefix})
             with torch.no_grad():
-                logits = trainer.actor(input_ids=torch.tensor([ids + prefix])).logits[0, -1]
+                logits = trainer.actor(input_ids=torch.tensor([ids + prefix])).logits[0, -1] / temperature
             total += logits[allowed].log_softmax(-1)[allowed.index(code)].item()
         found[item] = total
     return found
@@ -246,10 +246,10 @@ def test_the_first_ratio_is_one(rec, how, replacement, exclude):
 
 
 def test_log_probabilities_are_those_of_rows_read_alone(rec):
-    trainer = trainer_of(rec())
+    trainer = trainer_of(rec(TEMPERATURE=0.7))
     batch = trainer.rollout()
     for i in range(0, len(batch.rows), 4):
-        wanted = every_logprob(trainer, batch.rows[i]["ids"])[int(batch.items[i])]
+        wanted = every_logprob(trainer, batch.rows[i]["ids"], temperature=0.7)[int(batch.items[i])]
         assert batch.logprobs[i].sum().item() == pytest.approx(wanted, abs=NATS)
 
 
@@ -353,6 +353,8 @@ def test_the_loss_is_a_mean_over_the_whole_step_however_it_is_cut(rec):
 def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     module = rec()
     trainer = trainer_of(module)
+    trainer.train_rows = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # some are not learnt
+    trainer.sft_rows = trainer.prompter.sft_rows(trainer.train_rows, print)
     batch = module.sft_batch(trainer.sft_rows, trainer.trie, trainer.pad_id, trainer.device)
     every = torch.arange(len(trainer.sft_rows))
     logprobs, _ = module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)
@@ -657,7 +659,9 @@ def test_the_reference_is_the_best_policy_of_sft_and_starts_grpo(rec):
     for start, ref, wanted in zip(rolled[0], trainer.reference.parameters(), seen[best][1]):
         assert torch.equal(start, wanted) and torch.equal(ref, wanted)
     assert best == len(seen) - 1 or len(seen) - 1 - best <= 2
-    first = [r for r in read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl") if "kl" in r][0]
+    records = read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl")
+    assert len([r for r in records if r["phase"] == "eval" and "reward" in r]) == 2  # before it and after it
+    first = [r for r in records if "kl" in r][0]
     assert first["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -710,10 +714,20 @@ def start_and_kill(command, metrics, step):
     return process.wait(120)
 
 
-def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path):
+WITHOUT_PLOTS = """
+from conftest import load_script
+from test_rec import FILE, no_plot
+module = load_script(FILE)
+module.draw_plot = module.draw_learning = no_plot
+module.train_main()
+"""
+
+
+def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path, monkeypatch):
     world = write_world(tmp_path / "world")
     runs = {name: tmp_path / name for name in ("whole", "broken")}
-    command = [sys.executable, str(ROOT / FILE)]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    command = [sys.executable, "-c", WITHOUT_PLOTS]
     done = subprocess.run([*command, *words(world, runs["whole"])], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     broken = [*command, *words(world, runs["broken"])]
@@ -744,7 +758,7 @@ def test_copied_with_rewards_alone_it_runs_from_anywhere(tmp_path):
     shutil.copy(ROOT / FILE, tmp_path / "alone/grpo_rec.py")
     world = write_world(tmp_path / "world")
     command = [sys.executable, str(tmp_path / "alone/grpo_rec.py")]
-    command += words(world, tmp_path / "run", MAX_STEPS=1)
+    command += words(world, tmp_path / "run", MAX_STEPS=1, SAVE_EVERY_N_STEPS=0)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Test rows:" in done.stdout
