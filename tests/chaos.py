@@ -15,6 +15,7 @@ exit code 1 then.
 """
 import argparse
 import concurrent.futures
+import csv
 import errno
 import hashlib
 import importlib.util
@@ -68,6 +69,23 @@ MORE = {
         VALIDATION_FRACTION=0.1,
     ),
 }
+ALONE = {  # trainers of other things than language models have constants of their own
+    "ppo_rag.py": dict(
+        SAMPLE=48,
+        VALIDATION_QUESTIONS=8,
+        TEST_QUESTIONS=16,
+        TOP_KS="(1, 2)",
+        TEMPERATURES="(0.0, 1.0)",
+        FIXED_ACTION="(2, 1.0, 0)",
+        RERANK_DEPTH=4,
+        QUESTIONS_AT_ONCE=8,
+        N_STEPS=32,
+        BATCH_SIZE=16,
+        SAVE_EVERY_N_STEPS=2,
+        EVAL_EVERY_N_STEPS=3,
+        MAX_STEPS=6,
+    ),
+}
 LIMIT = 240  # seconds after which a run counts as hanging
 
 
@@ -78,7 +96,9 @@ class Run:
     """One start of a trainer: pid, what it printed, how it ended."""
 
     def __init__(self, script, folder, arm=None, **constants):
-        constants = {**SMALL, **MORE[Path(script).name], "OUTPUT_DIR": folder, **constants}
+        name = Path(script).name
+        own = {**ALONE[name], "CACHE_DIR": f"{folder}/cache"} if name in ALONE else {**SMALL, **MORE[name]}
+        constants = {**own, "OUTPUT_DIR": folder, **constants}
         words = [f"{key}={value}" for key, value in constants.items()]
         self.log = tempfile.TemporaryFile()
         with _forking:
@@ -144,7 +164,7 @@ class Run:
         said = self.said
         if self.code not in codes or "Traceback" in said or "Exception ignored" in said:
             return f"exit code {self.code}, not {' or '.join(map(str, codes))}: ...{said[-1500:]}"
-        names = ("ppo.py: ", "grpo.py: ", "rce.py: ")
+        names = ("ppo.py: ", "grpo.py: ", "rce.py: ", "ppo_rag.py: ")
         if self.code == 2 and not any(line.startswith(names) for line in said.splitlines()[-2:]):
             return f"no sentence at the end: ...{said[-500:]}"
         if any(ord(c) < 32 and c not in "\n\r\t" or c == "\x7f" for c in said):
@@ -173,7 +193,7 @@ def plain_state(value):
 def without_timing(text):
     """A record of metrics.jsonl, or best/'s, without what the clock says."""
     record = json.loads(text)
-    return {k: v for k, v in record.items() if not k.startswith("seconds/") and k != "tokens_per_second"}
+    return {k: v for k, v in record.items() if "second" not in k}
 
 
 def digest(path):
@@ -184,15 +204,19 @@ def contents(folder):
     """{name: what must be equal between two runs} of a run's folder."""
     folder = Path(folder)
     last = max(folder.glob("step_*"), key=lambda p: int(p.name[5:]) if p.name[5:].isdecimal() else -1)
-    patterns = ("best/**/*", "logs/*.jsonl", "candidates_*.parquet", "**/*.tmp", "*.old")
+    patterns = ("best/**/*", "logs/*.jsonl", "logs/*.csv", "candidates_*.parquet", "**/*.tmp", "*.old")
     paths = [*last.rglob("*"), *(path for pattern in patterns for path in folder.glob(pattern))]
     found = {}
     for path in sorted(paths):
         name = str(path.relative_to(folder))
         if path.name == "training_state.pt":
             found[name] = plain_state(torch.load(path, weights_only=True))
-        elif path.name == "metrics.jsonl":
+        elif path.suffix == ".jsonl":
             found[name] = [without_timing(line) for line in path.read_text().splitlines()]
+        elif path.suffix == ".csv" and path.parent.name == "logs":
+            with open(path, newline="") as file:
+                rows = list(csv.DictReader(file))
+            found[name] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
         elif name == "best/metrics.json":
             found[name] = without_timing(path.read_text())
         elif path.suffix in (".tmp", ".old"):
@@ -340,6 +364,8 @@ class Chaos:
     def __init__(self, script, work, options):
         self.script, self.work, self.options = script, Path(work), options
         self.name = Path(script).name
+        self.models = ["GENERATOR"] if self.name in ALONE else ["ACTOR_MODEL", "REWARD_MODEL"]
+        self.asks_a_model = self.name not in ALONE  # else no reward function, logits or rows to spoil
         self.random = random.Random(f"{options.seed} {script}")
         self.number = 0
         self.whole, self.two = self.work / "whole", self.work / "two"
@@ -587,6 +613,8 @@ class Chaos:
     def rewards(self):
         """What a reward function raises is shown as it is, where it hangs too: exit code 1. What it returns
         wrongly is a sentence: 2."""
+        if not self.asks_a_model:
+            return []
         functions = "[('exact_answer', 1.0), ('rouge_l', 0.0), ('faulty', 0.0)]"
         folder = self.fresh()
         self.run(folder, bad_reward(None, 0), REWARD_FUNCTIONS=functions)
@@ -619,6 +647,9 @@ class Chaos:
         return [lambda k=k, n=n: one(k, n) for k in kinds for n in calls]
 
     def nan(self):
+        if not self.asks_a_model:
+            return []
+
         def one(first, last, codes, **constants):
             folder = self.fresh()
             run = self.run(folder, nan_logits(first, last), **constants)
@@ -640,6 +671,8 @@ class Chaos:
         ]
 
     def data(self):
+        if not self.asks_a_model:
+            return []
         good = (
             json.dumps(
                 {
@@ -751,7 +784,8 @@ class Chaos:
 
         def one(key, word):
             folder = self.fresh()
-            constants = {"MAX_STEPS": 1, "MAX_TRAIN_PROMPTS": 8, "MAX_EVAL_PROMPTS": 2, key: word}
+            fewer = {"MAX_TRAIN_PROMPTS": 8, "MAX_EVAL_PROMPTS": 2} if self.asks_a_model else {}
+            constants = {"MAX_STEPS": 1, **fewer, key: word}
             if self.name == "rce.py":
                 constants = {"MINE_PROMPTS": 8, **constants}
             run = self.run(folder, **constants)
@@ -883,7 +917,7 @@ class Chaos:
             )
         ] + [
             lambda n=n: model(n)
-            for n in (["ACTOR_MODEL"] if self.options.quick else ["ACTOR_MODEL", "REWARD_MODEL"])
+            for n in self.models[: 1 if self.options.quick else 2]
         ]
 
 

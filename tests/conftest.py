@@ -3,12 +3,12 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from program import Program, save_nothing
 
 # Two tests run at a time (pytest.ini): threads of theirs would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,11 +71,9 @@ def words_of(path, *words):
     return [f"{key}={value}" for key, value in small(path).items()] + [str(word) for word in words]
 
 
-def run_script(path, *words, cwd=ROOT, **options):
+def run_script(path, *words, **environment):
     """Run a trainer as a user does, without a terminal."""
-    command = [sys.executable, str(ROOT / path), *words_of(path, *words)]
-    plain = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
-    return subprocess.run(command, cwd=cwd, **plain, **options)
+    return Program(ROOT / path, *words_of(path, *words), cwd=ROOT, environment=environment).wait()
 
 
 @pytest.fixture
@@ -83,6 +81,7 @@ def started(monkeypatch, capsys):
     """started("ppo/ppo.py", "KEY=value", ...): what run_script() gives, without the seconds that a process
     takes to begin; shrink=False leaves SMALL out."""
     def run(path, *words, shrink=True):
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
         script = load_script(path)
         monkeypatch.setattr(sys, "argv", [path, *(words_of(path, *words) if shrink else words)])
         capsys.readouterr()

@@ -3,8 +3,6 @@ its runs."""
 import math
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import torch
 from conftest import (
     NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, untimed, walk,
     words_of)
+from program import Program
 from transformers import AutoModelForCausalLM
 
 module = load_script("grpo/grpo.py")
@@ -481,14 +480,13 @@ def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(tmp_path, s
     killed = tmp_path / "killed"
     path = "grpo/grpo.py"
     assert started(path, *KILLED, f"OUTPUT_DIR={whole}").returncode == 0
-    command = [sys.executable, str(ROOT / path), *words_of(path, *KILLED, f"OUTPUT_DIR={killed}")]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = Program(ROOT / path, *words_of(path, *KILLED, f"OUTPUT_DIR={killed}"), cwd=ROOT)
     metrics = killed / "logs/metrics.jsonl"
     while not (metrics.exists() and '"phase": "train", "step": 4,' in metrics.read_text()):
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait().returncode == -signal.SIGKILL
     assert not (killed / "step_6").exists()
     assert started(path, *KILLED, f"OUTPUT_DIR={killed}", "RESUME=yes").returncode == 0
     same = ("step_6/policy/model.safetensors", "step_6/reference/model.safetensors", "logs/samples.jsonl")

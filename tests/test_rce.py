@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ import pytest
 import torch
 from conftest import (
     NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, small, untimed, walk)
+from program import Program
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -49,8 +48,7 @@ def rce(tmp_path):
 
 def command(*words):
     return [
-        sys.executable,
-        str(ROOT / "rce/rce.py"),
+        ROOT / "rce/rce.py",
         *(f"{k}={v}" for k, v in SMALL.items()),
         *map(str, words),
     ]
@@ -858,8 +856,7 @@ def words(out, **more):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    plain = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
-    done = subprocess.run(command(*words(out, KEEP_LAST_N_CHECKPOINTS=99)), **plain)
+    done = Program(*command(*words(out, KEEP_LAST_N_CHECKPOINTS=99)), cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
     return out
 
@@ -908,18 +905,13 @@ MOMENTS = {  # when the run is killed
 )
 def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, run, tmp_path, moment, number):
     out = tmp_path / "run"
-    process = subprocess.Popen(
-        command(*words(out)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = Program(*command(*words(out)), cwd=ROOT, merged=True)
     while not MOMENTS[moment](out):
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.wait().stdout
         time.sleep(0.002)
     process.send_signal(number)
-    said, code = process.communicate()[0], process.wait()
+    done = process.wait()
+    said, code = done.stdout, done.returncode
     assert code == (-9 if number == signal.SIGKILL else 143) and "Traceback" not in said, said
     assert not any(
         (out / f"candidates_round_{n}.parquet").exists()

@@ -22,6 +22,7 @@ import torch
 from conftest import (
     ROOT, TINY, TRAINERS, assert_same_state, load_script, policy_with_two_ends, read, run_script, small,
     untimed, words_of)
+from program import Program
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 
@@ -363,13 +364,7 @@ def unbroken(tmp_path_factory):
 
 def start_and_signal(out, number, step):
     """Start a run, send it a signal as soon as a step stands in its metrics; its exit code and output."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "ppo/ppo.py"), *words_of("ppo/ppo.py", *words(out))],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = Program(ROOT / "ppo/ppo.py", *words_of("ppo/ppo.py", *words(out)), cwd=ROOT, merged=True)
     deadline = time.time() + 120
     metrics = out / "logs/metrics.jsonl"
     while time.time() < deadline and process.poll() is None:
@@ -377,7 +372,8 @@ def start_and_signal(out, number, step):
             process.send_signal(number)
             break
         time.sleep(0.005)
-    return process.wait(120), process.stdout.read()
+    done = process.wait(120)
+    return done.returncode, done.stdout
 
 
 def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(unbroken, tmp_path):
@@ -642,8 +638,8 @@ def test_early_stopping_and_plateau_count_evaluations_without_a_better_reward(pp
 def test_wandb_offline_writes_a_real_run(tmp_path):
     pytest.importorskip("wandb")
     out = tmp_path / "run"
-    offline = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    done = run_script("ppo/ppo.py", f"OUTPUT_DIR={out}", "MAX_STEPS=1", "USE_WANDB=True", env=offline)
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = run_script("ppo/ppo.py", f"OUTPUT_DIR={out}", "MAX_STEPS=1", "USE_WANDB=True", **offline)
     assert done.returncode == 0, done.stderr
     assert list(out.glob("wandb/offline-run-*/run-*.wandb"))[0].stat().st_size > 1000
 

@@ -1,0 +1,668 @@
+"""PPO over retrieval: what is read, what is answered, what it costs, what is learnt from it; on a toy world
+with random tiny models."""
+import csv
+import json
+import math
+import re
+
+import gymnasium.utils.env_checker
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import assert_same_state, load_script, read, untimed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, T5Config,
+    T5ForConditionalGeneration)
+
+NAMES = "Ada Bea Cid Dov Eli Fay Gus Hal Ida Jon Kim Leo Mia Ned Ola Pia".split()
+TOWNS = "Arle Bryn Cole Dune".split()
+
+
+def make_tokenizer(**options):
+    """Words and signs of the toy world, and eighty more, so that more than fifty can follow."""
+    words = "Answer ONLY with the correct answer as a short phrase based strictly on provided CONTEXTS"
+    words = f"{words} QUESTION ANSWER was born in Where is town or older who When year lives it near sea"
+    words = [*words.split(), *NAMES, *TOWNS, *"0123456789[]:,.?", *(f"w{n}" for n in range(80))]
+    vocabulary = {word: n for n, word in enumerate(["<pad>", "</s>", "<unk>", *dict.fromkeys(words)])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(True)])
+    ends = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **ends, **options)
+
+
+def save(model, tokenizer, folder):
+    with torch.no_grad():  # far from uniform, so that greedy answers differ
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A folder with a toy corpus, questions and random tiny models: llama/, t5/, reranker/."""
+    folder = tmp_path_factory.mktemp("world")
+    corpus = []
+    for n, name in enumerate(NAMES):
+        corpus.append({"title": name, "text": f"{name} was born in {TOWNS[n % 4]} in {1900 + n} ."})
+    corpus += [{"title": town, "text": f"{town} is a town near the sea ."} for town in TOWNS]
+    asked = []
+    for n, name in enumerate(NAMES):
+        one = {"question": f"Where was {name} born?", "answer": TOWNS[n % 4], "gold": [name], "type": "one"}
+        two = {"question": f"Who is older, {name} or {NAMES[n - 1]}?", "answer": name, "type": "two"}
+        asked += [one, {**two, "gold": [name, NAMES[n - 1]]}]
+    for name, rows in (("corpus", corpus), ("questions", asked)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1}
+    llama = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "max_position_embeddings": 256, "bos_token_id": None, **sizes}
+    save(LlamaForCausalLM(LlamaConfig(**llama)), tokenizer, folder / "llama")
+    save(LlamaForSequenceClassification(LlamaConfig(num_labels=1, **llama)), tokenizer, folder / "reranker")
+    t5 = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    ended = make_tokenizer(model_max_length=128)
+    save(T5ForConditionalGeneration(T5Config(**t5, **sizes)), ended, folder / "t5")
+    return folder
+
+
+def toy(world, out, **constants):
+    small = {
+        "DATASET": {"path": str(world), "type": "folder"}, "GENERATOR": f"{world}/llama",
+        "RERANKER": f"{world}/reranker", "CACHE_DIR": str(out / "cache"), "OUTPUT_DIR": str(out / "run"),
+        "VALIDATION_QUESTIONS": 6, "TEST_QUESTIONS": 8, "MAX_NEW_TOKENS": 4, "TOP_KS": (1, 3),
+        "TEMPERATURES": (0.0, 1.0), "FIXED_ACTION": (3, 1.0, 0), "RERANK_DEPTH": 6, "QUESTIONS_AT_ONCE": 8,
+        "N_STEPS": 16, "BATCH_SIZE": 8, "GROUP_EPOCHS": 2, "MAX_STEPS": 4, "EVAL_EVERY_N_STEPS": 2,
+        "SAVE_EVERY_N_STEPS": 0, "HIDDEN_SIZE": 8}
+    return load_script("ppo/ppo_rag.py", **{**small, **constants})
+
+
+@pytest.fixture
+def rag(world, tmp_path):
+    """rag(KEY=value, ...): ppo/ppo_rag.py on the toy world, writing below tmp_path."""
+    return lambda **constants: toy(world, tmp_path, **constants)
+
+
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory):
+    """(module, trainer) of a short finished run."""
+    script = toy(world, tmp_path_factory.mktemp("trained"), DRAWS=2)
+    trainer = script.RAGTrainer()
+    trainer.train()
+    return script, trainer
+
+
+# ---------------------------------------------------------------- maths
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.1, 1.5])
+def test_the_clip_stops_the_gradient_where_the_ratio_left_the_range_as_the_advantage_wants(advantage, ratio):
+    script = load_script("ppo/ppo_rag.py")
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss = script.policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2)
+    loss.sum().backward()
+    clipped = advantage > 0 and ratio > 1.2 or advantage < 0 and ratio < 0.8
+    assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def test_the_value_loss_is_clipped_around_the_rollouts_value():
+    script = load_script("ppo/ppo_rag.py")
+    tensors = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])  # value, old value, return
+    losses = [script.value_loss(*tensors, clip).item() for clip in (0, 0.2)]
+    assert losses == pytest.approx([0.0, 0.5 * 0.8 ** 2])
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one():
+    x = load_script("ppo/ppo_rag.py").whiten(torch.tensor([1.0, 2.0, 6.0]))
+    assert x.mean().item() == pytest.approx(0, abs=1e-6) and (x ** 2).mean().item() == pytest.approx(1)
+
+
+def test_the_entropy_bonus_has_a_gradient(rag):
+    found = []
+    for coef in (0.0, 0.5):
+        torch.manual_seed(3)
+        trainer = rag(ENTROPY_COEF=coef, RESUME="no").RAGTrainer()
+        with torch.no_grad():  # far from uniform, where the entropy is flat
+            trainer.policy.actor.bias.copy_(torch.arange(8.0))
+        torch.manual_seed(4)
+        batch = trainer.rollout()
+        trainer.compute_advantages(batch)
+        trainer.optimizer_step(batch, torch.arange(16))
+        found.append(trainer.policy.actor.bias.grad.clone())
+    assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------- what is read and answered
+
+def test_top_k_decides_how_many_paragraphs_the_generator_reads(rag, monkeypatch):
+    script = rag(TEMPERATURES=(0.0,), RERANKS=(0,), FIXED_ACTION=(3, 0.0, 0))
+    seen = {}
+    answers = script.Generator.answers
+
+    def spy(self, prompts, temperature, seed):
+        for prompt in prompts:
+            seen.setdefault(len(re.findall(r"^\[\d+\]", prompt, re.MULTILINE)), []).append(prompt)
+        return answers(self, prompts, temperature, seed)
+
+    monkeypatch.setattr(script.Generator, "answers", spy)
+    table = script.RAGTrainer().table
+    assert sorted(seen) == [1, 3] and len(seen[1]) == len(seen[3]) == len(table.questions)
+    one = next(prompt for prompt in seen[1] if "Where was Ada born?" in prompt)
+    assert "[1] Ada: Ada was born in Arle in 1900 ." in one
+    assert one.endswith("QUESTION: Where was Ada born?\nANSWER:")
+
+
+@pytest.mark.parametrize("limit", [0, 30, 45, 60, 75, 90, 105, 1000])
+def test_a_prompt_has_the_most_paragraphs_that_fit_and_says_how_many(rag, world, limit):
+    script = rag()
+    prompts = script.Prompts(make_tokenizer(), limit)
+    paragraphs = [{"title": name, "text": f"{name} was born in Arle ."} for name in NAMES[:8]]
+    prompt, fit = prompts.build("Where was Ada born?", paragraphs)
+    lengths = [prompts.length(prompts.fill("Where was Ada born?", paragraphs[:n])) for n in range(9)]
+    assert fit == max([n for n in range(9) if lengths[n] <= limit], default=0)
+    assert prompt == prompts.fill("Where was Ada born?", paragraphs[:fit])
+
+
+def test_prompts_that_do_not_fit_are_counted_and_said(rag, capsys):
+    script = rag(MAX_PROMPT_TOKENS=55)
+    script.RAGTrainer()
+    said = capsys.readouterr().out
+    assert re.search(r"WARNING: \d+ of 256 prompts left out paragraphs that do not fit 55 tokens", said)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted(rag, world, kind):
+    script = rag(GENERATOR=f"{world}/{kind}")
+    generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+    prompts = ["Where was Ada born?", "QUESTION: Who is older, Ada or Bea? ANSWER:", "Kim lives in a town"]
+    together = generator.answers(prompts, 0.0, 0)
+    assert together == [generator.answers([prompt], 0.0, 0)[0] for prompt in prompts]
+    assert len({text for text, _ in together}) > 1
+    for prompt, (text, tokens) in zip(prompts, together):
+        own = len(generator.tokenizer(prompt)["input_ids"])
+        assert own < tokens <= own + 4
+
+
+def test_a_temperature_samples_the_whole_distribution_and_zero_is_greedy(rag, world):
+    """No hidden top-k of 50: more than fifty different first words among 600 warm answers."""
+    script = rag(MAX_NEW_TOKENS=1)
+    generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+    prompts = ["Where was Ada born?"] * 600
+    cold = {text for text, _ in generator.answers(prompts, 0.0, 1)}
+    warm = [text for text, _ in generator.answers(prompts, 50.0, 1)]
+    assert len(cold) == 1 and len(set(warm)) > 60
+    assert warm == [text for text, _ in generator.answers(prompts, 50.0, 1)]  # of its seed alone
+    assert warm != [text for text, _ in generator.answers(prompts, 50.0, 2)]
+
+
+def test_sampling_for_the_table_leaves_the_runs_random_numbers_alone(rag):
+    script = rag()
+    generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    generator.answers(["Where was Ada born?"], 1.0, 7)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it(rag, world):
+    script = rag()
+    qa = script.QASystem(*script.load_questions(print)[1:], torch.device("cpu"))
+    texts = [f"{name} was born in Arle ." + " near" * n for n, name in enumerate(NAMES)]
+    pairs = [("Where was Ada born?", text) for text in texts]
+    scores = qa.reranker.scores(pairs)
+    assert scores.tolist() == pytest.approx([qa.reranker.scores([pair]).item() for pair in pairs], abs=1e-4)
+    question = "Where was Cid born?"
+    plain, = qa.ranked([question], 0)
+    sorted_, = qa.ranked([question], 1)
+    best = qa.retriever.search(question, script.RERANK_DEPTH)[0]
+    paragraphs = [qa.corpus[i] for i in best]
+    scores = qa.reranker.scores([(question, f"{p['title']}: {p['text']}") for p in paragraphs])
+    assert plain == best[:3]
+    assert sorted_ == [best[n] for n in scores.argsort(descending=True, stable=True)[:3]]
+
+
+def test_bm25_finds_the_words_and_equal_scores_keep_the_corpus_order(rag):
+    script = rag()
+    texts = ["sea", "old mill", "sea", "town sea"]
+    corpus = [{"title": f"t{n}", "text": text} for n, text in enumerate(texts)]
+    ids, scores = script.Retriever(corpus).search("the sea?", 4)
+    assert ids == [0, 2, 3, 1] and scores[0] == scores[1] > scores[2] > scores[3] == 0
+
+
+def test_the_observation_entry_by_entry(rag):
+    script = rag()
+    paragraphs = [{"title": "Ada", "text": "Ada was born in Arle"}]
+    paragraphs.append({"title": "Bea Cole", "text": "near the sea"})
+    scores = np.array([4.0, 3.0, 1.0])
+    vocabulary = {"where", "was", "ada", "or", "born"}
+    seen = script.observe("Where was Ada or Zed born?", scores, paragraphs, vocabulary)
+    got = dict(zip(script.OBSERVATION, seen.tolist()))
+    assert len(seen) == len(script.OBSERVATION) == len(set(script.OBSERVATION))
+    want = {
+        "words": 6, "capitalised": 2, "unknown": 1 / 6, "or": 1, "commas": 0, "asks_where": 1,
+        "asks_who": 0,
+        "s1": 4, "s1_per_word": 4 / 6, "s2/s1": 0.75, "s3/s1": 0.25, "s4/s1": 0, "s20/s1": 0, "gap": 0.25,
+        "near": 1, "overlap1": 3 / 6, "overlap2": 3 / 6, "names1": 0.5, "names2": 0.5, "title1": 1,
+        "title2": 0}
+    assert {key: got[key] for key in want} == pytest.approx(want)
+    assert np.isfinite(script.observe("?", np.array([]), [], set())).all()
+
+
+# ---------------------------------------------------------------- data
+
+def test_no_question_of_the_test_is_trained_on_and_the_splits_are_said_on_disk(rag, world, tmp_path):
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "corpus.jsonl").write_text((world / "corpus.jsonl").read_text())
+    lines = (world / "questions.jsonl").read_text()
+    (again / "questions.jsonl").write_text(lines + lines.replace("Where was", "where  WAS"))  # each twice
+    questions, corpus = rag(DATASET={"path": str(again), "type": "folder"}).load_questions(print)
+    texts = {}
+    for row in questions:
+        texts.setdefault(row["split"], []).append(" ".join(row["question"].lower().split()))
+    assert {split: len(rows) for split, rows in texts.items()} == {"test": 8, "validation": 6, "train": 18}
+    assert len({text for rows in texts.values() for text in rows}) == 32
+    rows = pq.read_table(tmp_path / "run/prep/eval.parquet").to_pylist()
+    assert rows[0].keys() == {"question", "answer", "gold_docs", "type", "level", "split"}
+    assert [row["question"] for row in rows] == [row["question"] for row in questions]
+    stored = pq.read_table(tmp_path / "run/prep/corpus.parquet").to_pylist()
+    assert [row["row_id"] for row in stored] == list(range(20)) == list(range(len(corpus)))
+    for row in questions:
+        titles = {stored[n]["title"] for n in row["gold_docs"]}
+        assert titles <= set(row["question"].replace("?", "").replace(",", "").split())
+
+
+def test_only_the_training_questions_scale_the_observation(rag):
+    trainer = rag().RAGTrainer()
+    seen = trainer.table.observations[trainer.table.splits["train"]]
+    assert torch.allclose(trainer.policy.mean, seen.mean(0))
+    assert not torch.allclose(trainer.policy.mean, trainer.table.observations.mean(0))
+
+
+HOTPOT = {
+    "question": "Where was the maker born?", "answer": "Arle", "type": "bridge", "level": "easy", "_id": "1",
+    "supporting_facts": [["Mill", 0], ["Ada", 0]],
+    "context": [["Mill", ["Ada made it.", " It is old."]], ["Ada", ["Born in Arle."]], ["Cole", ["A town."]]]}
+
+
+def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
+    second = {**HOTPOT, "question": "What is old?", "supporting_facts": [["Mill", 1]], "answer": "Mill"}
+    (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT, second]))
+    spec = {"path": str(tmp_path / "hotpot.json"), "type": "hotpotqa"}
+    script = rag(DATASET=spec, VALIDATION_QUESTIONS=1, TEST_QUESTIONS=1)
+    with pytest.raises(script.UserError, match="2 questions leave none to train on beside 2"):
+        script.load_questions(print)
+    questions, corpus = script.from_hotpot([HOTPOT, second], "x")
+    assert [p["title"] for p in corpus] == ["Mill", "Ada", "Cole"]
+    assert corpus[0]["text"] == "Ada made it. It is old."
+    assert [row["gold_docs"] for row in questions] == [[0, 1], [0]]
+    columns = {"title": ["Mill", "Ada", "Cole"], "sentences": [s for _, s in HOTPOT["context"]]}
+    facts = {"title": ["Mill", "Ada"], "sent_id": [0, 0]}
+    hub = {**HOTPOT, "context": columns, "supporting_facts": facts}
+    assert script.from_hotpot([hub], "x") == script.from_hotpot([HOTPOT], "x")
+
+
+# ---------------------------------------------------------------- table, cache, reward
+
+def test_a_kill_while_the_cache_fills_loses_one_block_and_the_table_is_the_same(rag, tmp_path, monkeypatch):
+    whole = rag(CACHE_DIR=str(tmp_path / "other"), DRAWS=2).RAGTrainer().table
+    script = rag(DRAWS=2)
+    made = []
+    answer_block = script.answer_block
+
+    def killed(qa, questions, missing):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(questions)
+        return answer_block(qa, questions, missing)
+
+    monkeypatch.setattr(script, "answer_block", killed)
+    with pytest.raises(KeyboardInterrupt):
+        script.RAGTrainer()
+    cache, = (tmp_path / "cache").glob("answers_*.parquet")
+    assert pq.read_table(cache).num_rows == 2 * 8 * (2 * 2 * (1 + 2))
+    script = rag(DRAWS=2)
+    made = []
+    answer_block_2 = script.answer_block
+    monkeypatch.setattr(script, "answer_block", lambda *a: made.append(a[1]) or answer_block_2(*a))
+    table = script.RAGTrainer().table
+    assert len(made) == 2 and table.responses == whole.responses and torch.equal(table.read, whole.read)
+    made.clear()
+    script.RAGTrainer()
+    assert not made
+
+
+def test_draws_of_an_action_differ_and_a_greedy_one_has_but_one(rag, tmp_path):
+    table = rag(DRAWS=3).RAGTrainer().table
+    warm = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature > 0]
+    cold = [a for a in range(len(table.actions)) if a not in warm]
+    assert all(len(set(row[a])) == 1 for row in table.responses for a in cold)
+    assert sum(len(set(row[a])) > 1 for row in table.responses for a in warm) > 30
+    records = pq.read_table(next((tmp_path / "cache").glob("*.parquet"))).to_pylist()
+    assert {r["draw"] for r in records if r["temperature"] == 0} == {0}
+
+
+def test_more_actions_answer_only_what_is_missing(rag, monkeypatch):
+    rag().RAGTrainer()
+    script = rag(TOP_KS=(1, 2, 3))
+    asked = []
+    answer_block = script.answer_block
+
+    def spy(qa, questions, missing):
+        asked.extend(missing)
+        return answer_block(qa, questions, missing)
+
+    monkeypatch.setattr(script, "answer_block", spy)
+    script.RAGTrainer()
+    assert {top_k for top_k, *_ in asked} == {2}
+
+
+@pytest.mark.parametrize("constant, value", [
+    ("PROMPT", "{contexts} {question}"), ("PARAGRAPH", "{title} {text}"), ("MAX_NEW_TOKENS", 3),
+    ("RERANK_DEPTH", 5)])
+def test_what_an_answer_depends_on_is_in_the_caches_name(rag, constant, value):
+    paths = []
+    for changed in ({}, {constant: value}, {"EM_WEIGHT": 2.0, "SEED": 9}):
+        script = rag(**changed)
+        generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+        paths.append(script.cache_path([{"title": "a", "text": "b"}], generator))
+    assert paths[0] != paths[1] and paths[0] == paths[2]
+
+
+def test_a_spoilt_cache_is_said_and_made_again(rag, tmp_path, capsys):
+    table = rag().RAGTrainer().table
+    cache, = (tmp_path / "cache").glob("*.parquet")
+    cache.write_bytes(cache.read_bytes()[:100])
+    again = rag().RAGTrainer().table
+    assert "its answers are made again" in capsys.readouterr().out
+    assert again.responses == table.responses
+
+
+def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
+    weights = {"EM_WEIGHT": 2.0, "F1_WEIGHT": 0.25, "ROUGE_WEIGHT": 0.5, "COST_WEIGHT": 0.1}
+    rag().RAGTrainer()
+    script = rag(**weights, COST_TOKENS=10.0)
+    script.answer_block = None  # nothing is answered again
+    table = script.RAGTrainer().table
+    parts = table.parts
+    want = 2 * parts["em"] + 0.25 * parts["f1"] + 0.5 * parts["rouge_l"] - 0.1 * parts["cost"]
+    assert torch.allclose(table.rewards, want)
+    row = table.questions[3]
+    records = pq.read_table(next((tmp_path / "cache").glob("*.parquet"))).to_pylist()
+    for a, (top_k, temperature, rerank) in enumerate(table.actions):
+        action = (row["question"], top_k, temperature, rerank)
+        record, = [r for r in records if tuple(r[key] for key in script.KEYS[:4]) == action]
+        assert table.responses[3][a] == [record["response"]] and record["pairs"] == 6 * rerank
+        assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 20)
+        assert parts["em"][3, a, 0].item() == script.rewards.em_score(record["response"], row["answer"])
+
+
+def test_the_environment_passes_gymnasiums_own_check(trained):
+    script, trainer = trained
+    env = script.RAGEnv(trainer.table)
+    gymnasium.utils.env_checker.check_env(env, skip_render_check=True)
+    observation, info = env.reset(options={"row": 5})
+    assert info["question"] == trainer.table.questions[5]["question"]
+    assert np.array_equal(observation, trainer.table.observations[5].numpy())
+    _, reward, terminated, truncated, info = env.step(2)
+    assert terminated and not truncated
+    draw = [trainer.table.rewards[5, 2, d].item() for d in range(2)].index(reward)
+    assert info["response"] == trainer.table.responses[5][2][draw]
+    top_k, temperature, rerank = trainer.table.actions[2]
+    assert (info["top_k"], info["temperature"], info["rerank_on"]) == (top_k, temperature, rerank)
+    rows = {env.reset(seed=n)[1]["question"] for n in range(40)}
+    train = {trainer.table.questions[q]["question"] for q in trainer.table.splits["train"]}
+    assert rows <= train and len(rows) > 10
+
+
+def hand_table(script):
+    """Four questions (two to train on), two actions, one draw."""
+    rewards = torch.tensor([[1.0, 0.0], [0.4, 0.6], [0.0, 1.0], [1.0, 0.2]])[:, :, None]
+    return script.SimpleNamespace(
+        questions=[{"type": "a"}] * 4, actions=[(1, 0.0, 0), (3, 1.0, 0)], rewards=rewards,
+        parts={"em": rewards}, splits={"train": [0, 1], "validation": [2], "test": [2, 3]})
+
+
+def test_baselines_and_oracle_by_hand(rag):
+    script = rag()
+    figures = script.baseline_figures(hand_table(script))
+    assert figures["best_fixed"]["action"] == {"top_k": 1, "temperature": 0.0, "rerank": 0}
+    got = {name: figures[name]["test"]["reward"] for name in ("fixed", "random", "best_fixed", "oracle")}
+    assert got == pytest.approx({"fixed": 0.6, "random": 0.55, "best_fixed": 0.5, "oracle": 1.0})
+    assert figures["best_fixed"]["train"]["reward"] == pytest.approx(0.7)
+    assert [f["test"]["reward"] for f in figures["every_action"]] == pytest.approx([0.5, 0.6])
+
+
+def test_the_gain_is_paired_with_the_best_fixed_action_and_its_interval_resamples_questions(rag):
+    script = rag()
+    table = hand_table(script)
+    figures = script.baseline_figures(table)
+    found = script.test_figures(table, [2, 3], torch.tensor([1, 0]), {}, figures)
+    assert found["gain_over_best_fixed"] == pytest.approx(0.5)
+    assert found["interval"] == [0.0, 1.0] and found["share_of_oracle_gain"] == pytest.approx(1.0)
+    low, high = script.bootstrap_interval(torch.linspace(0, 1, 400, dtype=torch.float64))
+    assert (0.5 - low, high - 0.5) == pytest.approx((1.96 * 0.289 / 20,) * 2, rel=0.08)
+
+
+def test_recall_by_hand(rag):
+    rows = [{"gold_docs": [1, 2], "ranked_0": [2, 5, 1]}, {"gold_docs": [7], "ranked_0": [1, 2, 3]}]
+    recall = rag().recall_at
+    assert [recall(rows, 0, k) for k in (1, 2, 3)] == [0.25, 0.25, 0.5]
+
+
+# ---------------------------------------------------------------- runs
+
+def test_the_first_ratio_is_one_and_every_file_is_there(trained):
+    script, trainer = trained
+    out = trainer.run.folder
+    records = read(out / "logs/metrics.jsonl")
+    train = [r for r in records if r["phase"] == "train"]
+    assert [r["step"] for r in train] == [1, 2, 3, 4]
+    assert all(r["ratio_max_first"] < 1e-5 for r in train)
+    wanted = (
+        "reward em f1 cost seconds policy_loss value_loss entropy approx_kl clip_fraction grad_norm "
+        "advantage learning_rate explained_variance top_k temperature rerank episodes_per_second epoch"
+    ).split()
+    assert all(math.isfinite(r[key]) for r in train for key in wanted)
+    names = {p.name for p in out.iterdir() if not p.name.startswith(".")}
+    assert names == {
+        "prep", "best", "logs", "step_4", "training_config.json", "eval_test.json", "rag_learning.png",
+        "training_metrics_detailed.png", "ppo_rag_metrics_with_entropy.png",
+        *(f"eval_baseline_{n}.json" for n in ("fixed", "random", "best_fixed", "oracle", "every_action"))}
+    with open(out / "logs/train_log.csv") as file:
+        episodes = list(csv.DictReader(file))
+    assert len(episodes) == 4 * 16
+    columns = "step reward em f1 cost seconds top_k temperature rerank_on".split()
+    assert list(episodes[0]) == columns
+    means = [sum(float(e["reward"]) for e in episodes if e["step"] == str(n)) / 16 for n in (1, 2, 3, 4)]
+    assert means == pytest.approx([r["reward"] for r in train], abs=1e-5)
+    with open(out / "logs/eval_log.csv") as file:
+        assert [(e["step"], e["policy"]) for e in csv.DictReader(file)] == [
+            (str(n), policy) for n in (0, 2, 4) for policy in ("greedy", "sampled")]
+    found = json.loads((out / "eval_test.json").read_text())
+    gain = found["policy"]["reward"] - found["best_fixed"]["reward"]
+    assert gain == pytest.approx(found["gain_over_best_fixed"])
+
+
+def test_the_policy_is_saved_with_its_actions_and_loads_again(trained):
+    script, trainer = trained
+    policy = script.load_policy(trainer.run.folder / "best/policy")
+    assert policy.config.actions == [list(action) for action in trainer.table.actions]
+    rows = trainer.table.splits["test"]
+    with torch.no_grad():
+        got, want = (p(trainer.table.observations[rows])[0] for p in (policy, trainer.policy))
+    assert torch.equal(got, want)  # test() took best/policy
+
+
+def test_one_question_is_answered_as_in_the_table(trained):
+    script, trainer = trained
+    row = trainer.table.splits["test"][0]
+    text, action = trainer.answer(trainer.table.questions[row]["question"])
+    chosen = trainer.choose([row]).item()
+    assert action == trainer.table.actions[chosen]
+    if action[1] == 0:
+        assert text == trainer.table.responses[row][chosen][0]
+
+
+def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(rag, tmp_path, monkeypatch):
+    constants = {"MAX_STEPS": 6, "SAVE_EVERY_N_STEPS": 3, "DRAWS": 2, "USE_LR_SCHEDULER": True}
+    one, two = tmp_path / "one", tmp_path / "two"
+    rag(**constants, OUTPUT_DIR=str(one)).RAGTrainer().train()
+    script = rag(**constants, OUTPUT_DIR=str(two))
+    trainer = script.RAGTrainer()
+    update = trainer.update
+
+    def killed(batch):
+        if trainer.run.step == 4:
+            raise KeyboardInterrupt
+        return update(batch)
+
+    monkeypatch.setattr(trainer, "update", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (two / "step_3").exists() and not (two / "step_6").exists()
+    assert len((two / "logs/train_log.csv").read_text().splitlines()) == 1 + 4 * 16
+    torch.manual_seed(99)
+    rag(**constants, OUTPUT_DIR=str(two)).RAGTrainer("yes").train()
+    same = (
+        "step_6/policy/model.safetensors", "best/policy/model.safetensors", "logs/samples.jsonl",
+        "logs/train_log.csv", "logs/eval_log.csv", "eval_test.json")
+    for name in same:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    assert_same_state(one / "step_6/training_state.pt", two / "step_6/training_state.pt")
+    assert untimed(one / "logs/metrics.jsonl") == untimed(two / "logs/metrics.jsonl")
+
+
+def test_evaluating_never_changes_training(rag, tmp_path):
+    for every in (0, 1):
+        out = {"OUTPUT_DIR": str(tmp_path / str(every)), "EVAL_EVERY_N_STEPS": every}
+        rag(**out).RAGTrainer().train()
+    name = "step_4/policy/model.safetensors"
+    assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+
+
+def test_ppo_finds_the_better_action_of_each_kind_of_question(rag):
+    """A table where one action is right for one kind of question and another for the other."""
+    script = rag(MAX_STEPS=60, N_STEPS=64, BATCH_SIZE=32, LEARNING_RATE=0.01, EVAL_EVERY_N_STEPS=0)
+    trainer = script.RAGTrainer()
+    table = trainer.table
+    table.rewards[:] = 0.0
+    for q, row in enumerate(table.questions):
+        table.rewards[q, 1 if row["type"] == "one" else 6] = 1.0
+    trainer.train()
+    rows = table.splits["test"]
+    want = [1 if table.questions[q]["type"] == "one" else 6 for q in rows]
+    assert trainer.choose(rows).tolist() == want
+
+
+def test_baseline_only_trains_nothing_and_leaves_a_run_alone(rag, tmp_path):
+    rag(MAX_STEPS=2).RAGTrainer().train()
+    before = (tmp_path / "run/logs/metrics.jsonl").read_bytes()
+    figures = rag(BASELINE_ONLY=True).RAGTrainer().train()
+    assert figures["oracle"]["test"]["reward"] >= figures["best_fixed"]["test"]["reward"]
+    assert (tmp_path / "run/logs/metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "run/step_2").exists() and not list((tmp_path / "run").glob("old_*"))
+
+
+def test_a_reward_of_your_own_takes_over(rag):
+    script = rag()
+
+    class Mine(script.RAGTrainer):
+        def compute_rewards(self, questions, responses, answers):
+            self.reward_parts["words"] = torch.tensor([float(len(r.split())) for r in responses])
+            return self.reward_parts["words"]
+
+    table = Mine().table
+    assert torch.allclose(table.rewards, table.parts["words"] - 0.05 * table.parts["cost"])
+
+
+# ---------------------------------------------------------------- bad input
+
+def spoil(folder, name, line):
+    """A copy of the toy world's folder whose file `name` ends in a line."""
+    return lambda world: [
+        (folder / f"{n}.jsonl").write_text((world / f"{n}.jsonl").read_text() + (line if n == name else ""))
+        for n in ("corpus", "questions")]
+
+
+@pytest.mark.parametrize("name, line, says", [
+    ("questions", '{"question": "Who?", "gold": ["Ada"]}\n', "questions.jsonl line 33: there is no 'answer'"),
+    ("questions", '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
+     "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
+    ("questions", '{"question": 7, "answer": "x", "gold": ["Ada"]}\n',
+     "questions.jsonl:33 has no question: a text"),
+    ("questions", "no json\n", "questions.jsonl line 33: not a line of JSON"),
+    ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no 'text'"),
+])
+def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    spoil(folder, name, line)(world)
+    script = rag(DATASET={"path": str(folder), "type": "folder"})
+    with pytest.raises(script.UserError, match=re.escape(says)):
+        script.RAGTrainer()
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"TOP_KS": ()}, "TOP_KS = (): it takes one or more different numbers"),
+    ({"TOP_KS": (1, 1)}, "TOP_KS = (1, 1): it takes one or more different numbers"),
+    ({"TEMPERATURES": (-1.0,)}, "TEMPERATURES = (-1.0,)"),
+    ({"RERANKS": (0, 2)}, "RERANKS = (0, 2)"),
+    ({"RERANKER": None}, "RERANKS has 1 and RERANKER is None"),
+    ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
+    ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
+    ({"DATASET": {"path": "/no/such", "type": "folder"}}, "/no/such/corpus.jsonl: there is no such file"),
+    ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json: there is no such file"),
+    ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': there is no such folder"),
+    ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside 36"),
+    ({"BASELINE": "best"}, "BASELINE = 'best' is unknown"),
+])
+def test_errors_are_one_sentence(rag, constants, says):
+    script = rag(**constants)
+    with pytest.raises(script.UserError, match=re.escape(says)) as error:
+        script.RAGTrainer()
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text, says", [
+    ("[]", "is not HotpotQA's: a list of questions is wanted"),
+    ('{"a": 1}', "is not HotpotQA's: a list of questions is wanted"),
+    ("[1", "is no JSON"),
+    ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
+    (json.dumps([{**HOTPOT, "supporting_facts": [["Gone", 0]]}]), "facts that are not in its context"),
+])
+def test_a_file_that_is_not_hotpots_is_refused(rag, tmp_path, text, says):
+    (tmp_path / "bad.json").write_text(text)
+    script = rag(DATASET={"path": str(tmp_path / "bad.json"), "type": "hotpotqa"})
+    with pytest.raises(script.UserError, match=re.escape(says)):
+        script.RAGTrainer()
+
+
+def test_a_generator_that_says_nothing_is_refused(rag, monkeypatch):
+    script = rag()
+    monkeypatch.setattr(script.Generator, "answers", lambda self, prompts, *rest: [("", 5)] * len(prompts))
+    with pytest.raises(script.UserError, match="answered none of 64 prompts with a word"):
+        script.RAGTrainer()
+
+
+def test_a_reranker_of_two_labels_is_refused(rag, world, tmp_path):
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_labels=2, pad_token_id=0)
+    save(LlamaForSequenceClassification(config), make_tokenizer(), tmp_path / "two")
+    script = rag(RERANKER=str(tmp_path / "two"))
+    with pytest.raises(script.UserError, match="has 2 labels, a reranker one"):
+        script.RAGTrainer()
+
+
+def test_resuming_with_other_actions_is_refused(rag):
+    rag(MAX_STEPS=2).RAGTrainer().train()
+    script = rag(MAX_STEPS=4, TOP_KS=(1, 2, 3))
+    with pytest.raises(script.UserError, match="was trained on other actions"):
+        script.RAGTrainer("yes")
