@@ -22,8 +22,11 @@ KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
   than pi: biased towards rarer items, of lower variance;
 - "beam": no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list, better items up
   and worse ones down, whatever their probability. It knows nothing of items beyond the list.
-GROUP_WEIGHTS = "policy" weighs an item by w_i = GROUP_SIZE pi(i) / sum of pi over its group, and the baseline
-too: then the two latter are the exact gradient of the expected reward of pi renormalised over the group.
+GROUP_WEIGHTS = "policy" weighs an item by w_i = GROUP_SIZE pi(i) / sum of pi over its group, the baseline and
+the KL too: then the two latter are the exact gradient of the expected reward of pi renormalised over the
+group. Measured (docs/grpo_rec.md): it raises what a *sample* earns, and with it the few likeliest items;
+beams with "uniform" raise what a *list* earns, which is what is shown to a user, and are the default. There
+the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
     python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
@@ -42,6 +45,7 @@ the reward     RULE_WEIGHT ...; compute_rewards          a plot         self.run
 candidates     constrained_logprobs, search              the prompt     PROMPT_TEMPLATE; Prompter
 """
 import copy
+import io
 import math
 import os
 import sys
@@ -95,7 +99,7 @@ EXCLUDE_HISTORY = False  # items of the history cannot be recommended
 
 # Rewards: the score is the sum of weight * part
 VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
-RULE_WEIGHT = 0.0  # 1 for the logged target
+RULE_WEIGHT = 1.0  # 1 for the logged target
 RANKING_WEIGHT = 0.0  # 1 for it; where it is in the group, the others cost the more the higher they stand
 SEMANTIC_WEIGHT = 0.0  # cosine of the item's vector with the target's
 COLLABORATIVE_WEIGHT = 0.0  # SASRec's score, 0 to 1 within the group
@@ -112,7 +116,7 @@ SFT_LEARNING_RATE = 3e-3
 SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
-CANDIDATES = "sample"  # beam | sample
+CANDIDATES = "beam"  # beam | sample
 REPLACEMENT = False  # sample: the same item may come twice in a group
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
 GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
@@ -137,10 +141,10 @@ SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that adv
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 0.02  # weight of the KL in the loss
+KL_COEF = 0.2  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
-MAX_STEPS = 200  # of GRPO
+MAX_STEPS = 150  # of GRPO
 
 # Evaluation
 EVAL_BEAMS = 50
@@ -633,13 +637,18 @@ class RecTrainer:
     def test(self):
         """Baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json, the picture."""
         rows = self.test_rows
+        if not rows:
+            return
         lists = {name: top_items(model, rows) for name, model in self.baselines.items()}
-        for name, folder in (("sft", "sft/policy"), ("grpo", "best/policy")):
-            path = self.run.folder / folder
-            if path.exists() and not (name == "grpo" and self.state.stage == "sft"):
-                model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
-                set_ways(model, get_ways(self.actor))
-                lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
+        policies = {}
+        if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
+            policies["sft"] = self.reference
+        if self.state.stage == "rl":
+            path = self.run.folder / "best/policy"
+            policies["grpo"] = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
+            set_ways(policies["grpo"], get_ways(self.actor))
+        for name, model in policies.items():
+            lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
         figures = {}
         for name, some in lists.items():
             figures[name] = self.test_figures(rows, some)
@@ -2907,9 +2916,7 @@ def read_index():
     """{item: [codes]} of INDEX_FILE, checked."""
     where = f"INDEX_FILE = {INDEX_FILE!r}"
     try:
-        index = json.loads(Path(INDEX_FILE).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"{where}: {error.strerror or error}") from None
+        index = json.loads(read_text(INDEX_FILE, "INDEX_FILE"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({first_line(error)})") from None
     if not isinstance(index, dict) or not index:
@@ -2928,9 +2935,9 @@ def read_index():
     return index
 
 
-def read_lines(path, constant):
+def read_text(path, constant):
     try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+        return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"{constant} = {path!r}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -2940,7 +2947,7 @@ def read_lines(path, constant):
 def read_titles(catalogue):
     """The title of each item; lines are codes, title and item, tab between."""
     titles = [""] * len(catalogue.items)
-    for number, line in enumerate(read_lines(ITEM_FILE, "ITEM_FILE"), 1):
+    for number, line in enumerate(read_text(ITEM_FILE, "ITEM_FILE").split("\n"), 1):
         if not line.strip():
             continue
         where = f"ITEM_FILE = {ITEM_FILE!r} line {number}"
@@ -2959,8 +2966,7 @@ def read_rows(path, constant, catalogue, limit=None):
     """[{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the target's."""
     where = f"{constant} = {str(path)!r}"
     rows = []
-    lines = read_lines(path, constant)
-    reader = csv.reader(lines, strict=True)
+    reader = csv.reader(io.StringIO(read_text(path, constant), newline=""), strict=True)
     try:
         names = next(reader, [])
         for column in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):

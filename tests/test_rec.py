@@ -256,7 +256,7 @@ def test_log_probabilities_are_those_of_rows_read_alone(rec):
 def test_batch_size_changes_no_candidate(rec):
     found = []
     for size, parts in ((8, 1), (2, 4)):
-        module = rec(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=parts)
+        module = rec(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=parts, CANDIDATES="sample")
         trainer = trainer_of(module)
         torch.manual_seed(3)
         found.append(trainer.rollout())
@@ -557,7 +557,7 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
     ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
     ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
     ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
-    ({"VALUE_WEIGHT": 0.0}, "every reward weight is 0"),
+    ({"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0}, "every reward weight is 0"),
     ({"VALUES_FILE": None}, "VALUE_WEIGHT needs a VALUES_FILE"),
     ({"COLLABORATIVE_WEIGHT": 1.0}, "needs a SASRec"),
     ({"TITLE_ROWS": 0.5}, "the small model knows codes alone"),
@@ -688,7 +688,8 @@ def test_evaluating_draws_none_of_the_runs_random_numbers(rec):
 
 
 def test_grpo_raises_the_reward(rec):
-    module = rec(SFT_EPOCHS=4, MAX_STEPS=40, GROUP_SIZE=6, LEARNING_RATE=1e-2, KL_COEF=0.0, HIDDEN_SIZE=32)
+    free = {"LEARNING_RATE": 1e-2, "KL_COEF": 0.0, "CANDIDATES": "sample"}
+    module = rec(SFT_EPOCHS=4, MAX_STEPS=40, GROUP_SIZE=6, HIDDEN_SIZE=32, **free)
     module.RecTrainer().train()
     found = [r for r in read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl") if "reward_sampled" in r]
     assert found[-1]["reward_sampled"] > found[0]["reward_sampled"] + 0.1
@@ -697,7 +698,8 @@ def test_grpo_raises_the_reward(rec):
 def words(world, out, **constants):
     constants = {
         **SMALL, **world, "OUTPUT_DIR": out, "MAX_STEPS": 6, "SFT_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2,
-        "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2, "SASREC_EPOCHS": 1, **constants}
+        "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2, "SASREC_EPOCHS": 1,
+        "CANDIDATES": "sample", **constants}
     return [f"{key}={value}" for key, value in constants.items()]
 
 
