@@ -3183,7 +3183,7 @@ def check_group(catalogue):
 
 
 def small_model(depth):
-    """A Llama of random weights for items of so many codes, and its tokenizer, which will know codes alone."""
+    """A Llama of random weights for items of so many codes; its tokenizer will know codes alone."""
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
