@@ -3628,11 +3628,13 @@ def draw_learning(records, folder, title, levels, figures):
         spread = [[m - a for m, a in zip(means, low)], [b - m for m, b in zip(means, high)]]
         at = [n + 0.4 * side for n in range(len(names))]
         axis.bar(at, means, 0.38, yerr=spread, capsize=3, label=f"{key}, test rows, 95% interval")
+        axis.set_ylim(0, max(axis.get_ylim()[1], 1.25 * max(high)))  # room for the legend
     axis.set_xticks([n + 0.2 for n in range(len(names))], names)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            at = {"loc": "lower right", "bbox_to_anchor": (1, 0.1)} if axis is axes[0, 2] else {}
+            axis.legend(fontsize=8, **at)
     figure.savefig(folder / "rec_learning.png.tmp", format="png", dpi=100)
     os.replace(folder / "rec_learning.png.tmp", folder / "rec_learning.png")
 
