@@ -4,8 +4,9 @@
     python bench/rec_decoding.py --prompts 8 --repeats 3
 
 generate is constrained in the two usual ways: prefix_allowed_tokens_fn, and a logits processor that looks up
-each beam's prefix in a dictionary, as MiniOneRec has it. Both look at one beam after the other in Python.
-Printed are the least time of --repeats and the share of beams, place by place, that are the same item.
+each beam's prefix in a dictionary, as MiniOneRec has it. Both look at one beam after the other in Python, and
+both are renormalised here, so that all three rank by the same probabilities. Printed are the least time of
+--repeats and the share of beams, place by place, that are the same item.
 """
 import argparse
 import importlib.util
@@ -51,7 +52,7 @@ class DictionaryProcessor(LogitsProcessor):
         mask = torch.full_like(scores, -torch.inf)
         for beam, ids in enumerate(input_ids):
             mask[beam, self.allowed[tuple(ids[self.prompt_length:].tolist())]] = 0
-        return scores.log_softmax(-1) + mask
+        return (scores + mask).log_softmax(-1)
 
 
 def by_generate(model, prompts, beams, allowed, way):
@@ -67,7 +68,8 @@ def by_generate(model, prompts, beams, allowed, way):
         options["logits_processor"] = LogitsProcessorList([processor])
     out = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), num_beams=beams, num_return_sequences=beams,
-        max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+        max_new_tokens=3, do_sample=False, renormalize_logits=True, pad_token_id=0, eos_token_id=None,
+        **options)
     return out[:, size:].view(len(prompts), beams, 3)
 
 

@@ -113,6 +113,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take;
 SFT_EPOCHS = 20
 SFT_BATCH_SIZE = 64  # histories an optimizer step
 SFT_LEARNING_RATE = 3e-3
+SFT_DROP_ITEMS = 0.0  # share of the items of a sequence left out, others each time: augments small data
 SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
@@ -176,6 +177,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT": (-1e6, 1e6),
     "ENTROPY_COEF": (-1e6, 1e6),
     "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY": (0, 1),
+    "SFT_DROP_ITEMS": (0, 0.9),
     "VALID_FRACTION": (1e-6, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH": (1e-6, 1e6),
     "TEMPERATURE": (1e-3, 1e3),
@@ -196,7 +198,7 @@ _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
 
 def constrained_logprobs(logits, codes, open_, temperature):
     """Log-probabilities of the codes that may come next, (..., width), float32, -inf where not open. This
-    distribution is sampled *and* scored, everywhere. logits (..., vocabulary), codes, open_ (..., width)."""
+    distribution is sampled *and* scored, everywhere. logits (..., all codes), codes, open_ (..., width)."""
     scores = logits.float().gather(-1, codes) / temperature
     logprobs = scores.masked_fill(~open_, -math.inf).log_softmax(-1)
     return logprobs.masked_fill(~open_, -math.inf)  # also where nothing is open: no NaN
@@ -284,6 +286,7 @@ class RecTrainer:
         for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
             row["ids"] = self.prompter.ids(row["history"])
         check_models({"ACTOR_MODEL": self.actor}, [self.actor], self.train_rows, self.pad_id, self.run.say)
+        check_head(self.actor, self.trie, self.train_rows[0]["ids"])
         set_ways(self.reference, get_ways(self.actor))
         targets = torch.tensor([row["target"] for row in self.train_rows])
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
@@ -395,6 +398,8 @@ class RecTrainer:
         rate = self.learning_rate(SFT_LEARNING_RATE)
         metrics = defaultdict(float)
         with self.run.timed("update"), recomputing([self.actor]):
+            if SFT_DROP_ITEMS:
+                rows = [drop_items(row, SFT_DROP_ITEMS) for row in rows]
             batch = sft_batch(rows, self.trie, self.pad_id, self.device)
             every = torch.arange(len(rows), device=self.device)
             weights = batch.response_mask / batch.response_mask.sum()
@@ -2682,6 +2687,9 @@ class Trie:
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
         self.item_at = torch.zeros(len(codes), dtype=torch.long, device=device)  # of a leaf
         self.item_at[self.paths[:, -1]] = torch.arange(len(codes), device=device)
+        self.ids = self.codes.unique()  # of tokens that are codes
+        self.columns = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long, device=device)
+        self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each in CodeHead's logits
 
     def options(self, level, nodes, excluded=None):
         """What may follow the nodes (...) of a level: codes, the nodes they lead to, and which of them are
@@ -2695,6 +2703,49 @@ class Trie:
             gone = (children.unsqueeze(-1) == gone_at.unsqueeze(-2)).sum(-1)
             open_ = open_ & (gone < self.below[level][children])
         return self.code[level][children], children, open_
+
+
+class CodeHead(torch.nn.Module):
+    """A model's output layer for some ids alone: no logits of words that are no codes. Of a vocabulary of
+    32,000 they took most of the time of decoding."""
+
+    def __init__(self, head, ids):
+        super().__init__()
+        self.head = head
+        self.ids = ids
+
+    def forward(self, hidden):
+        bias = self.head.bias
+        return torch.nn.functional.linear(
+            hidden, self.head.weight[self.ids], None if bias is None else bias[self.ids])
+
+
+@contextmanager
+def codes_alone(model, trie):
+    """Inside the block the model's logits are those of trie.ids."""
+    head = model.get_output_embeddings()
+    model.set_output_embeddings(CodeHead(head, trie.ids))
+    try:
+        yield
+    finally:
+        model.set_output_embeddings(head)
+
+
+@torch.no_grad()
+def check_head(model, trie, ids):
+    """A model whose logits are not its output layer's, one by one, cannot be narrowed to the codes."""
+    prompt = torch.tensor([ids], device=model.device)
+    wanted = row_logits(model, prompt)[0, -1, trie.ids]
+    try:
+        with codes_alone(model, trie):
+            found = row_logits(model, prompt)[0, -1]
+        right = found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+        right = False
+    if not right:
+        kind = f"a model of the type {model.config.model_type!r}"
+        todo = "take one whose logits are a linear layer's"
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {kind} gives no logits of the codes alone: {todo}")
 
 
 def excluded_items(rows, device):
@@ -2714,9 +2765,15 @@ def decoder_of(model, prompts, steps, pad_id):
 
 @torch.no_grad()
 def search(model, trie, prompts, width, pad_id, uniform=None, excluded=None):
-    """`width` items for each prompt (a list of ids): their numbers, the log-probabilities of their codes and
-    the entropy at each: (prompts, width), twice (prompts, width, depth). Each prompt is read once; its cache
-    is expanded to the prefixes that go on.
+    """walk(), with logits of the codes alone."""
+    with codes_alone(model, trie):
+        return walk(model, trie, prompts, width, pad_id, uniform, excluded)
+
+
+def walk(model, trie, prompts, width, pad_id, uniform, excluded):
+    """`width` items for each prompt (a list of ids), level by level down the trie: their numbers, the
+    log-probabilities of their codes and the entropy at each: (prompts, width), twice (prompts, width, depth).
+    Each prompt is read once; its cache is expanded to the prefixes that go on.
 
     uniform None: beam search, best first. A list of (prompts, prefixes, children), a level each: Gumbel
     top-k, a sample without replacement. A list of (prompts, width): with replacement. Where the catalogue has
@@ -2732,7 +2789,8 @@ def search(model, trie, prompts, width, pad_id, uniform=None, excluded=None):
     for level in range(trie.depth):
         among = None if excluded is None else excluded[:, None]
         codes, children, open_ = trie.options(level, nodes, among)  # (prompts, prefixes, options)
-        some = constrained_logprobs(logits.view(count, nodes.shape[1], -1), codes, open_, TEMPERATURE)
+        said = logits.view(count, nodes.shape[1], -1)
+        some = constrained_logprobs(said, trie.columns[codes], open_, TEMPERATURE)
         whole = torch.where(total.isfinite(), total, -math.inf).unsqueeze(-1) + some
         options = some.shape[-1]
         if uniform is not None and uniform[level].dim() == 2:
@@ -2821,7 +2879,7 @@ def candidates(model, trie, rows, width, how, pad_id, uniform):
 def best_items(model, trie, rows, width, pad_id):
     """The width best items of each row by beam search, best first, (rows, width), -1 where there are none."""
     width_here = min(width, len(trie.codes))
-    at_once = max(1, min(64, 2**28 // (4 * known_ids(model) * width_here)))
+    at_once = max(1, min(64, 2**28 // (4 * len(trie.ids) * width_here)))
     found = []
     for begin in range(0, len(rows), at_once):
         some = rows[begin:begin + at_once]
@@ -2858,11 +2916,19 @@ def sft_batch(rows, trie, pad_id, device):
     return batch
 
 
+def drop_items(row, share):
+    """A row of SFT without some of its items, each left out with probability `share`; the last that is to be
+    learnt stays."""
+    last = max(n for n, learn in enumerate(row["learn"]) if learn)
+    kept = [n for n, x in enumerate(torch.rand(last + 1).tolist()) if x >= share or n == last]
+    return {**row, "items": [row["items"][n] for n in kept], "learn": [row["learn"][n] for n in kept]}
+
+
 def item_logprobs(model, trie, batch, rows, temperature):
     """Constrained log-probabilities of the items' codes and the entropy at each: two (rows, R), float32, 0
     after the end."""
-    with autocast(model):
-        logits, mask = response_logits(model, batch, rows)  # (tokens, vocabulary), (rows, R)
+    with autocast(model), codes_alone(model, trie):
+        logits, mask = response_logits(model, batch, rows)  # (tokens, codes), (rows, R)
     row, token = mask.nonzero(as_tuple=True)
     nodes, children = (x[rows][:, :mask.shape[1]][mask] for x in (batch.paths, batch.children))
     found = []
@@ -2870,7 +2936,7 @@ def item_logprobs(model, trie, batch, rows, temperature):
         at = (token % trie.depth == level).nonzero().squeeze(-1)
         excluded = None if batch.excluded is None else batch.excluded[rows[row[at]]]
         codes, _, open_ = trie.options(level, nodes[at], excluded)
-        logprobs = constrained_logprobs(logits[at], codes, open_, temperature)
+        logprobs = constrained_logprobs(logits[at], trie.columns[codes], open_, temperature)
         chosen = children[at] - trie.first[level][nodes[at]]
         found.append((at, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
     back = torch.cat([at for at, _, _ in found]).argsort()

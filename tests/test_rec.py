@@ -253,6 +253,30 @@ def test_log_probabilities_are_those_of_rows_read_alone(rec):
         assert batch.logprobs[i].sum().item() == pytest.approx(wanted, abs=NATS)
 
 
+def test_logits_of_the_codes_alone_have_the_same_gradient_and_leave_the_model_as_it_was(rec):
+    module = rec(ACTOR_MODEL=str(ROOT / "data/tiny/policy"))
+    trainer = module.RecTrainer()
+    batch = trainer.rollout()
+    every = torch.arange(len(batch.rows))
+    names = [name for name, _ in trainer.actor.named_parameters()]
+    module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)[0].sum().backward()
+    found = [p.grad.clone() for p in trainer.actor.parameters()]
+    trainer.actor.zero_grad()
+    logits, mask = module.response_logits(trainer.actor, batch, every)  # the plain way: the whole vocabulary
+    codes = trainer.trie.codes.tolist()
+    total = 0.0
+    for row in range(len(batch.rows)):
+        ids = batch.response_ids[row].tolist()
+        for level, code in enumerate(ids):
+            allowed = sorted({some[level] for some in codes if some[:level] == ids[:level]})
+            logprobs = logits[3 * row + level][allowed].log_softmax(-1)
+            total = total + logprobs[allowed.index(code)]
+    total.backward()
+    for one, p in zip(found, trainer.actor.parameters()):
+        assert (one - p.grad).norm() < 1e-3 * (1e-3 + p.grad.norm())
+    assert names == [name for name, _ in trainer.actor.named_parameters()]
+
+
 def test_batch_size_changes_no_candidate(rec):
     found = []
     for size, parts in ((8, 1), (2, 4)):
@@ -365,6 +389,18 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     wanted, _ = module.item_logprobs(trainer.actor, trainer.trie, alone, every, 1.0)
     assert (logprobs * batch.response_mask).sum().item() == pytest.approx(wanted.sum().item(), rel=1e-5)
     assert batch.response_mask.sum().item() == 3 * len(trainer.train_rows) > 3 * len(trainer.sft_rows)
+
+
+def test_items_that_are_dropped_come_back_and_the_last_stays(rec):
+    module = rec()
+    row = {"id": "x", "prompt": [1], "items": [3, 4, 5, 6], "learn": [True, False, True, False]}
+    torch.manual_seed(0)
+    found = [module.drop_items(row, 0.5) for _ in range(50)]
+    assert all(some["items"][-1] == 5 and some["learn"][-1] for some in found)
+    assert {tuple(some["items"]) for some in found} == {(5,), (3, 5), (4, 5), (3, 4, 5)}
+    assert row["items"] == [3, 4, 5, 6]
+    for some in found:
+        assert [row["learn"][row["items"].index(item)] for item in some["items"]] == some["learn"]
 
 
 # ---------------------------------------------------------------- rewards and metrics
