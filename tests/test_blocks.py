@@ -103,7 +103,8 @@ def test_spreading_mends_it_and_leaves_the_rest_of_the_file_alone(root):
     one = "MINE = 1\n# ==== block: the run\nold\n# ==== end of block: the run\nLAST = 1"
     (root / "mine/mine.py").write_text(one)  # a trainer that has one block only, and no line end at the end
     (root / "mine/other.py").write_text("x = 1\n")
-    assert blocks.spread("grpo/grpo.py", root) == ["ppo/ppo.py", "rce/rce.py", "mine/mine.py"]
+    others = [file for file in TRAINERS if file != "grpo/grpo.py"]
+    assert blocks.spread("grpo/grpo.py", root) == [*others, "mine/mine.py"]
     assert blocks.differences(root) == []
     assert (root / "grpo/grpo.py").read_text() == better
     for file in ("ppo/ppo.py", "rce/rce.py"):

@@ -115,11 +115,12 @@ def leaves(trie, excluded=None):
 
 
 def test_the_trie_admits_exactly_the_catalogue(rec):
+    module = rec()
     generator = torch.Generator().manual_seed(0)
     for depth, base, count in ((1, 9, 7), (3, 3, 14), (4, 2, 11), (2, 40, 300)):
         codes = torch.randint(base, (count, depth), generator=generator).unique(dim=0)
         codes = codes[torch.randperm(len(codes), generator=generator)]
-        trie = rec().Trie(codes, torch.device("cpu"))
+        trie = module.Trie(codes, torch.device("cpu"))
         assert leaves(trie) == list(range(len(codes)))
         for level in range(depth):  # what leads to an item is its code
             offered, children, open_ = trie.options(level, trie.paths[:, level])
@@ -724,11 +725,11 @@ def test_evaluating_draws_none_of_the_runs_random_numbers(rec):
 
 
 def test_grpo_raises_the_reward(rec):
-    free = {"LEARNING_RATE": 1e-2, "KL_COEF": 0.0, "CANDIDATES": "sample"}
+    free = {"LEARNING_RATE": 5e-3, "KL_COEF": 0.0, "CANDIDATES": "sample", "RULE_WEIGHT": 0.0}
     module = rec(SFT_EPOCHS=4, MAX_STEPS=40, GROUP_SIZE=6, HIDDEN_SIZE=32, **free)
     module.RecTrainer().train()
     found = [r for r in read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl") if "reward_sampled" in r]
-    assert found[-1]["reward_sampled"] > found[0]["reward_sampled"] + 0.1
+    assert found[-1]["reward_sampled"] > found[0]["reward_sampled"] + 0.05
 
 
 def words(world, out, **constants):
