@@ -3679,10 +3679,9 @@ def draw_learning(records, folder, title, levels, figures):
         steps = [(record["step"], record[name]) for record in trained if name in record]
         draw_rolling(axes[1, 0], steps, name.partition("/")[2])
     axes[1, 0].set(xlabel="training step", ylabel="reward parts of the candidates")
-    for axis, key, unit in ((axes[1, 1], "entropy", "nats a code"),):
-        steps = [(record["step"], record[key]) for record in trained if key in record]
-        draw_rolling(axis, steps, key)
-        axis.set(xlabel="training step", ylabel=f"{key} ({unit})")
+    steps = [(record["step"], record["entropy"]) for record in trained if "entropy" in record]
+    draw_rolling(axes[1, 1], steps, "entropy")
+    axes[1, 1].set(xlabel="training step", ylabel="entropy (nats a code)")
     for axis in axes.flat[:5]:
         if begin and axis is not axes[1, 0]:
             axis.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
