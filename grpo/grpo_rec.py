@@ -292,12 +292,10 @@ class RecTrainer:
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's
-        # permutation, begin the step at which the stage began, end the one at which it will have ended
-        stage = "rl" if STAGE == "rl" else "sft"
-        sft_steps = SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
+        # permutation, begin the step at which the stage began
         self.state = SimpleNamespace(
-            epoch=0, order=None, cursor=0, prompts=len(self.train_rows), stage=stage, begin=0,
-            end=sft_steps if stage == "sft" else MAX_STEPS, sft_best=-1.0, sft_waited=0)
+            epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
+            stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
         self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
@@ -354,7 +352,7 @@ class RecTrainer:
 
     def fine_tune(self):
         """SFT on the logged items; then its best policy is the actor and the reference of GRPO."""
-        for _ in self.run.steps(self.evaluate_sft, until=self.state.end):
+        for _ in self.run.steps(self.evaluate_sft, until=self.end):
             if 0 < SFT_PATIENCE <= self.state.sft_waited:
                 break
             rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
@@ -370,7 +368,6 @@ class RecTrainer:
             return
         self.state.stage = "rl"
         self.state.begin = self.run.step
-        self.state.end = self.run.step + MAX_STEPS
         self.state.epoch = self.state.cursor = 0
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
         self.run.begin_part()
@@ -380,15 +377,20 @@ class RecTrainer:
         self.run.save_model(self.actor, folder / "policy")
 
     def plan_steps(self):
-        """The run's last step, as far as is known."""
-        more = MAX_STEPS if self.state.stage == "sft" and STAGE != "sft" else 0
-        self.run.total_steps = self.state.end + more
+        """The step at which the stage ends if nothing ends it before, and the run's last one."""
+        steps = MAX_STEPS
+        more = 0
+        if self.state.stage == "sft":
+            steps = SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
+            more = 0 if STAGE == "sft" else MAX_STEPS
+        self.end = self.state.begin + steps
+        self.run.total_steps = self.end + more
 
     def learning_rate(self, base):
         """Set and return this step's learning rate."""
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         step = self.run.step - self.state.begin
-        total = self.state.end - self.state.begin
+        total = self.end - self.state.begin
         rate = base * learning_rate_scale(step, total, WARMUP_STEPS, kind, self.run.halvings)
         self.optimizers["policy"].param_groups[0]["lr"] = rate
         return rate
