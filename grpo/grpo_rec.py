@@ -3343,6 +3343,7 @@ def recommend_main():
     """STAGE=recommend: the best policy of OUTPUT_DIR says what a user of HISTORY will want next."""
     check_constants()
     check_sizes()
+    transformers.utils.logging.disable_progress_bar()
     device = find_device()
     catalogue = Catalogue(say_plainly)
     folders = [Path(OUTPUT_DIR) / name for name in ("best/policy", "sft/policy")]
