@@ -2195,6 +2195,15 @@ class Run:
             self.best_value = value
             write_folder(self.folder / "best", lambda folder: self.fill_best(folder, metrics), manifest=False)
 
+    def begin_part(self):
+        """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
+        nothing of what was reached before it."""
+        self.evaluated_at = -1
+        self.best_value = -math.inf
+        self.patience_value = -math.inf
+        self.evals_since_best = 0
+        self.halvings = 0
+
     def count_patience(self, value):
         """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
         that was. best/ is kept apart from this: it follows the highest value, by however little."""

@@ -11,6 +11,7 @@ Where that column holds a list of texts, several gold answers, a response is com
 counts. The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a
 candidate.
 """
+import math
 import re
 import string
 from collections import Counter
@@ -236,3 +237,34 @@ def shape_wrong(reward, hard, similarity, weight):
     among themselves and never a right one. Keep weight below the mode's distance from wrong to right. Range:
     the mode's + [0, weight]."""
     return [r if h else r + weight * s for r, h, s in zip(reward, hard, similarity)]
+
+
+# ---------------------------------------------------------------- recommendation (grpo/grpo_rec.py)
+
+def rule_reward(histories, items, targets):
+    """1.0 where the item is the logged target, else 0.0. Range {0, 1}."""
+    return [float(item == target) for item, target in zip(items, targets)]
+
+
+def ranking_reward(hits):
+    """Rewards of one group, likelier items first, from its hits (0 or 1 each): a hit gets 1; where the group
+    has one, the miss at rank i from 0 gets minus its share of the discounts, -d_i / sum_j d_j with d_i =
+    1 / log2(i + 2); without a hit all get 0. Range [-1, 1]. Source: MiniOneRec, rl.py."""
+    if not any(hits):
+        return [0.0] * len(hits)
+    discounts = [1 / math.log2(rank + 2) for rank in range(len(hits))]
+    return [1.0 if hit else -discount / sum(discounts) for hit, discount in zip(hits, discounts)]
+
+
+def min_max(scores):
+    """Scores of one group, the lowest 0 and the highest 1; equal ones all 0. Range [0, 1]."""
+    low = min(scores)
+    width = max(scores) - low
+    return [(score - low) / width if width > 0 else 0.0 for score in scores]
+
+
+def history_value(values, history, item, decay):
+    """What an item is worth after a history: the mean of values[h][item] over its items h, each weighing
+    `decay` times as much as the next one. Range: that of the values."""
+    weights = [decay ** back for back in range(len(history) - 1, -1, -1)]
+    return float(sum(w * values[h][item] for w, h in zip(weights, history)) / sum(weights))

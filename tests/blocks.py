@@ -17,6 +17,7 @@ HAVE = {  # which blocks a trainer must have; one that is not named here has wha
     "grpo/grpo.py": NAMES,
     "rce/rce.py": NAMES,
     "ppo/ppo_rag.py": NAMES[1:],
+    "grpo/grpo_rec.py": NAMES,
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)
 

@@ -85,6 +85,23 @@ ALONE = {  # trainers of other things than language models have constants of the
         EVAL_EVERY_N_STEPS=3,
         MAX_STEPS=6,
     ),
+    "grpo_rec.py": dict(
+        MAX_TRAIN_ROWS=24,
+        MAX_EVAL_ROWS=8,
+        TEST_FILE=f"{ROOT}/data/rec/valid.csv",
+        SFT_EPOCHS=1,
+        SFT_BATCH_SIZE=8,
+        BATCH_SIZE=4,
+        GROUP_SIZE=4,
+        EVAL_BEAMS=20,
+        SASREC_EPOCHS=1,
+        BOOTSTRAP=20,
+        RANKING_WEIGHT=0.5,
+        MINI_BATCHES=2,
+        SAVE_EVERY_N_STEPS=2,
+        EVAL_EVERY_N_STEPS=3,
+        MAX_STEPS=4,
+    ),
 }
 LIMIT = 240  # seconds after which a run counts as hanging
 
@@ -97,7 +114,9 @@ class Run:
 
     def __init__(self, script, folder, arm=None, **constants):
         name = Path(script).name
-        own = {**ALONE[name], "CACHE_DIR": f"{folder}/cache"} if name in ALONE else {**SMALL, **MORE[name]}
+        own = ALONE[name] if name in ALONE else {**SMALL, **MORE[name]}
+        if name == "ppo_rag.py":
+            own = {**own, "CACHE_DIR": f"{folder}/cache"}
         constants = {**own, "OUTPUT_DIR": folder, **constants}
         words = [f"{key}={value}" for key, value in constants.items()]
         self.log = tempfile.TemporaryFile()
@@ -164,7 +183,7 @@ class Run:
         said = self.said
         if self.code not in codes or "Traceback" in said or "Exception ignored" in said:
             return f"exit code {self.code}, not {' or '.join(map(str, codes))}: ...{said[-1500:]}"
-        names = ("ppo.py: ", "grpo.py: ", "rce.py: ", "ppo_rag.py: ")
+        names = ("ppo.py: ", "grpo.py: ", "rce.py: ", "ppo_rag.py: ", "grpo_rec.py: ")
         if self.code == 2 and not any(line.startswith(names) for line in said.splitlines()[-2:]):
             return f"no sentence at the end: ...{said[-500:]}"
         if any(ord(c) < 32 and c not in "\n\r\t" or c == "\x7f" for c in said):
@@ -364,7 +383,8 @@ class Chaos:
     def __init__(self, script, work, options):
         self.script, self.work, self.options = script, Path(work), options
         self.name = Path(script).name
-        self.models = ["GENERATOR"] if self.name in ALONE else ["ACTOR_MODEL", "REWARD_MODEL"]
+        own = {"ppo_rag.py": ["GENERATOR"], "grpo_rec.py": ["ACTOR_MODEL"]}
+        self.models = own.get(self.name, ["ACTOR_MODEL", "REWARD_MODEL"])
         self.asks_a_model = self.name not in ALONE  # else no reward function, logits or rows to spoil
         self.random = random.Random(f"{options.seed} {script}")
         self.number = 0

@@ -1,0 +1,136 @@
+"""Rebuilds data/rec/, the catalogue and histories of grpo/grpo_rec.py's default run, from a seed.
+
+    python data/make_rec.py [folder]
+
+A world small enough to know what is possible in it. 500 items stand on 50 shelves of 10 departments; an
+item's codes are department, shelf, place. An item has a quality, and a shelf fits after a few others (a
+Markov chain over shelves). What a user with the history h *values* next, 0 to 1, is
+
+    value(h, i) = sum_j w_j V[h_j, i],   V[j, i] = fit[shelf of j, shelf of i] * quality_i
+
+with weights w that fall by DECAY for each item further back and sum to 1. What was *logged* is not that: the
+shop showed popular items more often, popularity knows nothing of quality, and some clicks are noise:
+
+    P(logged = i | h) = (1 - NOISE) exposure_i exp(SHARPNESS value(h, i)) / sum + NOISE exposure_i / sum
+
+So a model that imitates the log perfectly recommends what was shown; one that is rewarded by value need not.
+Files: train.csv, valid.csv, test.csv (a row a user; users are in one of them alone), index.json {item:
+codes}, items.txt (codes, title and item, tab between), values.npy (V, in the order of index.json), facts.json
+(the figures that are possible, printed too).
+"""
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+SEED = 7
+DEPARTMENTS = 10
+SHELVES = 5  # a department
+PLACES = 10  # a shelf
+USERS = {"train": 4000, "valid": 500, "test": 500}
+LONGEST = 10  # items in a history
+SUCCESSORS = (1.0, 0.85, 0.7, 0.55)  # how well a shelf's four successors fit
+SAME_SHELF = 0.3
+DECAY = 0.5
+EXPOSURE = 0.5  # the item of popularity rank n was shown n ** -EXPOSURE as often as the first
+SHARPNESS = 9.0
+NOISE = 0.1
+NAMES = {
+    "kitchen": "pan kettle knife bowl grater", "garden": "spade hose seed pot rake",
+    "office": "pen folder lamp stapler desk", "workshop": "drill saw hammer clamp vice",
+    "music": "guitar string drum stand tuner", "sport": "ball racket mat glove net",
+    "bath": "towel soap brush mirror scale", "toys": "puzzle kite train doll blocks",
+    "travel": "bag map adapter pillow lock", "pets": "leash bed feeder toy comb"}
+ADJECTIVES = "small large red blue light heavy plain folding classic new".split()
+
+
+def build_world(rng):
+    items = DEPARTMENTS * SHELVES * PLACES
+    shelves = DEPARTMENTS * SHELVES
+    shelf = np.arange(items) // PLACES
+    fit = np.zeros((shelves, shelves))
+    for s in range(shelves):
+        others = rng.permutation(np.delete(np.arange(shelves), s))[:len(SUCCESSORS)]
+        fit[s, others] = SUCCESSORS
+        fit[s, s] = SAME_SHELF
+    quality = rng.permuted(np.tile(np.linspace(0.2, 1.0, PLACES), (shelves, 1)), axis=1).flatten()
+    exposure = (1.0 + rng.permutation(items)) ** -EXPOSURE
+    values = (fit[shelf][:, shelf] * quality).astype(np.float16)  # V, as it is saved
+    return values, exposure / exposure.sum()
+
+
+def value_of(values, history):
+    """What a user with this history values, (items,)."""
+    weights = DECAY ** np.arange(len(history))[::-1]
+    return (weights / weights.sum()) @ values[history].astype(float)
+
+
+def logged_distribution(values, exposure, history):
+    weighted = exposure * np.exp(SHARPNESS * value_of(values, history))
+    return (1 - NOISE) * weighted / weighted.sum() + NOISE * exposure
+
+
+def make_histories(rng, values, exposure, users):
+    rows = []
+    for _ in range(users):
+        sequence = [int(rng.choice(len(exposure), p=exposure))]
+        for _ in range(rng.integers(3, LONGEST + 1)):
+            sequence.append(int(rng.choice(len(exposure), p=logged_distribution(values, exposure, sequence))))
+        rows.append((sequence[:-1], sequence[-1]))
+    return rows
+
+
+def figures(rows, values, exposure):
+    """Means over rows of the best lists that are possible: by the true distribution of the log, and by
+    value."""
+    discounts = 1 / np.log2(np.arange(10) + 2)
+    found = {}
+    for name in ("ranked by the log's true distribution", "ranked by value", "ranked by popularity"):
+        means = {"value@1": [], "value@10": [], "hr@10": [], "ndcg@10": []}
+        for history, target in rows:
+            value = value_of(values, history)
+            by = {"ranked by value": value, "ranked by popularity": exposure}.get(name)
+            if by is None:
+                by = logged_distribution(values, exposure, history)
+            top = np.argsort(-by, kind="stable")[:10]
+            means["value@1"].append(value[top[0]])
+            means["value@10"].append(value[top].mean())
+            means["hr@10"].append(float(target in top))
+            means["ndcg@10"].append(float(discounts[top == target].sum()))
+        found[name] = {key: round(float(np.mean(x)), 4) for key, x in means.items()}
+    return found
+
+
+def main(folder):
+    rng = np.random.default_rng(SEED)
+    values, exposure = build_world(rng)
+    folder.mkdir(parents=True, exist_ok=True)
+    index = {}
+    lines = []
+    kinds = [f"{name} {kind}" for name, kinds in NAMES.items() for kind in kinds.split()]
+    for item in range(len(values)):
+        shelf, place = divmod(item, PLACES)
+        index[str(item)] = [f"<a_{shelf // SHELVES}>", f"<b_{shelf % SHELVES}>", f"<c_{place}>"]
+        lines.append(f"{''.join(index[str(item)])}\t{kinds[shelf]}, {ADJECTIVES[place]}\t{item}\n")
+    (folder / "index.json").write_text(json.dumps(index) + "\n")
+    (folder / "items.txt").write_text("".join(lines))
+    np.save(folder / "values.npy", values)
+    facts = {"seed": SEED, "items": len(values), "decay": DECAY, "users": USERS}
+    for split, users in USERS.items():
+        rows = make_histories(rng, values, exposure, users)
+        with open(folder / f"{split}.csv", "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["user_id", "history_item_id", "item_id"])
+            for user, (history, target) in enumerate(rows):
+                writer.writerow([f"{split}{user}", history, target])
+        if split != "train":
+            facts[split] = figures(rows, values, exposure)
+            for name, means in facts[split].items():
+                print(f"{split:6} {name:40} " + "  ".join(f"{key} {x:.4f}" for key, x in means.items()))
+    (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "rec")

@@ -1,0 +1,814 @@
+"""grpo/grpo_rec.py: the trie and what is decoded in it, the algorithm, data without leaks, resume, errors."""
+import csv
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import NATS, ROOT, assert_same_state, load_script, read, untimed
+
+import rewards
+
+FILE = "grpo/grpo_rec.py"
+SMALL = {
+    "MAX_STEPS": 2, "SFT_EPOCHS": 1, "SFT_BATCH_SIZE": 8, "BATCH_SIZE": 4, "GROUP_SIZE": 3, "HIDDEN_SIZE": 16,
+    "HEADS": 2, "LAYERS": 1, "SASREC_EPOCHS": 0, "BOOTSTRAP": 20, "EVAL_BEAMS": 20, "SAVE_EVERY_N_STEPS": 0,
+    "EVAL_EVERY_N_STEPS": 0, "MAX_HISTORY": 5}
+PLACES = [  # uneven: one department has a single item
+    "000", "001", "002", "010", "011", "100", "110", "111", "112", "120", "200"]
+CODES = {str(10 + n): [f"<{'abc'[d]}_{x}>" for d, x in enumerate(place)] for n, place in enumerate(PLACES)}
+
+
+def write_world(folder, codes=CODES, rows=48, seed=0):
+    """Files of a small catalogue in a folder; the constants that name them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(seed)
+    items = list(codes)
+    (folder / "index.json").write_text(json.dumps(codes))
+    titles = []
+    for n, item in enumerate(items):
+        titles.append(f"{''.join(codes[item])}\tbox of kind {n % 3} number {n}\t{item}\n")
+    (folder / "items.txt").write_text("".join(titles))
+    np.save(folder / "values.npy", np.random.default_rng(seed).random((len(items), len(items))))
+    for split, count in {"train": rows, "valid": 9, "test": 8}.items():
+        lines = []
+        for n in range(count):
+            history = [int(chance.choice(items)) for _ in range(chance.randint(1, 5))]
+            lines.append([f"{split}{n}", str(history), chance.choice(items)])
+        write_csv(folder / f"{split}.csv", lines)
+    return {
+        "TRAIN_FILE": f"{folder}/train.csv", "VALID_FILE": f"{folder}/valid.csv",
+        "TEST_FILE": f"{folder}/test.csv", "INDEX_FILE": f"{folder}/index.json",
+        "ITEM_FILE": f"{folder}/items.txt", "VALUES_FILE": f"{folder}/values.npy"}
+
+
+def write_csv(path, lines):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([["user_id", "history_item_id", "item_id"], *lines])
+
+
+@pytest.fixture
+def rec(tmp_path):
+    """rec(KEY=value, ...): the module with a small world, writing below tmp_path."""
+    world = write_world(tmp_path / "world")
+
+    def load(**constants):
+        module = load_script(FILE, **{**SMALL, **world, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+        module.draw_plot = no_plot
+        return module
+    return load
+
+
+def no_plot(*what):
+    """The block's plots take seconds, and other files test them."""
+
+
+def trainer_of(module):
+    """A trainer whose random model says something else of each history."""
+    trainer = module.RecTrainer()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for model in (trainer.actor, trainer.reference):
+            generator.manual_seed(1)
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return trainer
+
+
+def every_logprob(trainer, ids, left_out=(), temperature=1.0):
+    """{item number: log-probability} after the prompt, the plain way: each prefix read alone, softmax over
+    the codes that some item goes on with, by comparing lists."""
+    codes = trainer.trie.codes.tolist()
+    items = [i for i in range(len(codes)) if i not in left_out]
+    found = {}
+    for item in items:
+        total = 0.0
+        for level, code in enumerate(codes[item]):
+            prefix = codes[item][:level]
+            allowed = sorted({codes[i][level] for i in items if codes[i][:level] == prefix})
+            with torch.no_grad():
+                logits = trainer.actor(input_ids=torch.tensor([ids + prefix])).logits[0, -1] / temperature
+            total += logits[allowed].log_softmax(-1)[allowed.index(code)].item()
+        found[item] = total
+    return found
+
+
+# ---------------------------------------------------------------- the trie
+
+def leaves(trie, excluded=None):
+    """Items that a walk from the root reaches."""
+    nodes = torch.zeros(1, dtype=torch.long)
+    for level in range(trie.depth):
+        among = None if excluded is None else excluded.expand(len(nodes), -1)
+        _, children, open_ = trie.options(level, nodes, among)
+        nodes = children[open_]
+    return sorted(trie.item_at[nodes].tolist())
+
+
+def test_the_trie_admits_exactly_the_catalogue(rec):
+    module = rec()
+    generator = torch.Generator().manual_seed(0)
+    for depth, base, count in ((1, 9, 7), (3, 3, 14), (4, 2, 11), (2, 40, 300)):
+        codes = torch.randint(base, (count, depth), generator=generator).unique(dim=0)
+        codes = codes[torch.randperm(len(codes), generator=generator)]
+        trie = module.Trie(codes, torch.device("cpu"))
+        assert leaves(trie) == list(range(len(codes)))
+        for level in range(depth):  # what leads to an item is its code
+            offered, children, open_ = trie.options(level, trie.paths[:, level])
+            right = (children == trie.paths[:, level + 1, None]) & open_
+            assert (right.sum(1) == 1).all() and torch.equal(offered[right], codes[:, level])
+
+
+def test_a_prefix_is_closed_when_all_items_below_it_are_excluded(rec):
+    trie = trainer_of(rec()).trie
+    excluded = torch.tensor([[10, 3, 4, -1]])  # the only item of 2; both items of 01
+    assert leaves(trie, excluded) == [0, 1, 2, 5, 6, 7, 8, 9]
+    codes, _, open_ = trie.options(0, torch.zeros(1, dtype=torch.long), excluded)
+    assert open_.tolist() == [[True, True, False]]
+    _, _, open_ = trie.options(1, trie.paths[:1, 1], excluded)
+    assert open_.tolist()[0][:2] == [True, False]
+
+
+# ---------------------------------------------------------------- decoding
+
+def check_search(trainer, module, rows, width, left_out):
+    items, logprobs, entropies = module.search(
+        trainer.actor, trainer.trie, [row["ids"] for row in rows], width, trainer.pad_id,
+        excluded=module.excluded_items(rows, trainer.device))
+    for n, row in enumerate(rows):
+        wanted = every_logprob(trainer, row["ids"], left_out(row))
+        best = sorted(wanted, key=wanted.get, reverse=True)
+        found = [item for item in items[n].tolist() if item >= 0]
+        assert found == best[:width]
+        sums = logprobs[n].sum(1)[:len(found)]
+        assert torch.allclose(sums, torch.tensor([wanted[i] for i in found]), atol=NATS)
+        assert (items[n][len(best):] == -1).all() and (logprobs[n].sum(1)[len(best):] == -math.inf).all()
+
+
+def test_beams_equal_exhaustive_search(rec):
+    module = rec()
+    trainer = trainer_of(module)
+    rows = trainer.valid_rows
+    assert len({len(row["ids"]) for row in rows}) > 2
+    for width in (6, 11, 14):  # the trie has 3, 6 and 11 prefixes: these beams lose none but at the end
+        check_search(trainer, module, rows, width, lambda row: ())
+
+
+def test_beams_without_the_history_equal_exhaustive_search(rec):
+    module = rec(EXCLUDE_HISTORY=True)
+    trainer = trainer_of(module)
+    check_search(trainer, module, trainer.valid_rows, 11, lambda row: row["history"])
+
+
+@pytest.mark.parametrize("way", ["cached", "uncached"])
+def test_every_way_to_decode_finds_the_same_beams(rec, way):
+    module = rec()
+    trainer = trainer_of(module)
+    assert trainer.actor.sampled_by == "grouped"
+    wanted = module.best_items(trainer.actor, trainer.trie, trainer.valid_rows, 6, trainer.pad_id)
+    trainer.actor.sampled_by = way
+    found = module.best_items(trainer.actor, trainer.trie, trainer.valid_rows, 6, trainer.pad_id)
+    assert torch.equal(found, wanted)
+
+
+def test_a_narrow_beam_gives_distinct_items_in_order(rec):
+    module = rec()
+    trainer = trainer_of(module)
+    prompts = [row["ids"] for row in trainer.valid_rows]
+    items, logprobs, _ = module.search(trainer.actor, trainer.trie, prompts, 2, trainer.pad_id)
+    for some, sums in zip(items.tolist(), logprobs.sum(2)):
+        assert len(set(some)) == 2 and sums[0] >= sums[1]
+
+
+def frequencies(module, trainer, how, replacement, width, times):
+    """(How often each item is in the sample of one history, its probability)."""
+    row = trainer.valid_rows[0]
+    generator = torch.Generator().manual_seed(0)
+    module.BATCH_SIZE = times
+    uniform = module.draw_uniform(trainer.trie, times, width, how, replacement, generator)
+    batch = module.candidates(trainer.actor, trainer.trie, [row] * times, width, how, trainer.pad_id, uniform)
+    counts = batch.items.bincount(minlength=11).double() / times
+    p = every_logprob(trainer, row["ids"])
+    return counts, torch.tensor([p[i] for i in range(11)], dtype=torch.double).exp(), batch
+
+
+def test_samples_with_replacement_have_the_policys_probabilities(rec):
+    module = rec()
+    counts, p, _ = frequencies(module, trainer_of(module), "sample", True, 2, 6000)
+    assert p.sum().item() == pytest.approx(1, abs=1e-4)
+    assert ((counts / 2 - p).abs() < 4 * (p / 12000).sqrt() + 1e-3).all()
+
+
+def test_gumbel_top_k_has_the_inclusion_probabilities_of_drawing_without_replacement(rec):
+    module = rec()
+    counts, p, batch = frequencies(module, trainer_of(module), "sample", False, 2, 6000)
+    assert (batch.items.view(-1, 2)[:, 0] != batch.items.view(-1, 2)[:, 1]).all()
+    first = p[:, None] * p[None] / (1 - p[:, None])  # the first is i, the second j
+    first.fill_diagonal_(0)
+    wanted = first.sum(1) + first.sum(0)
+    assert ((counts - wanted).abs() < 4 * (wanted * (1 - wanted) / 6000).sqrt() + 1e-3).all()
+
+
+def test_what_uniform_numbers_draw_is_never_a_closed_option(rec):
+    logprobs = torch.tensor([[-math.inf, math.log(0.5), math.log(0.5), -math.inf]]).expand(3, -1)
+    found = rec().draw(logprobs, torch.tensor([0.0, 0.5, 1 - 1e-9]))
+    assert found.tolist() == [1, 2, 2]
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+HOWS = [("beam", False), ("sample", False), ("sample", True)]
+
+
+@pytest.mark.parametrize("how, replacement", HOWS)
+@pytest.mark.parametrize("exclude", [False, True])
+def test_the_first_ratio_is_one(rec, how, replacement, exclude):
+    module = rec(CANDIDATES=how, REPLACEMENT=replacement, EXCLUDE_HISTORY=exclude, TEMPERATURE=1.3)
+    trainer = trainer_of(module)
+    batch = trainer.rollout()
+    assert len({len(row["ids"]) for row in batch.rows}) > 1
+    rows = torch.arange(len(batch.rows))
+    logprobs, entropy = module.item_logprobs(trainer.actor, trainer.trie, batch, rows, module.TEMPERATURE)
+    assert (logprobs - batch.logprobs).abs().max() < NATS
+    assert (entropy - batch.entropies).abs().max() < NATS
+    if exclude:
+        assert all(int(i) not in row["history"] for i, row in zip(batch.items, batch.rows))
+    sums = batch.logprobs.sum(1).view(-1, module.GROUP_SIZE)
+    assert (sums[:, :-1] >= sums[:, 1:]).all()  # likelier ones first: what the ranking reward ranks
+
+
+def test_log_probabilities_are_those_of_rows_read_alone(rec):
+    trainer = trainer_of(rec(TEMPERATURE=0.7))
+    batch = trainer.rollout()
+    for i in range(0, len(batch.rows), 4):
+        wanted = every_logprob(trainer, batch.rows[i]["ids"], temperature=0.7)[int(batch.items[i])]
+        assert batch.logprobs[i].sum().item() == pytest.approx(wanted, abs=NATS)
+
+
+def test_logits_of_the_codes_alone_have_the_same_gradient_and_leave_the_model_as_it_was(rec):
+    module = rec(ACTOR_MODEL=str(ROOT / "data/tiny/policy"))
+    trainer = module.RecTrainer()
+    batch = trainer.rollout()
+    every = torch.arange(len(batch.rows))
+    names = [name for name, _ in trainer.actor.named_parameters()]
+    module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)[0].sum().backward()
+    found = [p.grad.clone() for p in trainer.actor.parameters()]
+    trainer.actor.zero_grad()
+    logits, mask = module.response_logits(trainer.actor, batch, every)  # the plain way: the whole vocabulary
+    codes = trainer.trie.codes.tolist()
+    total = 0.0
+    for row in range(len(batch.rows)):
+        ids = batch.response_ids[row].tolist()
+        for level, code in enumerate(ids):
+            allowed = sorted({some[level] for some in codes if some[:level] == ids[:level]})
+            logprobs = logits[3 * row + level][allowed].log_softmax(-1)
+            total = total + logprobs[allowed.index(code)]
+    total.backward()
+    for one, p in zip(found, trainer.actor.parameters()):
+        assert (one - p.grad).norm() < 1e-3 * (1e-3 + p.grad.norm())
+    assert names == [name for name, _ in trainer.actor.named_parameters()]
+
+
+def test_batch_size_changes_no_candidate(rec):
+    found = []
+    for size, parts in ((8, 1), (2, 4)):
+        module = rec(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=parts, CANDIDATES="sample")
+        trainer = trainer_of(module)
+        torch.manual_seed(3)
+        found.append(trainer.rollout())
+    assert torch.equal(found[0].items, found[1].items)
+    assert (found[0].logprobs - found[1].logprobs).abs().max() < NATS
+
+
+# ---------------------------------------------------------------- the maths
+
+def test_group_advantages_by_hand(rec):
+    module = rec()
+    scores = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 5.0, 0.0, 0.0, 3.0])
+    ones = torch.ones(9)
+    found = module.group_advantages(scores, ones, 3, "none")
+    assert found.tolist() == [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0, -1.0, -1.0, 2.0]
+    scaled = module.group_advantages(scores, ones, 3, "group")
+    assert scaled[:3].tolist() == pytest.approx([x / (7 ** 0.5 + 1e-4) for x in (-2, -1, 3)])
+    assert scaled[3:6].tolist() == [0, 0, 0]
+    batch = module.group_advantages(scores, ones, 3, "batch")
+    assert batch[2].item() == pytest.approx(3 / (scores.std().item() + 1e-4))
+
+
+def test_policy_weights_give_the_gradient_of_the_expected_reward_within_the_group(rec):
+    module = rec()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, dtype=torch.double, generator=generator).requires_grad_()
+    scores = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, 0.0, 0.0, 3.0], dtype=torch.double)
+    logprobs = logits.log_softmax(1)
+    group = logprobs[:, :3].flatten()  # a group of three of four items, such as beams
+    kept = torch.tensor([0, 1, 2, 4, 5, 6])
+    expected = (logprobs[:, :3].softmax(1).flatten() * scores[kept]).sum() / 2
+    wanted, = torch.autograd.grad(expected, logits, retain_graph=True)
+    weights = module.group_weights(group.detach(), 3, "policy")
+    advantages = module.group_advantages(scores[kept], weights, 3, "none")
+    old = group.detach()[:, None]
+    losses, _ = module.policy_loss(group[:, None], old, advantages[:, None], "dapo", 0.2, 0.2)
+    found, = torch.autograd.grad(-(weights[:, None] * losses).mean(), logits)
+    assert torch.allclose(found, wanted, atol=1e-12)
+    assert module.group_weights(group, 3, "uniform").tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("advantage, ratio, moves", [
+    (1, 0.5, True), (1, 0.9, True), (1, 1.1, True), (1, 1.5, False),
+    (-1, 0.5, False), (-1, 0.9, True), (-1, 1.1, True), (-1, 1.5, True)])
+def test_the_clip_stops_the_gradient_on_the_right_side(rec, advantage, ratio, moves):
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss, seen = rec().policy_loss(
+        logprobs, torch.zeros(1, 1), torch.tensor([[float(advantage)]]), "dapo", 0.2, 0.28)
+    loss.sum().backward()
+    assert seen.item() == pytest.approx(ratio) and (logprobs.grad.item() != 0) == moves
+
+
+def test_gspo_has_one_ratio_an_item(rec):
+    logprobs = torch.tensor([[0.1, -0.4, 0.0]])
+    _, ratio = rec().policy_loss(logprobs, torch.zeros(1, 3), torch.ones(1, 1), "gspo", 0.2, 0.2)
+    assert ratio.tolist() == [pytest.approx([math.exp(-0.1)] * 3)]
+
+
+def test_the_kl_has_k3s_value_and_the_kls_gradient(rec):
+    module = rec()
+    logits = torch.tensor([0.3, -0.2], dtype=torch.double, requires_grad=True)
+    ref = torch.tensor([-0.5, 0.4], dtype=torch.double).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    wanted, = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    p = logprobs.exp().detach()  # the mean over samples, exactly
+    loss = module.kl_loss(logprobs, ref)
+    found, = torch.autograd.grad((p * loss).sum(), logits)
+    assert torch.allclose(found, wanted)
+    ratio = (ref - logprobs.detach())
+    assert torch.allclose(loss.detach(), ratio.exp() - 1 - ratio)
+
+
+def test_the_loss_is_a_mean_over_the_whole_step_however_it_is_cut(rec):
+    gradients = []
+    for size in (12, 3, 1):
+        module = rec(RANKING_WEIGHT=0.5, KL_COEF=0.1, ENTROPY_COEF=0.01)
+        trainer = trainer_of(module)
+        torch.manual_seed(0)
+        batch = trainer.rollout()
+        trainer.score(batch)
+        trainer.compute_advantages(batch)
+        with torch.no_grad():  # off policy, so that every term has a gradient
+            trainer.actor.lm_head.weight.mul_(1.1)
+        module.rows_at_once = lambda model, batch, size=size: size
+        seen = []
+        module.clip_and_step = lambda optimizers, loss, run, ids, seen=seen: seen.append(loss) or [0.0]
+        metrics = trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
+        assert metrics["kl"] > 0
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+
+
+def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
+    module = rec()
+    trainer = trainer_of(module)
+    trainer.train_rows = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # some are not learnt
+    trainer.sft_rows = trainer.prompter.sft_rows(trainer.train_rows, print)
+    batch = module.sft_batch(trainer.sft_rows, trainer.trie, trainer.pad_id, trainer.device)
+    every = torch.arange(len(trainer.sft_rows))
+    logprobs, _ = module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)
+    prompts = [row["ids"] for row in trainer.train_rows]
+    targets = [[row["target"]] for row in trainer.train_rows]
+    alone = module.item_batch(prompts, targets, trainer.trie, trainer.pad_id)
+    every = torch.arange(len(trainer.train_rows))
+    wanted, _ = module.item_logprobs(trainer.actor, trainer.trie, alone, every, 1.0)
+    assert (logprobs * batch.response_mask).sum().item() == pytest.approx(wanted.sum().item(), rel=1e-5)
+    assert batch.response_mask.sum().item() == 3 * len(trainer.train_rows) > 3 * len(trainer.sft_rows)
+
+
+def test_items_that_are_dropped_come_back_and_the_last_stays(rec):
+    module = rec()
+    row = {"id": "x", "prompt": [1], "items": [3, 4, 5, 6], "learn": [True, False, True, False]}
+    torch.manual_seed(0)
+    found = [module.drop_items(row, 0.5) for _ in range(50)]
+    assert all(some["items"][-1] == 5 and some["learn"][-1] for some in found)
+    assert {tuple(some["items"]) for some in found} == {(5,), (3, 5), (4, 5), (3, 4, 5)}
+    assert row["items"] == [3, 4, 5, 6]
+    for some in found:
+        assert [row["learn"][row["items"].index(item)] for item in some["items"]] == some["learn"]
+
+
+# ---------------------------------------------------------------- rewards and metrics
+
+def test_ranking_reward_by_hand():
+    d = [1, 1 / math.log2(3), 1 / 2]
+    assert rewards.ranking_reward([0, 1, 0]) == pytest.approx([-d[0] / sum(d), 1, -d[2] / sum(d)])
+    assert rewards.ranking_reward([0, 0, 0]) == [0, 0, 0]
+    assert rewards.ranking_reward([1, 1]) == [1, 1]
+
+
+def test_value_and_min_max_by_hand():
+    values = [[0.0, 1.0], [0.5, 0.2]]
+    assert rewards.history_value(values, [0, 0, 1], 1, 0.5) == pytest.approx((0.25 + 0.5 + 0.2) / 1.75)
+    assert rewards.min_max([3.0, 1.0, 2.0]) == [1.0, 0.0, 0.5] and rewards.min_max([2.0, 2.0]) == [0.0, 0.0]
+    assert rewards.rule_reward([], ["7", "8"], ["7", "9"]) == [1.0, 0.0]
+
+
+def test_each_group_is_ranked_by_itself_and_parts_add_up(rec):
+    module = rec(RANKING_WEIGHT=2.0, RULE_WEIGHT=1.0, VALUE_WEIGHT=0.5, REWARD_FUNCTIONS=[(number_of, 0.1)])
+    trainer = trainer_of(module)
+    row, other = trainer.valid_rows[:2]
+    items = torch.tensor([row["target"], 0, 1, 2, 3, 4])
+    scores, parts = trainer.rewards_of([row] * 3 + [other] * 3, items)
+    names = trainer.catalogue.items
+    first = rewards.ranking_reward([float(names[i] == names[row["target"]]) for i in items[:3]])
+    second = rewards.ranking_reward([float(names[i] == names[other["target"]]) for i in items[3:]])
+    assert parts["ranking"].tolist() == pytest.approx(first + second)
+    value = rewards.history_value(trainer.values, row["history"], row["target"], module.VALUE_DECAY)
+    assert parts["value"][0].item() == pytest.approx(value)
+    assert parts["number_of"].tolist() == [float(names[i]) for i in items]
+    wanted = 2 * parts["ranking"] + parts["rule"] + 0.5 * parts["value"] + 0.1 * parts["number_of"]
+    assert torch.allclose(scores, wanted)
+
+
+def number_of(histories, items, targets):
+    assert len(histories) == len(items) == len(targets) and isinstance(histories[0], list)
+    return [float(item) for item in items]
+
+
+def test_semantic_and_collaborative_rewards(rec, tmp_path):
+    module = rec(SEMANTIC_WEIGHT=1.0, COLLABORATIVE_WEIGHT=1.0, SASREC_EPOCHS=1)
+    trainer = trainer_of(module)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    trainer.prepare_baselines()
+    row = trainer.valid_rows[0]
+    scores, parts = trainer.rewards_of([row] * 3, torch.tensor([row["target"], 1, 2]))
+    assert parts["semantic"][0].item() == pytest.approx(1.0)
+    assert parts["collaborative"].min() == 0 and parts["collaborative"].max() == 1
+    order = trainer.sasrec.scores([row["history"]])[0, [row["target"], 1, 2]].argsort()
+    assert torch.equal(parts["collaborative"].argsort(), order)
+    again = module.trained_sasrec(trainer.train_rows, trainer.valid_rows, 11, trainer.run)
+    for key, value in again.state_dict().items():
+        assert torch.equal(value, trainer.sasrec.state_dict()[key])
+
+
+def test_vectors_from_a_file(rec, tmp_path):
+    np.save(tmp_path / "vectors.npy", np.arange(22.0).reshape(11, 2) + 1)
+    trainer = trainer_of(rec(SEMANTIC_WEIGHT=1.0, VECTORS_FILE=str(tmp_path / "vectors.npy")))
+    a, b = np.array([1.0, 2.0]), np.array([21.0, 22.0])
+    wanted = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+    assert trainer.semantic_reward([[]], ["10"], ["20"])[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_metrics_by_hand(rec):
+    module = rec()
+    lists = torch.tensor([[4, 2, 0, 1, 3], [1, 0, 2, 3, 4], [0, 1, 2, -1, -1]])
+    rows = [{"target": 2}, {"target": 1}, {"target": 4}]
+    popularity = torch.tensor([5, 3, 3, 1, 0])
+    found = module.list_metrics(lists, rows, popularity)
+    assert found["hr@1"] == pytest.approx(1 / 3) and found["hr@3"] == pytest.approx(2 / 3)
+    assert found["ndcg@1"] == pytest.approx(1 / 3)
+    assert found["ndcg@3"] == pytest.approx((1 / math.log2(3) + 1) / 3)
+    assert found["hr@20"] == pytest.approx(2 / 3) and found["coverage@10"] == 1.0
+    assert found["invalid_items"] == pytest.approx(2 / 15)
+    less = [0.8, 0.4, 0.4, 0.2, 0.0]
+    wanted = sum(less[i] for some in lists.tolist() for i in some if i >= 0) / 13
+    assert found["popularity@10"] == pytest.approx(wanted)
+
+
+def test_baselines_count_what_they_say(rec):
+    module = rec(EVAL_BEAMS=20)
+    rows = [{"history": [0, 1], "target": 2}, {"history": [1], "target": 2}, {"history": [1], "target": 3},
+            {"history": [2], "target": 3}, {"history": [0], "target": 3}]
+    counts = torch.tensor([0, 0, 2, 3])
+    markov = module.top_items(module.Markov(rows, counts), [{"history": [5, 1]}, {"history": [3]}])
+    assert markov[:, :2].tolist() == [[2, 3], [3, 2]]
+    popular = module.top_items(module.Popularity(counts), [{"history": [1]}])
+    assert popular[0, :2].tolist() == [3, 2] and (popular[0, 4:] == -1).all()
+
+
+def test_bootstrap_intervals_cover_the_mean(rec):
+    module = rec(BOOTSTRAP=500)
+    low, high = module.bootstrap_interval(torch.arange(100.0))
+    assert low < 49.5 < high and high - low == pytest.approx(4 * 29 / 10, rel=0.2)
+
+
+# ---------------------------------------------------------------- data
+
+def test_targets_belong_to_rows_not_to_histories(rec, tmp_path):
+    lines = [["u", "[10, 11]", "12"], ["v", "[10, 11]", "13"], ["w", "[10, 11]", "13"]]
+    write_csv(tmp_path / "same.csv", lines)
+    trainer = trainer_of(rec(TRAIN_FILE=str(tmp_path / "same.csv"), TRAIN_PREFIXES=False))
+    assert [row["target"] for row in trainer.train_rows] == [2, 3, 3]
+    assert [row["items"] for row in trainer.sft_rows] == [[1, 2], [1, 3], [1, 3]]
+    assert [row["learn"] for row in trainer.sft_rows] == [[False, True]] * 3
+
+
+def test_a_transition_in_two_rows_of_a_user_is_trained_on_once(rec, tmp_path):
+    lines = [["u", "[10, 11]", "12"], ["u", "[10, 11, 12]", "13"], ["v", "[10, 11]", "12"]]
+    write_csv(tmp_path / "nested.csv", lines)
+    trainer = trainer_of(rec(TRAIN_FILE=str(tmp_path / "nested.csv")))
+    found = [(row["user"], row["history"], row["target"]) for row in trainer.train_rows]
+    assert found == [
+        ("u", [0], 1), ("u", [0, 1], 2), ("u", [0, 1, 2], 3), ("v", [0], 1), ("v", [0, 1], 2)]
+    learnt = sum(sum(row["learn"]) for row in trainer.sft_rows)
+    assert learnt == 5
+
+
+def test_nothing_that_is_asked_later_is_trained_on(rec, tmp_path, capsys):
+    write_csv(tmp_path / "train.csv", [["u", "[10, 11, 12]", "13"], ["v", "[14]", "15"]])
+    write_csv(tmp_path / "valid.csv", [["u", "[10, 11]", "12"]])
+    write_csv(tmp_path / "test.csv", [["v", "[14]", "15"], ["x", "[10]", "11"]])
+    files = {name.upper() + "_FILE": str(tmp_path / f"{name}.csv") for name in ("train", "valid", "test")}
+    trainer = trainer_of(rec(**files))
+    found = [(row["user"], row["history"], row["target"]) for row in trainer.train_rows]
+    assert found == [("u", [0], 1), ("u", [0, 1, 2], 3)]
+    assert "2 training rows are rows of validation or test: left out" in capsys.readouterr().out
+    assert [row["learn"] for row in trainer.sft_rows] == [[True, False, True]]
+
+
+def test_without_a_validation_file_users_are_held_out_whole(rec, tmp_path):
+    lines = [[f"u{n % 8}", f"[{10 + n % 11}, 12]", str(10 + n % 7)] for n in range(40)]
+    write_csv(tmp_path / "train.csv", lines)
+    trainer = trainer_of(rec(TRAIN_FILE=str(tmp_path / "train.csv"), VALID_FILE=None, VALID_FRACTION=0.25))
+    held, kept = ({row["user"] for row in rows} for rows in (trainer.valid_rows, trainer.train_rows))
+    assert len(held) == 2 and len(kept) == 6 and not held & kept
+
+
+def test_long_histories_are_cut_from_the_left_and_counted(rec, tmp_path, capsys):
+    write_csv(tmp_path / "train.csv", [["u", "[10, 11, 12, 13]", "14"], ["v", "[15, 16]", "17"]])
+    trainer = trainer_of(rec(TRAIN_FILE=str(tmp_path / "train.csv"), MAX_HISTORY=2, TRAIN_PREFIXES=False))
+    assert [row["history"] for row in trainer.train_rows] == [[2, 3], [5, 6]]
+    said = "1 of 2 training histories are longer than MAX_HISTORY = 2: cut from the left"
+    assert said in capsys.readouterr().out
+
+
+def test_items_of_the_same_codes_are_named_counted_and_one(rec, tmp_path, capsys):
+    codes = {**CODES, "99": CODES["11"]}
+    world = write_world(tmp_path / "doubles", codes)
+    trainer = trainer_of(rec(**world))
+    assert "1 of 12 items have the codes of another (99 as 11 ...)" in capsys.readouterr().out
+    assert len(trainer.catalogue.items) == 11 and trainer.catalogue.number["99"] == 1
+    values = np.load(tmp_path / "doubles/values.npy")
+    assert np.array_equal(trainer.values, values[:11, :11])
+    assert trainer.recommend([99], 3) == trainer.recommend([11], 3)
+
+
+ERRORS = [
+    ("index.json", json.dumps({**CODES, "98": []}), "item '98' has no codes but []"),
+    ("index.json", json.dumps({**CODES, "98": ["<a_0>"]}), "item '10' has 3 codes and item '98' has 1"),
+    ("index.json", "[", "not JSON"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,\"[10]\",77\n", "line 2: the target '77' is outside"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,\"[10, 78]\",11\n", "line 2: the history's item '78'"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,\"[10\",11\n", "line 2: history_item_id holds '[10'"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,[],11\n", "line 2: history_item_id holds '[]'"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,\"[10]\"\n", "line 2: 2 fields where the header has 3"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,\"[10]\"x,11\n", "line 2: not a line of csv"),
+    ("train.csv", "user_id,history_item_id\nu,[10]\n", "there is no column 'item_id'"),
+    ("train.csv", "user_id,history_item_id,item_id\n", "the data set is empty"),
+    ("items.txt", "only two\tcolumns\n", "line 1: 2 columns: it takes codes, title and item"),
+    ("items.txt", "<a_0>\tname\t77\n", "line 1: item '77' has no codes in INDEX_FILE"),
+    ("values.npy", "no array", "VALUES_FILE = "),
+]
+
+
+@pytest.mark.parametrize("file, text, sentence", ERRORS, ids=range(len(ERRORS)))
+def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
+    module = rec()
+    (tmp_path / "world" / file).write_text(text)
+    with pytest.raises(module.UserError) as error:
+        module.RecTrainer()
+    said = str(error.value)
+    assert sentence in said and file.partition(".")[0] in said and "\n" not in said
+
+
+@pytest.mark.parametrize("constants, sentence", [
+    ({"GROUP_SIZE": 12}, "a group of distinct items takes GROUP_SIZE = 12 of 11"),
+    ({"GROUP_SIZE": 7, "EXCLUDE_HISTORY": True}, "takes GROUP_SIZE = 7 of 6"),
+    ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
+    ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
+    ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
+    ({"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0}, "every reward weight is 0"),
+    ({"VALUES_FILE": None}, "VALUE_WEIGHT needs a VALUES_FILE"),
+    ({"COLLABORATIVE_WEIGHT": 1.0}, "needs a SASRec"),
+    ({"TITLE_ROWS": 0.5}, "the small model knows codes alone"),
+    ({"PROMPT_TEMPLATE": "no place"}, "must contain {history} once"),
+    ({"REPLACEMENT": True, "CANDIDATES": "beam"}, "does nothing with CANDIDATES"),
+    ({"MAX_HISTORY": 4000, "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "lower MAX_HISTORY"),
+    ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': No such file"),
+    ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': No such file"),
+    ({"HEADS": 3}, "must be an even multiple of HEADS"),
+])
+def test_constants_that_do_not_fit_are_one_sentence(rec, constants, sentence):
+    module = rec(**constants)
+    with pytest.raises(module.UserError) as error:
+        module.RecTrainer()
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- models with a tokenizer of their own
+
+def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
+    words = {"PROMPT_TEMPLATE": "What is {history} ?", "TITLE_ROWS": 1.0, "TITLE_HISTORY_ROWS": 0.5}
+    module = rec(ACTOR_MODEL=str(ROOT / "data/tiny/policy"), STAGE="sft", **words)
+    trainer = module.RecTrainer()
+    before = module.AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy")
+    codes = {code for some in CODES.values() for code in some}
+    assert len(trainer.tokenizer) == len(before) + len(codes) == module.known_ids(trainer.actor)
+    ids = [row["id"] for row in trainer.sft_rows]
+    assert sum(name.startswith("title of ") for name in ids) == 11
+    assert sum(name.endswith(" by titles") for name in ids) == round(0.5 * len(trainer.train_rows))
+    ids = trainer.train_rows[0]["ids"]
+    history = trainer.train_rows[0]["history"]
+    assert trainer.tokenizer.decode(ids).replace(" ", "").count("<a_") == len(history)
+    first = trainer.tokenizer("What is", add_special_tokens=False)["input_ids"]
+    assert [i for i in ids if i in first] and len(ids) > 3 * len(history)
+    trainer.train()
+    saved = module.AutoTokenizer.from_pretrained(tmp_path / "run/sft/policy")
+    for code in codes:
+        assert saved(code, add_special_tokens=False)["input_ids"] == [saved.convert_tokens_to_ids(code)]
+    start = str(tmp_path / "run/sft/policy")
+    module = rec(ACTOR_MODEL=start, STAGE="rl", OUTPUT_DIR=str(tmp_path / "rl"), **words)
+    again = module.RecTrainer()
+    assert len(again.tokenizer) == len(trainer.tokenizer)
+    for one, other in zip(again.actor.parameters(), trainer.actor.parameters()):
+        assert torch.equal(one, other)
+    again.train()
+    assert read(tmp_path / "rl/logs/metrics.jsonl")[-1]["step"] == 2
+
+
+# ---------------------------------------------------------------- stages, runs and resume
+
+def test_sft_then_rl_is_all_and_recommends(rec, tmp_path, monkeypatch, capsys):
+    one = rec(OUTPUT_DIR=str(tmp_path / "all")).RecTrainer()
+    one.train()
+    rec(STAGE="sft", OUTPUT_DIR=str(tmp_path / "two")).RecTrainer().train()
+    two = rec(STAGE="rl", OUTPUT_DIR=str(tmp_path / "two")).RecTrainer()
+    two.train()
+    for a, b in zip(one.actor.parameters(), two.actor.parameters()):
+        assert torch.equal(a, b)
+    module = rec(STAGE="sft", OUTPUT_DIR=str(tmp_path / "two"))
+    with pytest.raises(module.UserError, match="is in its second stage"):
+        module.RecTrainer()
+    figures = json.loads((tmp_path / "all/eval_test.json").read_text())
+    assert {"popularity", "markov", "sft", "grpo", "grpo_minus_sft", "possible"} <= set(figures)
+    assert (tmp_path / "all/rec_learning.png").exists()
+    module = rec(OUTPUT_DIR=str(tmp_path / "all"))
+    monkeypatch.setattr(sys, "argv", ["grpo_rec.py", "STAGE=recommend", "HISTORY=[10, 13]", "TOP=4"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        module.train_main()
+    said = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and len(said) == 4 and re.match(r"\s+1  0\.\d{4}  [12]\d  <a_", said[0])
+    best = module.load_model(module.AutoModelForCausalLM, tmp_path / "all/best/policy", "", one.device)
+    module.copy_weights(best, one.actor)
+    assert [found["item"] for found in one.recommend([10, 13], 4)] == [line.split()[2] for line in said]
+
+
+def test_the_reference_is_the_best_policy_of_sft_and_starts_grpo(rec):
+    module = rec(SFT_EPOCHS=6, EVAL_EVERY_N_STEPS=2, SFT_LEARNING_RATE=3e-2, SFT_PATIENCE=2, MAX_STEPS=1)
+    trainer = module.RecTrainer()
+    seen = []
+    plain = trainer.evaluate_sft
+
+    def watch():
+        metrics = plain()
+        seen.append((metrics["ndcg@10"], [p.detach().clone() for p in trainer.actor.parameters()]))
+        return metrics
+
+    trainer.evaluate_sft = watch
+    rolled = []
+    plain_rollout = trainer.rollout
+
+    def watch_rollout():
+        rolled.append([p.detach().clone() for p in trainer.actor.parameters()])
+        return plain_rollout()
+
+    trainer.rollout = watch_rollout
+    trainer.train()
+    best = max(range(len(seen)), key=lambda i: seen[i][0])
+    for start, ref, wanted in zip(rolled[0], trainer.reference.parameters(), seen[best][1]):
+        assert torch.equal(start, wanted) and torch.equal(ref, wanted)
+    assert best == len(seen) - 1 or len(seen) - 1 - best <= 2
+    records = read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl")
+    assert len([r for r in records if r["phase"] == "eval" and "reward" in r]) == 2  # before it and after it
+    first = [r for r in records if "kl" in r][0]
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_reference_follows_the_actor_when_asked(rec):
+    trainer = trainer_of(rec(REFERENCE_SYNC_STEPS=2, REFERENCE_SYNC_ALPHA=0.5))
+    with torch.no_grad():
+        for parameter in trainer.actor.parameters():
+            parameter.add_(1.0)
+    before = next(trainer.reference.parameters()).clone()
+    trainer.sync_reference()
+    assert torch.equal(next(trainer.reference.parameters()), before)
+    trainer.run.step = 1
+    trainer.sync_reference()
+    assert torch.allclose(next(trainer.reference.parameters()), before + 0.5)
+
+
+def test_evaluating_draws_none_of_the_runs_random_numbers(rec):
+    trainer = trainer_of(rec())
+    trainer.state.stage = "rl"
+    state = torch.get_rng_state()
+    one = trainer.evaluate()
+    assert torch.equal(state, torch.get_rng_state()) and trainer.evaluate() == one
+    assert one["invalid_items"] == 0
+
+
+def test_grpo_raises_the_reward(rec):
+    free = {"LEARNING_RATE": 5e-3, "KL_COEF": 0.0, "CANDIDATES": "sample", "RULE_WEIGHT": 0.0}
+    module = rec(SFT_EPOCHS=4, MAX_STEPS=40, GROUP_SIZE=6, HIDDEN_SIZE=32, **free)
+    module.RecTrainer().train()
+    found = [r for r in read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl") if "reward_sampled" in r]
+    assert found[-1]["reward_sampled"] > found[0]["reward_sampled"] + 0.05
+
+
+def words(world, out, **constants):
+    constants = {
+        **SMALL, **world, "OUTPUT_DIR": out, "MAX_STEPS": 6, "SFT_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2,
+        "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2, "SASREC_EPOCHS": 1,
+        "CANDIDATES": "sample", **constants}
+    return [f"{key}={value}" for key, value in constants.items()]
+
+
+def start_and_kill(command, metrics, step):
+    """Start a run and SIGKILL it as soon as a step stands in its metrics."""
+    nowhere = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
+    process = subprocess.Popen(command, **nowhere)
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if metrics.exists() and f'"phase": "train", "step": {step},' in metrics.read_text():
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    return process.wait(120)
+
+
+WITHOUT_PLOTS = """
+from conftest import load_script
+from test_rec import FILE, no_plot
+module = load_script(FILE)
+module.draw_plot = module.draw_learning = no_plot
+module.train_main()
+"""
+
+
+def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path, monkeypatch):
+    world = write_world(tmp_path / "world")
+    runs = {name: tmp_path / name for name in ("whole", "broken")}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    command = [sys.executable, "-c", WITHOUT_PLOTS]
+    done = subprocess.run([*command, *words(world, runs["whole"])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    broken = [*command, *words(world, runs["broken"])]
+    metrics = runs["broken"] / "logs/metrics.jsonl"
+    for step in (3, 9):  # of SFT, which has 6, and of GRPO
+        assert start_and_kill(broken, metrics, step) == -signal.SIGKILL
+        assert (runs["broken"] / f"step_{step - 1}").exists()
+    done = subprocess.run(broken, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Found checkpoint" in done.stdout and "Changed" not in done.stdout
+    for part in ("policy", "reference"):
+        one, other = (run / "step_12" / part / "model.safetensors" for run in runs.values())
+        assert one.read_bytes() == other.read_bytes()
+    assert_same_state(*(run / "step_12/training_state.pt" for run in runs.values()))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        one, other = (untimed(run / "logs" / name) for run in runs.values())
+        assert one == other and len(one) > 10
+    weights = [f"{name}/policy/model.safetensors" for name in ("best", "sft")]
+    for name in (*weights, "eval_test.json", "sasrec.pt"):
+        one, other = ((run / name).read_bytes() for run in runs.values())
+        assert one == other, name
+    stages = [record.get("reward") is not None for record in untimed(metrics) if record["phase"] == "train"]
+    assert stages == [False] * 6 + [True] * 6
+
+
+def test_copied_with_rewards_alone_it_runs_from_anywhere(tmp_path):
+    shutil.copytree(ROOT / "rewards", tmp_path / "alone/rewards")
+    shutil.copy(ROOT / FILE, tmp_path / "alone/grpo_rec.py")
+    world = write_world(tmp_path / "world")
+    command = [sys.executable, str(tmp_path / "alone/grpo_rec.py")]
+    command += words(world, tmp_path / "run", MAX_STEPS=1, SAVE_EVERY_N_STEPS=0)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Test rows:" in done.stdout
+
+
+def test_the_shipped_data_is_what_its_program_makes(tmp_path):
+    command = [sys.executable, str(ROOT / "data/make_rec.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True)
+    assert done.returncode == 0
+    for path in sorted((ROOT / "data/rec").iterdir()):
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+    users = [{row["user_id"] for row in csv.DictReader(open(ROOT / f"data/rec/{split}.csv"))}
+             for split in ("train", "valid", "test")]
+    assert not any(a & b for a, b in itertools.combinations(users, 2))
