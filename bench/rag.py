@@ -54,7 +54,8 @@ def reference(table):
         for rows in (validation, test):
             chosen = model.predict(seen[rows]).argmax(1)
             reached.append(rewards[rows, chosen].mean())
-        found.append((*reached, type(getattr(model, "estimator", model)).__name__))
+        boosts = isinstance(model, MultiOutputRegressor)
+        found.append((*reached, type(boosted if boosts else model).__name__))
         print(f"{found[-1][2]:32} validation {reached[0]:.3f}  test {reached[1]:.3f}")
     best = max(found)
     return best[2], best[1]

@@ -62,7 +62,7 @@ import rewards  # noqa: E402
 # "distractor", "split": "validation"}
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
 SAMPLE: int | None = None  # questions drawn from it; None: all
-VALIDATION_QUESTIONS = 100  # for best/ and early stopping
+VALIDATION_QUESTIONS = 200  # for best/ and early stopping
 TEST_QUESTIONS = 300  # seen once, at the end
 SPLIT_SEED = 0  # which questions are drawn and in which split they are, whatever SEED is
 
@@ -104,7 +104,7 @@ FIXED_ACTION = (4, 0.5, 0)  # top_k, temperature, rerank of the baseline "fixed"
 BASELINE_ONLY = False  # table and baselines alone, without training
 
 # Optimisation
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 0.5  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
