@@ -2194,7 +2194,7 @@ def draw_learning(folder, title, table, figures):
             level = figures[name]["train"]["reward"]
             axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
     axis.set(xlabel="update", ylabel="reward, training questions")
-    axis.legend(fontsize=8, loc="center right")
+    axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.17))
     panels = [("reward", axes[0, 1]), ("em", axes[0, 2]), ("f1", axes[1, 0]), ("cost", axes[1, 1])]
     for key, axis in panels:
         for number, policy in enumerate(("greedy", "sampled")):
