@@ -3282,6 +3282,8 @@ def load_actor(checkpoint, catalogue, device):
         model = model.to(device)
     else:
         tokenizer = load_tokenizer(path, "ACTOR_MODEL")
+        for key in ("is_local", "local_files_only"):  # where it came from, which it would save
+            tokenizer.init_kwargs.pop(key, None)
         model = load_model(AutoModelForCausalLM, path, "ACTOR_MODEL", device)
     known = tokenizer.get_vocab()
     codes = sorted({code for codes in catalogue.codes for code in codes})

@@ -317,6 +317,7 @@ class Policy(PreTrainedModel):
         hidden = torch.tanh(self.second(torch.tanh(self.first(hidden))))
         return self.actor(hidden).log_softmax(-1), self.critic(hidden).squeeze(-1)
 
+
 # ================================================================ the trainer
 
 
@@ -351,7 +352,7 @@ class RAGTrainer:
         """From the checkpoint when there is one; else new, its observations scaled by the training
         questions' alone."""
         if self.run.checkpoint:
-            self.policy = load_policy(self.run.checkpoint / "policy")
+            self.policy = load_part(Policy, str(self.run.checkpoint / "policy"), "RESUME")
         else:
             config = PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions)
             self.policy = Policy(config)
@@ -371,7 +372,7 @@ class RAGTrainer:
             return self.figures
         with self.run.opened(self.headline()):
             self.baselines()
-            for _ in self.run.steps(self.evaluate):
+            for _ in self.run.steps(self.evaluate_and_log):
                 batch = self.rollout()
                 self.compute_advantages(batch)
                 self.record(batch, self.update(batch))
@@ -482,9 +483,10 @@ class RAGTrainer:
     # ------------------------------------------------------------ evaluation and what is logged
 
     @torch.no_grad()
-    def choose(self, rows, generator=None):
-        """The policy's likeliest action for each question, (rows,), or with a generator a sampled one."""
-        logprobs, _ = self.policy(self.table.observations[rows])
+    def choose(self, rows, generator=None, policy=None):
+        """The likeliest action for each question, (rows,), or with a generator a sampled one; of the policy
+        as it is now, or of another."""
+        logprobs, _ = (policy or self.policy)(self.table.observations[rows])
         if generator is None:
             return logprobs.argmax(1)
         return torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
@@ -497,17 +499,24 @@ class RAGTrainer:
         means = dict(zip(("top_k", "temperature", "rerank"), chosen.mean(0).tolist()))
         return {**metrics, **means}
 
-    def evaluate(self, split="validation"):
+    def evaluate(self):
         """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's.
-        Override to add yours. The samples have their own random stream."""
-        rows = self.table.splits[split]
-        metrics = self.measure(rows, self.choose(rows))
+        Override to add yours."""
+        found = self.measure_both()
+        return {**found["greedy"], "sampled_reward": found["sampled"]["reward"]}
+
+    def measure_both(self):
+        """What the greedy and the sampling policy bring on the validation questions. The samples have their
+        own random stream."""
+        rows = self.table.splits["validation"]
         sampled = self.choose(rows, torch.Generator().manual_seed(SEED + 1))
-        metrics["sampled_reward"] = self.measure(rows, sampled)["reward"]
-        if split == "validation":
-            for policy, actions in (("greedy", self.choose(rows)), ("sampled", sampled)):
-                self.run.append("eval_log.csv", [{"policy": policy, **self.measure(rows, actions)}])
-        return metrics
+        return {"greedy": self.measure(rows, self.choose(rows)), "sampled": self.measure(rows, sampled)}
+
+    def evaluate_and_log(self):
+        """evaluate(), and a line of each policy in eval_log.csv."""
+        lines = [{"policy": policy, **found} for policy, found in self.measure_both().items()]
+        self.run.append("eval_log.csv", lines)
+        return self.evaluate()
 
     def record(self, batch, metrics):
         """The step's metrics, its episodes in train_log.csv and its line on the terminal."""
@@ -551,11 +560,11 @@ class RAGTrainer:
             self.run.say(text)
 
     def test(self):
-        """The best policy on the test questions: three of them shown, then all, beside the baselines."""
-        policy = load_policy(self.run.folder / "best/policy")
-        self.policy.load_state_dict(policy.state_dict())
+        """The best policy on the test questions: three of them shown, then all, beside the baselines. The
+        last policy stays what it is: a checkpoint is still to be made of it."""
+        best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
         rows = self.table.splits["test"]
-        actions = self.choose(rows)
+        actions = self.choose(rows, policy=best)
         for row, action in zip(rows[:3], actions.tolist()):
             asked = self.table.questions[row]
             top_k, temperature, rerank = self.table.actions[action]
@@ -575,6 +584,7 @@ class RAGTrainer:
 
     def draw(self):
         draw_learning(self.run.folder, self.run.title, self.table, self.figures)
+
 
 # ==== block: data and rewards
 # Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
@@ -1768,10 +1778,6 @@ def load_part(kind, name, constant, **options):
         raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
 
 
-def load_policy(folder):
-    return load_part(Policy, str(folder), "RESUME")
-
-
 # ================================================================ questions
 
 
@@ -1830,25 +1836,26 @@ def from_hotpot(records, where):
     return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
+def read_lines(path, columns):
+    """(line number, record) of a jsonl file whose records have these columns."""
+    where = f"DATASET: {path}"
+    for number, record in read_records({"path": path, "type": "jsonl"}, [], where):
+        lacks = [c for c in columns if not isinstance(record, dict) or not record.get(c)]
+        if lacks:
+            raise UserError(f"{where} line {number}: there is no {lacks[0]!r}; mend or delete the line")
+        yield number, record
+
+
 def from_folder(folder):
     """(questions, corpus) of corpus.jsonl and questions.jsonl."""
-    paragraphs = {}
-    titles = {}
-    for name, columns in (("corpus", ("title", "text")), ("questions", ("question", "answer", "gold"))):
-        where = f"DATASET: {folder}/{name}.jsonl"
-        found = []
-        spec = {"path": f"{folder}/{name}.jsonl", "type": "jsonl"}
-        for number, record in read_records(spec, [], where):
-            lacks = [c for c in columns if not isinstance(record, dict) or not record.get(c)]
-            if lacks:
-                raise UserError(f"{where} line {number}: there is no {lacks[0]!r}; mend or delete the line")
-            found.append((number, record))
-        if name == "corpus":
-            for _, record in found:
-                row = paragraphs.setdefault((record["title"], record["text"]), len(paragraphs))
-                titles.setdefault(record["title"], []).append(row)
+    paragraphs = {}  # (title, text): row id
+    titles = {}  # title: row ids
+    for _, record in read_lines(f"{folder}/corpus.jsonl", ("title", "text")):
+        row = paragraphs.setdefault((record["title"], record["text"]), len(paragraphs))
+        titles.setdefault(record["title"], []).append(row)
+    where = f"DATASET: {folder}/questions.jsonl"
     questions = []
-    for number, record in found:
+    for number, record in read_lines(f"{folder}/questions.jsonl", ("question", "answer", "gold")):
         missing = [title for title in record["gold"] if title not in titles]
         if missing:
             lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
@@ -1952,9 +1959,9 @@ def write_cache(path, known):
     import pyarrow
     import pyarrow.parquet
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(known.values())), tmp)
         fsync(tmp)
         os.replace(tmp, path)

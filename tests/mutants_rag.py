@@ -96,7 +96,11 @@ MUTANTS = [
      IN_RAG + "recall_by_hand"),
     # runs
     (RAG, "*self.csv_files.values()\n        logs", "*()\n        logs", SIX),
-    (RAG, 'policy = load_policy(self.run.folder / "best/policy")', "policy = Policy(self.policy.config)",
+    (RAG, "        actions = self.choose(rows, policy=best)\n",
+     "        self.policy.load_state_dict(best.state_dict())\n        actions = self.choose(rows)\n",
+     IN_RAG + "a_finished_run_goes_on_from_its_last_policy_though_the_test_took_the_best"),
+    (RAG, 'best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")',
+     "best = Policy(self.policy.config)",
      IN_RAG + "the_policy_is_saved_with_its_actions_and_loads_again"),
     (RAG, "1, generator=generator)[:, 0]", "1)[:, 0]", IN_RAG + "evaluating_never_changes_training"),
     (RAG, "if self.policy.config.actions != [list", "if False and self.policy.config.actions != [list",

@@ -527,12 +527,11 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
 
 def test_the_policy_is_saved_with_its_actions_and_loads_again(trained):
     script, trainer = trained
-    policy = script.load_policy(trainer.run.folder / "best/policy")
+    policy = script.Policy.from_pretrained(trainer.run.folder / "best/policy")
     assert policy.config.actions == [list(action) for action in trainer.table.actions]
     rows = trainer.table.splits["test"]
-    with torch.no_grad():
-        got, want = (p(trainer.table.observations[rows])[0] for p in (policy, trainer.policy))
-    assert torch.equal(got, want)  # test() took best/policy
+    found = json.loads((trainer.run.folder / "eval_test.json").read_text())
+    assert found["policy"] == trainer.measure(rows, trainer.choose(rows, policy=policy))
 
 
 def test_one_question_is_answered_as_in_the_table(trained):
@@ -580,6 +579,39 @@ def test_evaluating_never_changes_training(rag, tmp_path):
         rag(**out).RAGTrainer().train()
     name = "step_4/policy/model.safetensors"
     assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+
+
+def test_a_finished_run_goes_on_from_its_last_policy_though_the_test_took_the_best(rag, tmp_path):
+    """The checkpoint at the end is made after the test."""
+    whole = tmp_path / "whole"
+    longer = tmp_path / "longer"
+
+    def train(out, steps):
+        script = rag(OUTPUT_DIR=str(out), MAX_STEPS=steps, EVAL_EVERY_N_STEPS=0, SAVE_EVERY_N_STEPS=0)
+        trainer = script.RAGTrainer()
+        trainer.evaluate = lambda: {"reward": -float(trainer.run.step)}  # the first is the best
+        trainer.train()
+
+    train(whole, 6)
+    train(longer, 3)
+    train(longer, 6)
+    name = "step_6/policy/model.safetensors"
+    assert (whole / name).read_bytes() == (longer / name).read_bytes()
+
+
+def test_evaluating_needs_no_run(rag):
+    metrics = rag().RAGTrainer().evaluate()
+    assert {"reward", "em", "f1", "cost", "sampled_reward"} <= metrics.keys()
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(rag, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    script = rag(CACHE_DIR=str(tmp_path / "file"))
+    monkeypatch.setattr("sys.argv", ["ppo_rag.py"])
+    with pytest.raises(SystemExit) as end:
+        script.train_main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.strip().startswith(f"ppo_rag.py: {tmp_path}/file: ")
 
 
 def test_ppo_finds_the_better_action_of_each_kind_of_question(rag):

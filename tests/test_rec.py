@@ -778,8 +778,9 @@ def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path
     assert done.returncode == 0, done.stderr
     assert "Found checkpoint" in done.stdout and "Changed" not in done.stdout
     for part in ("policy", "reference"):
-        one, other = (run / "step_12" / part / "model.safetensors" for run in runs.values())
-        assert one.read_bytes() == other.read_bytes()
+        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            one, other = (run / "step_12" / part / name for run in runs.values())
+            assert one.read_bytes() == other.read_bytes(), name
     assert_same_state(*(run / "step_12/training_state.pt" for run in runs.values()))
     for name in ("metrics.jsonl", "samples.jsonl"):
         one, other = (untimed(run / "logs" / name) for run in runs.values())
