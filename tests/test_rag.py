@@ -595,8 +595,9 @@ def test_a_finished_run_goes_on_from_its_last_policy_though_the_test_took_the_be
     train(whole, 6)
     train(longer, 3)
     train(longer, 6)
-    name = "step_6/policy/model.safetensors"
-    assert (whole / name).read_bytes() == (longer / name).read_bytes()
+    last = (whole / "step_6/policy/model.safetensors").read_bytes()
+    assert last == (longer / "step_6/policy/model.safetensors").read_bytes()
+    assert last != (whole / "best/policy/model.safetensors").read_bytes()
 
 
 def test_evaluating_needs_no_run(rag):
