@@ -1536,7 +1536,10 @@ class GroupedLayer(DynamicLayer):
     def update(self, keys, values, *args, **kwargs):
         if self.length == self.room[0].shape[2]:
             more = 16 + self.length // 2
-            self.room = [torch.cat([x, x.new_empty(*x.shape[:2], more, x.shape[3])], 2) for x in self.room]
+            wider = [x.new_empty(*x.shape[:2], self.length + more, x.shape[3]) for x in self.room]
+            for new, room in zip(wider, self.room):
+                new[:, :, :self.length] = room
+            self.room = wider
         for room, new in zip(self.room, (keys, values)):
             room[:, :, self.length] = new[:, :, 0]
         self.length += 1
@@ -2821,8 +2824,13 @@ def walk(model, trie, prompts, width, pad_id, uniform, excluded):
         logprobs = torch.cat([logprobs.gather(1, at.expand(-1, -1, level)), step], 2)
         if level + 1 < trie.depth:
             first = torch.arange(count, device=model.device)[:, None] * (len(logits) // count)
-            decoder.keep((first + parent).flatten())
-            logits = decoder.next(tokens.flatten())
+            # Where the last code is the only one left nothing needs to be computed
+            needed = torch.ones_like(nodes) if level + 2 < trie.depth else trie.count[level + 1][nodes] > 1
+            rows = needed.flatten().nonzero().squeeze(-1)
+            logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
+            if len(rows):
+                decoder.keep((first + parent).flatten()[rows])
+                logits[rows] = decoder.next(tokens.flatten()[rows]).to(logits.dtype)
     items = torch.where(total.isfinite(), trie.item_at[nodes], -1)
     return items, logprobs, entropies
 

@@ -1642,7 +1642,10 @@ class GroupedLayer(DynamicLayer):
     def update(self, keys, values, *args, **kwargs):
         if self.length == self.room[0].shape[2]:
             more = 16 + self.length // 2
-            self.room = [torch.cat([x, x.new_empty(*x.shape[:2], more, x.shape[3])], 2) for x in self.room]
+            wider = [x.new_empty(*x.shape[:2], self.length + more, x.shape[3]) for x in self.room]
+            for new, room in zip(wider, self.room):
+                new[:, :, :self.length] = room
+            self.room = wider
         for room, new in zip(self.room, (keys, values)):
             room[:, :, self.length] = new[:, :, 0]
         self.length += 1
