@@ -113,7 +113,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take;
 SFT_EPOCHS = 20
 SFT_BATCH_SIZE = 64  # histories an optimizer step
 SFT_LEARNING_RATE = 3e-3
-SFT_DROP_ITEMS = 0.0  # share of the items of a sequence left out, others each time: augments small data
+SFT_STITCH = 0.0  # chance, at each item, that a sequence goes on as another did after it: augments small data
 SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
@@ -176,8 +176,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
     "VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT": (-1e6, 1e6),
     "ENTROPY_COEF": (-1e6, 1e6),
-    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY": (0, 1),
-    "SFT_DROP_ITEMS": (0, 0.9),
+    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY SFT_STITCH": (0, 1),
     "VALID_FRACTION": (1e-6, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH": (1e-6, 1e6),
     "TEMPERATURE": (1e-3, 1e3),
@@ -283,6 +282,7 @@ class RecTrainer:
         self.load_models()
         self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.say)
         self.sft_rows = self.prompter.sft_rows(self.train_rows, self.run.say)
+        self.goes_on = places_after(self.sft_rows)
         for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
             row["ids"] = self.prompter.ids(row["history"])
         check_models({"ACTOR_MODEL": self.actor}, [self.actor], self.train_rows, self.pad_id, self.run.say)
@@ -400,8 +400,8 @@ class RecTrainer:
         rate = self.learning_rate(SFT_LEARNING_RATE)
         metrics = defaultdict(float)
         with self.run.timed("update"), recomputing([self.actor]):
-            if SFT_DROP_ITEMS:
-                rows = [drop_items(row, SFT_DROP_ITEMS) for row in rows]
+            if SFT_STITCH:
+                rows = [stitch(row, self.goes_on) for row in rows]
             batch = sft_batch(rows, self.trie, self.pad_id, self.device)
             every = torch.arange(len(rows), device=self.device)
             weights = batch.response_mask / batch.response_mask.sum()
@@ -2929,12 +2929,38 @@ def sft_batch(rows, trie, pad_id, device):
     return batch
 
 
-def drop_items(row, share):
-    """A row of SFT without some of its items, each left out with probability `share`; the last that is to be
-    learnt stays."""
-    last = max(n for n, learn in enumerate(row["learn"]) if learn)
-    kept = [n for n, x in enumerate(torch.rand(last + 1).tolist()) if x >= share or n == last]
-    return {**row, "items": [row["items"][n] for n in kept], "learn": [row["learn"][n] for n in kept]}
+def places_after(sft_rows):
+    """{item: [(row of SFT, the place of what came next in it)]}, of what is to be learnt."""
+    found = defaultdict(list)
+    for row in sft_rows:
+        before = [row["first"], *row["items"]]
+        for at, learn in enumerate(row["learn"]):
+            if learn and before[at] is not None:
+                found[before[at]].append((row, at))
+    return found
+
+
+def stitch(row, after):
+    """A row of SFT whose sequence goes on, at each item with the chance SFT_STITCH, as some sequence did
+    after the same item: each pair of neighbours is one that was logged, what stands before it is not. With
+    few users to learn from, a model remembers them by the items further back."""
+    if row["first"] is None:
+        return row
+    last = row["first"]
+    source = row
+    at = 0
+    items = []
+    learn = []
+    while len(items) < MAX_HISTORY:
+        if after[last] and torch.rand(()) < SFT_STITCH:
+            source, at = after[last][int(torch.randint(len(after[last]), ()))]
+        if at == len(source["items"]):
+            break
+        last = source["items"][at]
+        items.append(last)
+        learn.append(source["learn"][at])
+        at += 1
+    return {**row, "items": items, "learn": learn} if any(learn) else row
 
 
 def item_logprobs(model, trie, batch, rows, temperature):
@@ -3164,6 +3190,9 @@ class Prompter:
         if self.head[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
             self.head = self.head[:-1]
         self.tail = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+        if self.tail and SFT_STITCH:
+            stands = f"something stands behind the history: {after!r}"
+            raise UserError(f"SFT_STITCH = {SFT_STITCH} needs whole sequences, and {stands}: set it to 0")
         longest = len(self.head) + len(self.tail) + self.codes.shape[1] * (MAX_HISTORY + 1)
         most, why = positions_of(model)
         if longest > most:
@@ -3190,15 +3219,15 @@ class Prompter:
         return {"history": numbers, "ids": self.ids(numbers)}
 
     def sft_rows(self, train_rows, say):
-        """What SFT learns, [{"id", "prompt", "items", "learn"}]. Where nothing stands behind the history, one
-        pass over a sequence asks for each of its items: the same loss as a row for each, at a fifth of the
-        time."""
+        """What SFT learns, [{"id", "prompt", "items", "learn", "first"}]. Where nothing stands behind the
+        history, one pass over a sequence asks for each of its items: the same loss as a row for each, at a
+        fifth of the time; first is then the item that the prompt is."""
         found = []
         if self.tail:
             for row in train_rows:
                 found.append({
                     "id": row["id"], "prompt": self.ids(row["history"]), "items": [row["target"]],
-                    "learn": [True]})
+                    "learn": [True], "first": None})
         else:
             lines = {}
             for row in train_rows:
@@ -3209,7 +3238,7 @@ class Prompter:
                 sequence = some[0]["sequence"]
                 found.append({
                     "id": some[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
-                    "learn": [at in asked for at in range(1, end)]})
+                    "learn": [at in asked for at in range(1, end)], "first": sequence[0]})
         return found + self.title_rows(train_rows, say)
 
     def title_rows(self, train_rows, say):
@@ -3227,7 +3256,7 @@ class Prompter:
         for text, item, name in found:
             ids = self.text_ids(text)
             if text and len(ids) + self.codes.shape[1] <= self.most:
-                rows.append({"id": name, "prompt": ids, "items": [item], "learn": [True]})
+                rows.append({"id": name, "prompt": ids, "items": [item], "learn": [True], "first": None})
         if len(rows) < len(found):
             say(f"{len(found) - len(rows)} of {len(found)} rows of titles are empty or too long: left out")
         return rows

@@ -9,6 +9,8 @@ MUTANTS = [
      IN_MODELS + "a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing[values]"),
     (GRPO, "if t == 0 and not all(layer.attended for layer in decoder.shared):", "if False:",
      IN_MODELS + "a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing[keys]"),
+    (GRPO, "                new[:, :, :self.length] = room\n", "                pass\n",
+     "tests/test_speed.py::test_decoding_with_shared_prompts_is_a_plain_forward_pass"),
     (GRPO, "        return logits[torch.arange(len(logits), device=logits.device), self.lengths - 1]",
      "        return logits[:, -1]",
      IN_MODELS + "every_way_to_decode_gives_the_same_samples"),

@@ -124,4 +124,16 @@ MUTANTS = [
     (REC, "    with torch.random.fork_rng(devices=[]):\n        torch.manual_seed(SEED)\n",
      "    if True:\n        torch.manual_seed(SEED)\n",
      IN_REC + "a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte"),
+    # stitching
+    (REC, "            if learn and before[at] is not None:", "            if before[at] is not None:",
+     IN_REC + "a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_logged"),
+    (REC, "            found[before[at]].append((row, at))\n",
+     "            found[before[at]] = found[before[at]][:1] + [(row, at)]\n",
+     IN_REC + "a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_logged"),
+    (REC, "        learn.append(source[\"learn\"][at])\n", "        learn.append(True)\n",
+     IN_REC + "a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_logged"),
+    (REC, "        last = source[\"items\"][at]\n", "        last = source[\"items\"][-1]\n",
+     IN_REC + "a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_logged"),
+    (REC, "                rows = [stitch(row, self.goes_on) for row in rows]\n", "                pass\n",
+     IN_REC + "stitching_reaches_the_update"),
 ]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -392,16 +393,55 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     assert batch.response_mask.sum().item() == 3 * len(trainer.train_rows) > 3 * len(trainer.sft_rows)
 
 
-def test_items_that_are_dropped_come_back_and_the_last_stays(rec):
-    module = rec()
-    row = {"id": "x", "prompt": [1], "items": [3, 4, 5, 6], "learn": [True, False, True, False]}
+def test_a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_logged(rec):
+    module = rec(SFT_STITCH=0.7)
+    trainer = trainer_of(module)
+    kept = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # the others stand for a test's
+    rows = trainer.prompter.sft_rows(kept, print)
+    after = module.places_after(rows)
+    logged = Counter((row["history"][-1], row["target"]) for row in kept)
     torch.manual_seed(0)
-    found = [module.drop_items(row, 0.5) for _ in range(50)]
-    assert all(some["items"][-1] == 5 and some["learn"][-1] for some in found)
-    assert {tuple(some["items"]) for some in found} == {(5,), (3, 5), (4, 5), (3, 4, 5)}
-    assert row["items"] == [3, 4, 5, 6]
-    for some in found:
-        assert [row["learn"][row["items"].index(item)] for item in some["items"]] == some["learn"]
+    found = Counter()
+    begun = 0
+    for row in rows * 60:
+        some = module.stitch(row, after)
+        assert len(some["items"]) == len(some["learn"]) <= module.MAX_HISTORY and any(some["learn"])
+        assert some["prompt"] == row["prompt"]
+        pairs = list(zip([row["first"], *some["items"]], some["items"]))
+        found.update(pair for pair, learn in zip(pairs, some["learn"]) if learn)
+        begun += some["items"][0] == row["items"][0]
+    assert set(found) == set(logged)
+    assert begun < 0.9 * len(rows) * 60  # others' ways are taken
+    module.SFT_STITCH = 1.0  # where something was logged after an item, it goes on by what is learnt
+    for row in rows * 10:
+        some = module.stitch(row, after)
+        before = [row["first"], *some["items"]]
+        assert all(learn or not after[item] for item, learn in zip(before, some["learn"]))
+    for item in {first for first, _ in logged}:
+        of_item = {pair: count for pair, count in logged.items() if pair[0] == item}
+        met = sum(found[pair] for pair in of_item)
+        for pair, count in of_item.items():
+            share = count / sum(of_item.values())
+            assert abs(found[pair] / met - share) < 0.05 + 3 * (share * (1 - share) / met) ** 0.5
+
+
+def test_stitching_reaches_the_update(rec):
+    def loss(chance):
+        trainer = rec(SFT_STITCH=chance).RecTrainer()
+        torch.manual_seed(0)
+        return trainer.sft_update(trainer.sft_rows)["policy_loss"]
+
+    assert loss(1.0) != loss(0.0) == loss(0.0)
+
+
+def test_without_stitching_a_sequence_stays_what_it_is(rec):
+    module = rec(SFT_STITCH=0.0)
+    trainer = trainer_of(module)
+    rows = trainer.sft_rows
+    assert [module.stitch(row, module.places_after(rows)) for row in rows] == rows
+    module.SFT_STITCH = 1.0
+    by_title = {**rows[0], "first": None}
+    assert module.stitch(by_title, module.places_after([*rows, by_title])) == by_title
 
 
 # ---------------------------------------------------------------- rewards and metrics
@@ -604,6 +644,8 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
     ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': No such file"),
     ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': No such file"),
     ({"HEADS": 3}, "must be an even multiple of HEADS"),
+    ({"SFT_STITCH": 0.5, "PROMPT_TEMPLATE": "{history} 7", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")},
+     "SFT_STITCH = 0.5 needs whole sequences, and something stands behind the history: ' 7"),
 ])
 def test_constants_that_do_not_fit_are_one_sentence(rec, constants, sentence):
     module = rec(**constants)
@@ -736,7 +778,7 @@ def words(world, out, **constants):
     constants = {
         **SMALL, **world, "OUTPUT_DIR": out, "MAX_STEPS": 6, "SFT_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2,
         "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2, "SASREC_EPOCHS": 1,
-        "CANDIDATES": "sample", **constants}
+        "CANDIDATES": "sample", "SFT_STITCH": 0.5, **constants}
     return [f"{key}={value}" for key, value in constants.items()]
 
 
