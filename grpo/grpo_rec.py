@@ -114,6 +114,7 @@ SFT_EPOCHS = 20
 SFT_BATCH_SIZE = 64  # histories an optimizer step
 SFT_LEARNING_RATE = 3e-3
 SFT_STITCH = 0.0  # chance, at each item, that a sequence goes on as another did after it: augments small data
+SFT_AVERAGE = 0.0  # decay of the running mean of SFT's weights, which is the policy; 0: the weights are
 SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
@@ -177,6 +178,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT": (-1e6, 1e6),
     "ENTROPY_COEF": (-1e6, 1e6),
     "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY SFT_STITCH": (0, 1),
+    "SFT_AVERAGE": (0, 0.9999),
     "VALID_FRACTION": (1e-6, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH": (1e-6, 1e6),
     "TEMPERATURE": (1e-3, 1e3),
@@ -287,7 +289,8 @@ class RecTrainer:
             row["ids"] = self.prompter.ids(row["history"])
         check_models({"ACTOR_MODEL": self.actor}, [self.actor], self.train_rows, self.pad_id, self.run.say)
         check_head(self.actor, self.trie, self.train_rows[0]["ids"])
-        set_ways(self.reference, get_ways(self.actor))
+        for model in (self.reference, self.learner):
+            set_ways(model, get_ways(self.actor))
         targets = torch.tensor([row["target"] for row in self.train_rows])
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
@@ -299,6 +302,10 @@ class RecTrainer:
         self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
+        if self.state.stage == "sft" and bool(SFT_AVERAGE) != (self.learner is not self.actor):
+            was = "without" if SFT_AVERAGE else "with"
+            todo = "resume as it was, or start afresh with RESUME=no"
+            raise UserError(f"SFT_AVERAGE = {SFT_AVERAGE}: {self.run.checkpoint} was made {was} it; {todo}")
         self.plan_steps()
 
     def load_models(self):
@@ -314,8 +321,15 @@ class RecTrainer:
             self.reference = load_model(AutoModelForCausalLM, at / "reference", "RESUME", self.device)
         self.reference.requires_grad_(False)
         self.models = {"policy": self.actor, "reference": self.reference}  # saved, by its folder's name
+        self.learner = self.actor  # what SFT updates
         rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
-        self.optimizers = {"policy": make_optimizer(self.actor, rate)}
+        if at and (at / "learner").is_dir():
+            self.learner = load_model(AutoModelForCausalLM, at / "learner", "RESUME", self.device)
+        elif SFT_AVERAGE and STAGE != "rl" and not at:
+            self.learner = copy.deepcopy(self.actor)
+        if self.learner is not self.actor:
+            self.models["learner"] = self.learner
+        self.optimizers = {"policy": make_optimizer(self.learner, rate)}
 
     def load_rewards(self):
         """What compute_rewards() needs: values, vectors, functions."""
@@ -370,6 +384,8 @@ class RecTrainer:
         self.state.begin = self.run.step
         self.state.epoch = self.state.cursor = 0
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
+        self.learner = self.actor
+        self.models.pop("learner", None)
         self.run.begin_part()
         self.plan_steps()
 
@@ -399,21 +415,25 @@ class RecTrainer:
         """One optimizer step on the items that were logged; returns its metrics."""
         rate = self.learning_rate(SFT_LEARNING_RATE)
         metrics = defaultdict(float)
-        with self.run.timed("update"), recomputing([self.actor]):
+        with self.run.timed("update"), recomputing([self.learner]):
             if SFT_STITCH:
                 rows = [stitch(row, self.goes_on) for row in rows]
             batch = sft_batch(rows, self.trie, self.pad_id, self.device)
             every = torch.arange(len(rows), device=self.device)
             weights = batch.response_mask / batch.response_mask.sum()
-            for micro in micro_batches(batch, every, rows_at_once(self.actor, batch)):
-                logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
+            for micro in micro_batches(batch, every, rows_at_once(self.learner, batch)):
+                logprobs, entropy = item_logprobs(self.learner, self.trie, batch, micro, TEMPERATURE)
                 weight = weights[micro, :logprobs.shape[1]]
                 loss = -(weight * logprobs).sum()
-                backward(self.actor, loss)
+                backward(self.learner, loss)
                 metrics["policy_loss"] += loss.item()
                 metrics["entropy"] += (weight * entropy.detach()).sum().item()
             ids = [row["id"] for row in rows]
             norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, ids)
+            if self.learner is not self.actor:
+                # Weights of the first steps are soon forgotten
+                decay = min(SFT_AVERAGE, (self.run.step + 2) / (self.run.step + 11))
+                average_weights(self.learner, self.actor, decay)
         self.tokens = int(batch.response_mask.sum())
         return {**metrics, "grad_norm": norms[0], "learning_rate": rate}
 
@@ -3337,6 +3357,13 @@ def load_actor(checkpoint, catalogue, device):
         model.resize_token_embeddings(len(tokenizer))
     check_group(catalogue)
     return tokenizer, model.eval()
+
+
+@torch.no_grad()
+def average_weights(source, to, decay):
+    """The weights of `to` become decay * theirs + (1 - decay) * those of source."""
+    for parameter, other in zip(source.parameters(), to.parameters()):
+        other.lerp_(parameter, 1 - decay)
 
 
 @torch.no_grad()

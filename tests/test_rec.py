@@ -444,6 +444,49 @@ def test_without_stitching_a_sequence_stays_what_it_is(rec):
     assert module.stitch(by_title, module.places_after([*rows, by_title])) == by_title
 
 
+def test_the_policy_of_sft_is_the_running_mean_of_what_is_learnt(rec, tmp_path):
+    module = rec(SFT_AVERAGE=0.3, SFT_EPOCHS=1, STAGE="sft", SAVE_EVERY_N_STEPS=1)
+    trainer = module.RecTrainer()
+    learnt = []
+    update = trainer.sft_update
+
+    def remembered(rows):
+        metrics = update(rows)
+        learnt.append(next(trainer.learner.parameters()).detach().clone())
+        return metrics
+
+    mean = next(trainer.actor.parameters()).detach().clone()
+    assert torch.equal(mean, next(trainer.learner.parameters()))
+    trainer.sft_update = remembered
+    trainer.train()
+    for step, weights in enumerate(learnt, 1):
+        decay = min(0.3, (1 + step) / (10 + step))
+        mean = decay * mean + (1 - decay) * weights
+        kept = trainer.run.folder / f"step_{step}"
+        if kept.exists():
+            saved = module.AutoModelForCausalLM.from_pretrained(kept / "policy")
+            assert torch.allclose(next(saved.parameters()), mean, atol=1e-6)
+            saved = module.AutoModelForCausalLM.from_pretrained(kept / "learner")
+            assert torch.equal(next(saved.parameters()), weights)
+    assert len(learnt) > 3 and not torch.allclose(mean, learnt[-1], atol=1e-5)
+    other = rec(SFT_AVERAGE=0.0, SFT_EPOCHS=2, STAGE="sft", RESUME="yes")
+    with pytest.raises(other.UserError, match="SFT_AVERAGE = 0.0: .*step_6 was made with it; resume"):
+        other.RecTrainer()
+
+
+def test_grpo_has_no_learner_beside_the_policy(rec):
+    module = rec(SFT_AVERAGE=0.3)
+    trainer = module.RecTrainer()
+    trainer.train()
+    last = trainer.run.folder / f"step_{trainer.run.step}"
+    assert trainer.learner is trainer.actor
+    assert (last / "policy").is_dir() and not (last / "learner").exists()
+    parameters = trainer.optimizers["policy"].param_groups[0]["params"]
+    assert parameters[0] is next(trainer.actor.parameters())
+    again = rec(SFT_AVERAGE=0.3, RESUME="yes", MAX_STEPS=3).RecTrainer()
+    assert again.learner is again.actor
+
+
 # ---------------------------------------------------------------- rewards and metrics
 
 def test_ranking_reward_by_hand():
@@ -778,7 +821,8 @@ def words(world, out, **constants):
     constants = {
         **SMALL, **world, "OUTPUT_DIR": out, "MAX_STEPS": 6, "SFT_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2,
         "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2, "SASREC_EPOCHS": 1,
-        "CANDIDATES": "sample", "SFT_STITCH": 0.5, **constants}
+        "CANDIDATES": "sample", "SFT_STITCH": 0.5, "SFT_AVERAGE": 0.9,
+        **constants}
     return [f"{key}={value}" for key, value in constants.items()]
 
 
