@@ -263,7 +263,7 @@ _CONTRACTIONS = (
     "they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's where'd "
     "where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't "
     "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've").split()
-_WITHOUT_APOSTROPHE = {word.replace("'", ""): word for word in _CONTRACTIONS}
+_WITHOUT_APOSTROPHE = {word.replace("'", "").lower(): word.lower() for word in _CONTRACTIONS}
 
 
 def normalise_vqa(text: str) -> str:
