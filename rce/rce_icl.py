@@ -1,4 +1,4 @@
-"""RCE, then GRPO, for choosing demonstrations: a pointer network picks the examples that a frozen reader sees.
+"""RCE, then GRPO, for choosing demonstrations: a pointer network picks the examples a frozen reader sees.
 
 For a query x a list of SHOTS demonstrations d_1 .. d_S is chosen out of a pool, in order, so that a reader
 that sees them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after
@@ -12,8 +12,9 @@ the other; a candidate's vector is that of its text and that of its answer, whic
                  (the probability the reader gives to the gold answers) are recombined; the best and a few
                  others are then answered and marked
     2. check up  what they are worth, with a verdict
-    3. RCE       w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU);  L = mean over queries of sum_i w_i -log pi(d^i | x)
-    4. GRPO      (GRPO_EPOCHS > 0) A = r - mean, over deviation, once, within a query's lists; rho = pi / pi_old
+    3. RCE       w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)
+                 L = mean over queries of sum_i w_i * -log pi(d^i | x)
+    4. GRPO      (GRPO_EPOCHS > 0) A = (r - mean) / deviation, once, within a query's lists; rho = pi / pi_old
                  L = -mean min(rho A, clip(rho, 1 -+ CLIP_RANGE) A) + KL_COEF KL(pi || pi_RCE)
 
 Deviations from the source (Lever-Plus v3), whose documents report that GRPO hurt what RCE had reached:
@@ -22,7 +23,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
 - gt_prob is a product over the answer's tokens and what ends it, so over distinct golds it sums to 1 at most;
-- mined lists are recombined ("local"): it halves the noise, since a right list often has one bad member.
+- mined lists are recombined ("local"), since a right list often has one bad member.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then STAGE=check, then STAGE=train
@@ -39,12 +40,9 @@ the network    Pointer                               the embedding  EMBEDDING; e
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
 """
-import hashlib
-import itertools
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -88,8 +86,8 @@ TRAIN_VECTORS: str | None = None
 TEST_VECTORS: str | None = None
 EMBED_ANSWERS = True  # a candidate's vector has that of its answer beside that of its text
 
-# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model or,
-# where the data has images, of an image-text-to-text model
+# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
+# or, where the data has images, of an image-text-to-text model
 READER = "votes"
 PRIOR_STRENGTH = 0.2  # of votes: what the class prior weighs against a demonstration of similarity 1
 INSTRUCTION: str | None = None  # what a language model reads first
@@ -139,7 +137,7 @@ LEARNING_RATE = 3e-3
 MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.01
 USE_LR_SCHEDULER = True
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (towards 0, one step after the stage's last) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (towards 0 after the stage's last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
 WARMUP_STEPS = 0
 
@@ -150,7 +148,7 @@ GROUP_SIZE = 16  # fresh lists a query
 GRPO_LEARNING_RATE = 1e-4
 CLIP_RANGE = 0.2  # > 0
 KL_COEF = 0.1  # price of a nat a choice away from the policy that GRPO starts from
-KL_TARGET: float | None = 0.02  # nats a choice; moves KL_COEF towards it (1909.08593, section 2.2); None: fixed
+KL_TARGET: float | None = 0.02  # nats a choice; moves KL_COEF (1909.08593, section 2.2)
 FREEZE = True  # attention, norms and gate alone are trained
 
 # Evaluation
@@ -177,9 +175,9 @@ _MODES = (
     "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
     "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel legacy").split()
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
-    "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE": (1, 1e12),
-    "SHOTS POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS": (1, 1e12),
-    "BATCH_SIZE PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
+    "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
+    "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
+    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
     "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS RERANK": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
@@ -247,20 +245,6 @@ def adapt_kl_coef(coef, kl, target):
 def gold_probability(logprobs, weights):
     """Sum of weight * exp(log-probability) over the distinct gold answers of a query, at most 1."""
     return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
-def gold_weights(golds):
-    """{distinct gold answer: min(count / 3, 1)}; a single gold answer weighs 1. Answers that VQA's
-    normalisation makes equal are one."""
-    counts = {}
-    for gold in golds:
-        first = next((known for known in counts if same_answer(known, gold)), gold)
-        counts[first] = counts.get(first, 0) + 1
-    return {gold: min(1.0, count / min(3, len(golds))) for gold, count in counts.items()}
-
-
-def same_answer(a, b):
-    return rewards.normalise_vqa(a) == rewards.normalise_vqa(b)
 
 
 def shaped_rewards(candidates):
@@ -458,11 +442,11 @@ class ICLTrainer:
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
         self.run.panels += [(name, [name]) for name in names.split()]
         self.splits, self.demos = load_splits(self.run.say)
-        self.embedder = embed_splits(self.splits, self.demos, self.device, self.run.say)
-        self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in self.demos])).to(self.device)
+        self.corpus = Corpus(self.splits, self.demos, self.device, self.run.say)
         self.reader = self.load_reader()
         self.told = {}  # (query's id, demonstrations' numbers): what the reader answered
         self.load_policy()
+        self.miner = Miner(self.corpus, self.policy, self.reader, self.run.say)
         # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
         # begin the step at which the stage began, candidates the digest of the file that is trained on
         self.state = SimpleNamespace(
@@ -474,7 +458,7 @@ class ICLTrainer:
         if self.state.stage == "grpo":
             self.freeze()
         if not KL_TARGET:
-            self.state.kl_coef = float(KL_COEF)  # only the controller's coefficient outlives a changed constant
+            self.state.kl_coef = float(KL_COEF)  # a controller's alone outlives a changed constant
         self.plan_steps()
 
     def load_reader(self):
@@ -484,7 +468,7 @@ class ICLTrainer:
     def load_policy(self):
         """From the checkpoint when there is one, else new; the reference is what GRPO starts from."""
         at = self.run.checkpoint
-        sizes = self.demos[0]["vector"].size, self.vectors.shape[1]
+        sizes = self.corpus.sizes
         self.policy = load_pointer(at / "policy", sizes) if at else new_pointer(sizes)
         self.reference = load_pointer(at / "reference", sizes) if at else new_pointer(sizes)
         self.policy.to(self.device)
@@ -571,7 +555,7 @@ class ICLTrainer:
         lists, choices) and present, weights, advantages (queries, lists)."""
         rows = next_rows(self.train_rows, self.state, BATCH_SIZE)
         batch = SimpleNamespace(rows=rows, lists=[row["candidates"] for row in rows])
-        batch.vectors = self.stack_vectors([row["query"] for row in rows])
+        batch.vectors = self.corpus.stack_vectors([row["query"] for row in rows])
         batch.pool = stack_pools([row["pool"] for row in rows]).to(self.device)
         found = [row["rewards"] for row in rows]
         if self.state.stage == "grpo" and ON_POLICY:
@@ -601,15 +585,15 @@ class ICLTrainer:
         with self.run.timed("rollout"):
             self.policy.eval()
             uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS)
-            inputs = batch.vectors, self.vectors, batch.pool
+            inputs = batch.vectors, self.corpus.vectors, batch.pool
             pointers = self.policy.sample(*inputs, uniform.to(self.device)).tolist()
             groups = []
             for row, lists in zip(batch.rows, pointers):
                 candidates = [new_candidate(pointer, "sample", 1.0) for pointer in lists]
                 groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=candidates))
         with self.run.timed("score"):
-            self.score_gold(groups)
-            self.verify(groups)
+            self.miner.score_gold(groups)
+            self.miner.verify(groups)
         lists = [usable(group.candidates) for group in groups]
         lists = [x if len(x) > 1 else row["candidates"] for x, row in zip(lists, batch.rows)]  # all failed
         return lists, [shaped_rewards(x) for x in lists]
@@ -626,10 +610,14 @@ class ICLTrainer:
         optimizer.param_groups[0]["lr"] = rate
         with run.timed("update"):
             self.policy.train(in_rce)  # dropout in RCE alone
-            inputs = batch.vectors, self.vectors, batch.pool, batch.pointers
+            inputs = batch.vectors, self.corpus.vectors, batch.pool, batch.pointers
             every = self.policy(*inputs)  # (queries, lists, choices, pool)
             logprobs = list_logprobs(every, batch.pointers)
-            loss, metrics = self.rce(batch, logprobs) if in_rce else self.grpo(batch, every, logprobs, inputs)
+            if in_rce:
+                loss = rce_loss(logprobs, batch.weights)
+                metrics = {"policy_loss": loss.item()}
+            else:
+                loss, metrics = self.grpo(batch, every, logprobs, inputs)
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
@@ -641,10 +629,6 @@ class ICLTrainer:
         entropy = -(every.detach().exp() * every.detach().clamp(min=-1e8)).sum(-1)
         metrics["entropy"] = ((entropy * chosen).sum() / chosen.sum()).item()
         return {**metrics, "grad_norm": norm.item(), "learning_rate": rate}
-
-    def rce(self, batch, logprobs):
-        loss = rce_loss(logprobs, batch.weights)
-        return loss, {"policy_loss": loss.item()}
 
     def grpo(self, batch, every, logprobs, inputs):
         """The loss of GRPO: old log-probabilities are those of what drew the lists as GRPO sees it, which is
@@ -684,7 +668,7 @@ class ICLTrainer:
 
     def begin_grpo(self):
         """The best policy of RCE is kept in rce/, and is what GRPO starts from and stays near to."""
-        best = load_pointer(self.run.folder / "best/policy", self.sizes())
+        best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
         write_folder(self.run.folder / "rce", self.save_rce, manifest=False)
@@ -706,29 +690,26 @@ class ICLTrainer:
         for name, parameter in self.policy.named_parameters():
             parameter.requires_grad_(not FREEZE or "projection" not in name)
 
-    def sizes(self):
-        return self.demos[0]["vector"].size, self.vectors.shape[1]
-
     # ------------------------------------------------------------ mining
 
     def mine(self, path, queries, shots):
-        """Mine lists for queries into `path`, MINE_BATCH_SIZE at a time. Each part is whole on disk before the
-        next is begun, and depends on nothing but the policy and the constants, so a killed run goes on where
-        it was. False when a signal stopped it."""
+        """Mine lists for queries into `path`, MINE_BATCH_SIZE at a time. Each part is whole on disk before
+        the next is begun, and depends on nothing but the policy and the constants, so a killed run goes on
+        where it was. False when a signal stopped it."""
         folder = path.with_suffix(".parts")
         folder.mkdir(parents=True, exist_ok=True)
         facts = mining_facts(shots)
-        records = {}
+        parts = []
         right = 0
         started = time.perf_counter()
         for i in range(0, len(queries), MINE_BATCH_SIZE):
             part = folder / f"{i:08d}.json"
             found = read_part(part, facts, self.run.say)
             if found is None:
-                groups = self.mine_part(queries[i:i + MINE_BATCH_SIZE], shots)
+                groups = self.miner.mine(queries[i:i + MINE_BATCH_SIZE], shots)
                 found = {str(group.query["number"]): group_record(group, self.demos) for group in groups}
                 write_candidates(part, found, facts)
-            records |= found
+            parts.append(part)
             right += sum(any(c["vqa_correct"] for c in x["pointer_candidates"]) for x in found.values())
             done = min(i + MINE_BATCH_SIZE, len(queries))
             left = (time.perf_counter() - started) / done * (len(queries) - done)
@@ -737,175 +718,8 @@ class ICLTrainer:
                 self.run.show(line, f"{tqdm.format_interval(left)} left in mining")
             if self.run.stop_signal:
                 return False
-        write_candidates(path, records, facts)
-        shutil.rmtree(folder)
+        join_parts(path, parts, facts)
         return True
-
-    @torch.no_grad()
-    def mine_part(self, queries, shots):
-        """Groups of some queries: proposed, scored by gt_prob, recombined, the best and some others answered
-        and marked."""
-        self.policy.eval()
-        groups = self.propose(queries, shots)
-        self.score_gold(groups)
-        for group in groups:
-            self.recombine(group, shots)
-        self.score_gold(groups)
-        for group in groups:
-            group.proposed = sum(len(c["source"]) for c in group.candidates)
-            self.choose_kept(group)
-        self.verify(groups)
-        inputs = self.group_tensors(groups)
-        logprobs = list_logprobs(self.policy(*inputs), inputs[-1]).tolist()
-        for group, values in zip(groups, logprobs):
-            for c, value in zip(group.candidates, values):
-                c["logprob"] = value
-        return groups
-
-    def propose(self, queries, shots):
-        """A group a query: its pool and its distinct ordered lists, each with all its sources."""
-        pools = stack_pools([self.pool_of(query) for query in queries])
-        vectors = self.stack_vectors(queries)
-        inputs = vectors, self.vectors, pools.to(self.device)
-        found = [{} for _ in queries]
-
-        def add(n, pointer, source, temperature=None, score=None):
-            candidate = found[n].setdefault(tuple(pointer), new_candidate(pointer))
-            candidate["source"].append(source)
-            candidate["temperature"].append(temperature)
-            if score is not None:
-                candidate["beam_score"] = score
-
-        if BEAMS:
-            lists, scores = (x.tolist() for x in self.policy.search(*inputs, shots, BEAMS))
-            for n in range(len(queries)):
-                for pointer, score in zip(lists[n], scores[n]):
-                    if score > -1e8:  # a small pool has fewer lists than BEAMS
-                        add(n, pointer, "beam", score=score)
-        for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
-            streams = [self.stream(query, f"sample {k}") for query in queries]
-            uniform = torch.stack([torch.rand(SAMPLES, shots, generator=g) for g in streams])
-            lists = self.policy.sample(*inputs, uniform.to(self.device), temperature).tolist()
-            for n in range(len(queries)):
-                for pointer in lists[n]:
-                    add(n, pointer, "sample", float(temperature))
-        for n, query in enumerate(queries):
-            ranking = self.similarity(query, pools[n]).argsort(descending=True, stable=True).tolist()
-            for pointer in cut_lists(ranking, shots, RETRIEVED):
-                add(n, pointer, "retrieval")
-            stream = self.stream(query, "random")
-            order = []
-            whole = len(ranking) // shots * shots
-            while len(order) < RANDOM * shots:
-                order += torch.randperm(len(ranking), generator=stream).tolist()[:whole]
-            for pointer in cut_lists(order, shots, RANDOM):
-                add(n, pointer, "random")
-        if not all(found):
-            raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
-        groups = []
-        for query, pool, lists in zip(queries, pools, found):
-            groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(lists.values())))
-        return groups
-
-    def recombine(self, group, shots):
-        """Add LOCAL lists of members of the LOCAL_TOP best: a right list often has one bad member."""
-        ranked = sorted(group.candidates, key=gold_first)[:LOCAL_TOP]
-        members = list(dict.fromkeys(j for c in ranked for j in c["pointer"]))
-        known = {tuple(c["pointer"]) for c in group.candidates}
-        new = [pointer for pointer in itertools.permutations(members, shots) if pointer not in known]
-        order = torch.randperm(len(new), generator=self.stream(group.query, "local")).tolist()
-        group.candidates += [new_candidate(new[i], "local") for i in order[:LOCAL]]
-
-    def choose_kept(self, group):
-        """Keep the policy's own pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others."""
-        ranked = sorted(group.candidates, key=gold_first)
-        kept = ranked[:KEEP_TOP]
-        others = ranked[KEEP_TOP:]
-        order = torch.randperm(len(others), generator=self.stream(group.query, "keep")).tolist()
-        kept += [others[i] for i in order[:KEEP_RANDOM]]
-        own = max(group.candidates, key=beam_first)
-        if own["beam_score"] is not None and not any(c is own for c in kept):
-            kept.append(own)
-        group.candidates = kept
-
-    def score_gold(self, groups):
-        """gt_prob of the lists that have none yet."""
-        pairs = [(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None and not c["eval_failed"]]
-        self.ask(pairs, "gold_probabilities", "gold_probability", take_gold)
-
-    def verify(self, groups):
-        """Answers of the lists, marked."""
-        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
-        self.ask(pairs, "answers", "answer", take_answer)
-
-    def ask(self, pairs, many, one, take):
-        """Ask the reader about (group, candidate) pairs, by its method `many` where it has one, else one by
-        one; a list whose reading raises is marked as failed, and the reader that always raises is named."""
-        asked = [(g.query, [self.demos[g.pool[j]] for j in c["pointer"]]) for g, c in pairs]
-        found = [None] * len(pairs)
-        every = hasattr(self.reader, many)
-        if every:
-            try:
-                found = getattr(self.reader, many)(asked)
-            except UserError:
-                raise
-            except Exception:  # a reader may raise anything
-                every = False
-        failed = []
-        for (group, c), (query, demonstrations), value in zip(pairs, asked, found):
-            try:
-                golds = (query["golds"],) if one == "gold_probability" else ()
-                value = value if every else getattr(self.reader, one)(query, demonstrations, *golds)
-                take(c, value, query)
-            except UserError:
-                raise
-            except Exception as error:  # a reader may raise anything
-                c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
-                failed.append(c["eval_error"])
-        if failed and len(failed) == len(pairs):
-            raise UserError(f"the reader's {one}() failed for every one of {len(pairs)} lists: {failed[0]}")
-        if failed:
-            many_ = f"{len(failed)} of {len(pairs)} lists, kept but not trained on"
-            self.run.say(f"WARNING: the reader's {one}() failed for {many_}: {failed[0]}")
-
-    def stream(self, query, use):
-        """A random stream for one use of one query, whatever was drawn before."""
-        digest = hashlib.sha256(f"{SEED} {query['id']} {use}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-    def pool_of(self, query):
-        """Numbers of a query's candidates within the demonstrations, (pool,): never one of its own text. Held
-        out queries have the same pools under every SEED."""
-        if "pool" not in query:
-            seed = SEED if query["split"] == "train" else SPLIT_SEED
-            digest = hashlib.sha256(f"pool {seed} {query['id']}".encode()).digest()
-            stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            if POOL == "random":
-                order = torch.randperm(len(self.demos), generator=stream)
-            else:
-                every = torch.arange(len(self.demos))
-                order = self.similarity(query, every).argsort(descending=True, stable=True)
-            wanted = order[:POOL_SIZE + 50].tolist()  # the same text stands there a few times at most
-            own = query["text"].strip().lower(), query["image"]
-            wanted = [j for j in wanted if (self.demos[j]["text"].strip().lower(), self.demos[j]["image"]) != own]
-            query["pool"] = torch.tensor(wanted[:POOL_SIZE])
-        return query["pool"]
-
-    def similarity(self, query, numbers):
-        """Cosines of a query and demonstrations, (numbers,)."""
-        if not hasattr(self, "demo_vectors"):
-            self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in self.demos]))
-        return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
-
-    def stack_vectors(self, queries):
-        """(queries, d)."""
-        return torch.tensor(np.stack([query["vector"] for query in queries])).to(self.device)
-
-    def group_tensors(self, groups):
-        """What the policy reads of groups: vectors, candidates' vectors, pool, pointers."""
-        pool = stack_pools([group.pool for group in groups]).to(self.device)
-        vectors = self.stack_vectors([group.query for group in groups])
-        return vectors, self.vectors, pool, pad_pointers([g.candidates for g in groups]).to(self.device)
 
     # ------------------------------------------------------------ evaluation and what is logged
 
@@ -917,8 +731,9 @@ class ICLTrainer:
         found = []
         for i in range(0, len(queries), 64):
             some = queries[i:i + 64]
-            pool = stack_pools([self.pool_of(query) for query in some])
-            lists, _ = policy.search(self.stack_vectors(some), self.vectors, pool.to(self.device), shots, beams)
+            pool = stack_pools([self.corpus.pool_of(query) for query in some])
+            inputs = self.corpus.stack_vectors(some), self.corpus.vectors, pool.to(self.device)
+            lists, _ = policy.search(*inputs, shots, beams)
             lists = lists.cpu().flatten(1)
             found += pool.gather(1, lists).view(len(some), -1, shots).tolist()
         return found
@@ -948,92 +763,11 @@ class ICLTrainer:
         """The demonstrations that the policy picks for a query text, as rows of the training data, out of its
         pool."""
         query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
-        self.embedder = self.embedder or make_embedder(self.splits, self.demos, self.device)
-        if not hasattr(self.embedder, "texts"):
-            raise UserError("select() embeds its query: give an EMBEDDING in place of TRAIN_VECTORS")
-        query["vector"] = scaled(self.embedder.texts([query["text"]]))[0].astype(np.float32)
+        query["vector"] = self.corpus.embed_query(query["text"])
         return [self.demos[j] for j in self.pick([query], shots)[0][0]]
 
     def test(self):
-        """The best policy on the test queries beside what needs no training, at each of EVAL_SHOTS."""
-        policies = {"RCE": load_pointer(self.run.folder / "best/policy", self.sizes())}
-        if self.state.stage == "grpo":
-            before = load_pointer(self.run.folder / "rce/policy", self.sizes())
-            policies = {"RCE": before, "RCE + GRPO": policies["RCE"]}
-        if IMITATION:
-            policies["imitation"] = self.imitate()
-        queries = self.splits["test"]
-        results = {}
-        for shots in EVAL_SHOTS:
-            found = self.baselines(queries, shots)
-            for name, policy in policies.items():
-                policy.to(self.device)
-                found[name] = self.accuracy_of(queries, [x[0] for x in self.pick(queries, shots, policy)])
-            if RERANK:
-                found["rerank by gt_prob"] = self.rerank(queries, shots, policies)
-            found["oracle"] = self.test_oracle(queries, shots)
-            if found["oracle"] is None:
-                return  # a signal
-            results[shots] = found
-        figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
-        write_json(self.run.folder / "eval_test.json", figures)
-        for line in test_lines(figures):
-            self.run.say(line)
-        draw_results(figures, read_metrics(self.run.metrics_file.name), self.run.folder, self.run.title)
-
-    def baselines(self, queries, shots):
-        """Accuracies, (queries,) each, of what needs no training."""
-        pools = [self.pool_of(query) for query in queries]
-        drawn, similar = [], []
-        for query, pool in zip(queries, pools):
-            stream = torch.Generator().manual_seed(int(hashlib.sha256(query["id"].encode()).hexdigest()[:8], 16))
-            drawn.append(pool[torch.randperm(len(pool), generator=stream)[:shots]].tolist())
-            order = self.similarity(query, pool).argsort(descending=True, stable=True)
-            similar.append(pool[order[:shots]].tolist())
-        none = [[] for _ in queries]
-        named = {"no demonstrations": none, "random": drawn, "similarity": similar}
-        return {name: self.accuracy_of(queries, lists) for name, lists in named.items()}
-
-    def rerank(self, queries, shots, policies):
-        """Of the policy's RERANK beams the one with the highest gt_prob: it needs the golds, so an upper
-        bound."""
-        policy = policies.get("RCE + GRPO", policies["RCE"])
-        lists = []
-        for query, beams in zip(queries, self.pick(queries, shots, policy, RERANK)):
-            read = [[self.demos[j] for j in numbers] for numbers in beams]
-            scores = [self.reader.gold_probability(query, demos, query["golds"]) for demos in read]
-            lists.append(beams[scores.index(max(scores))])
-        return self.accuracy_of(queries, lists)
-
-    def test_oracle(self, queries, shots):
-        """Accuracy of the best mined list, (queries,); None where a signal stopped the mining."""
-        path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{self.run.step}.json"
-        if not path.exists() and not self.mine(path, queries, shots):
-            return None
-        best = {g.query["id"]: g.candidates for g in read_candidates(path, self.splits, self.demos)}
-        return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
-
-    def imitate(self):
-        """Another policy, trained as long as RCE on each query's best list alone: imitation."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            policy = new_pointer(self.sizes()).to(self.device).train()
-            optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-            total = RCE_EPOCHS * math.ceil(len(self.train_rows) / BATCH_SIZE)
-            state = SimpleNamespace(epoch=0, order=None, cursor=0)
-            for step in range(total):
-                rows = next_rows(self.train_rows, state, BATCH_SIZE)
-                groups = []
-                for row in rows:
-                    best = row["candidates"][max(range(len(row["rewards"])), key=row["rewards"].__getitem__)]
-                    groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=[best]))
-                inputs = self.group_tensors(groups)
-                optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
-                optimizer.zero_grad()
-                (-list_logprobs(policy(*inputs), inputs[-1]).mean()).backward()
-                torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
-                optimizer.step()
-        return policy.eval()
+        test_policies(self)
 
     def introduction(self):
         """What a run begins with, on the terminal."""
@@ -1054,7 +788,8 @@ class ICLTrainer:
             samples.append({
                 "id": row["id"], "query": row["query"]["text"], "golds": row["query"]["golds"],
                 "demonstrations": chosen, "response": c["text"], **kept, "reward": batch.rewards[i][0]})
-        line = "{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+        line = ("{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} "
+                "LR:{learning_rate:.2e}")
         line = line.format(stage=self.state.stage.upper(), **metrics)
         self.run.record(metrics, lists, samples, line, unit="lists")
 
@@ -2029,6 +1764,9 @@ def run_main(trainer_class):
 
 # ================================================================ data and embeddings
 import csv
+import hashlib
+import itertools
+import shutil
 from collections import Counter, defaultdict
 
 from tqdm import tqdm
@@ -2044,7 +1782,8 @@ def check_lists():
         raise UserError(f"EVAL_SHOTS = {EVAL_SHOTS}: it takes one or more whole numbers from 1")
     if POOL_SIZE < max(SHOTS, *EVAL_SHOTS):
         most = max(SHOTS, *EVAL_SHOTS)
-        raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the {most} of SHOTS or EVAL_SHOTS: raise it")
+        fewer = f"holds fewer than the {most} of SHOTS or EVAL_SHOTS"
+        raise UserError(f"POOL_SIZE = {POOL_SIZE} {fewer}: raise it")
     if HIDDEN_SIZE % HEADS:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
     if bool(TRAIN_VECTORS) != bool(TEST_VECTORS):
@@ -2052,8 +1791,8 @@ def check_lists():
 
 
 def load_examples(spec, constant, split, limit=None):
-    """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold that is
-    named most often, which a demonstration shows. number is the row's, from 0."""
+    """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold
+    that is named most often, which a demonstration shows. number is the row's, from 0."""
     if not isinstance(spec, dict) or {"path", "type", "input", "output"} - set(spec):
         raise UserError(f"{constant} = {spec!r}: it takes a dict with path, type, input and output")
     where = f"{constant}: {spec['path']}"
@@ -2088,7 +1827,8 @@ def read_csv_records(spec, where):
         try:
             for record in reader:
                 if None in record or None in record.values():
-                    raise UserError(f"{where} line {reader.line_num}: it has not as many fields as the head line")
+                    fields = "it has not as many fields as the head line"
+                    raise UserError(f"{where} line {reader.line_num}: {fields}")
                 yield reader.line_num, record
         except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{where} line {reader.line_num + 1}: not a line of csv ({error})") from None
@@ -2106,7 +1846,7 @@ def load_splits(say):
         asked = [row for row in rows if row["number"] in numbers]
     count = min(VALIDATION_QUERIES, len(asked) // 5)
     if count < VALIDATION_QUERIES:
-        say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, but a fifth of the queries is {count}: so many validate")
+        say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, a fifth of the queries is {count}: so many validate")
     order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
     for i in order[:count]:
         asked[i]["split"] = "validation"
@@ -2120,17 +1860,18 @@ def load_splits(say):
 
 
 class TfidfEmbedder:
-    """Truncated SVD of TF-IDF over words and pairs of words, by scikit-learn; fitted on the demonstrations."""
+    """Truncated SVD of TF-IDF of words and pairs of words, by scikit-learn; fitted on the demonstrations."""
 
     def __init__(self, demos):
         from sklearn.decomposition import TruncatedSVD
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=2 if len(demos) > 100 else 1)
+        rare = 2 if len(demos) > 100 else 1  # a word or pair in fewer texts is left out
+        self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=rare)
         counts = self.words.fit_transform([demo["text"] for demo in demos])
         size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
         if size < 1:
-            raise UserError("EMBEDDING = 'tfidf': the demonstrations' texts have fewer than two different words")
+            raise UserError("EMBEDDING = 'tfidf': the demonstrations have fewer than two different words")
         self.svd = TruncatedSVD(size, random_state=0).fit(counts)
 
     def texts(self, texts):
@@ -2165,7 +1906,8 @@ class HubEmbedder:
             out = self.model(**read)
             if EMBEDDING_POOLING == "pooled":
                 if getattr(out, "pooler_output", None) is None:
-                    raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: set EMBEDDING_POOLING=mean")
+                    todo = "set EMBEDDING_POOLING=mean"
+                    raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: {todo}")
                 found.append(out.pooler_output)
             else:
                 mask = read["attention_mask"][..., None].to(out.last_hidden_state.dtype)
@@ -2195,16 +1937,18 @@ def features(out):
 
 
 class FileVectors:
-    """Vectors that were given: a row of a .npy or .pt file is that of the data set's row of the same number."""
+    """Vectors that were given: the rows of a .npy or .pt file are those of the data set's rows."""
 
     def __init__(self, counts):
         self.tables = {}
         for split, constant in (("train", "TRAIN_VECTORS"), ("test", "TEST_VECTORS")):
             path = globals()[constant]
             try:
-                table = np.load(path) if path.endswith(".npy") else torch.load(path, weights_only=True).numpy()
+                is_npy = path.endswith(".npy")
+                table = np.load(path) if is_npy else torch.load(path, weights_only=True).numpy()
             except Exception as error:  # both raise many kinds
-                raise UserError(f"{constant} = {path!r} cannot be read as vectors ({first_line(error)})") from None
+                why = f"cannot be read as vectors ({first_line(error)})"
+                raise UserError(f"{constant} = {path!r} {why}") from None
             if table.ndim != 2 or len(table) < counts[split] or not np.isfinite(table).all():
                 must = f"must be {counts[split]} rows of finite numbers, a row of the data each"
                 raise UserError(f"{constant} = {path!r}, of shape {table.shape}, {must}")
@@ -2243,14 +1987,16 @@ def embed_splits(splits, demos, device, say):
             kept["answers"] = scaled(embedder.texts(words)).astype(np.float32)
         write_arrays(path, kept)
         seconds = time.perf_counter() - started
-        say(f"Embedded {len(every)} texts in {seconds:.1f} s: {kept['vectors'].shape[1]} numbers each, {path}")
+        size = kept["vectors"].shape[1]
+        say(f"Embedded {len(every)} texts in {seconds:.1f} s: {size} numbers each, {path}")
     for example, vector in zip(every, kept["vectors"]):
         example["vector"] = vector
     number = {answer: n for n, answer in enumerate(answers)}
     for demo in demos:
         demo["candidate_vector"] = demo["vector"]
         if EMBED_ANSWERS and len(kept["answers"]):
-            demo["candidate_vector"] = np.concatenate([demo["vector"], kept["answers"][number[demo["answer"]]]])
+            of_answer = kept["answers"][number[demo["answer"]]]
+            demo["candidate_vector"] = np.concatenate([demo["vector"], of_answer])
     return embedder
 
 
@@ -2317,7 +2063,8 @@ def load_pointer(folder, sizes):
     made = policy.config.query_size, policy.config.candidate_size
     if made != tuple(sizes):
         todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
-        raise UserError(f"{folder} reads vectors of {made} numbers, there are vectors of {tuple(sizes)}: {todo}")
+        reads = f"reads vectors of {made} numbers, there are vectors of {tuple(sizes)}"
+        raise UserError(f"{folder} {reads}: {todo}")
     policy.config.dropout = DROPOUT  # a changed constant counts from here on
     policy.config.pointer_temperature = POINTER_TEMPERATURE
     policy.dropout.p = DROPOUT
@@ -2326,13 +2073,27 @@ def load_pointer(folder, sizes):
 
 # ================================================================ readers: replace them by your own
 # A reader has answer(query, demonstrations), a text, and gold_probability(query, demonstrations, golds), the
-# probability in [0, 1] of the golds. Query and demonstrations are rows: text, image, golds, answer, vector. It
-# may have answers(asked) and gold_probabilities(asked) too, asked being (query, demonstrations) pairs.
+# probability in [0, 1] of the golds. Query and demonstrations are rows: text, image, golds, answer, vector.
+# It may have answers(asked) and gold_probabilities(asked) too, asked being (query, demonstrations) pairs.
+
+
+def gold_weights(golds):
+    """{distinct gold answer: min(count / 3, 1)}; a single gold answer weighs 1. Answers that VQA's
+    normalisation makes equal are one."""
+    counts = {}
+    for gold in golds:
+        first = next((known for known in counts if same_answer(known, gold)), gold)
+        counts[first] = counts.get(first, 0) + 1
+    return {gold: min(1.0, count / min(3, len(golds))) for gold, count in counts.items()}
+
+
+def same_answer(a, b):
+    return rewards.normalise_vqa(a) == rewards.normalise_vqa(b)
 
 
 class VoteReader:
-    """A frozen classifier: P(answer) = (PRIOR_STRENGTH * its share of the demonstrations' answers + similarity
-    of the demonstrations that show it) / sum. Exact, and blind to the order."""
+    """A frozen classifier: P(answer) = (PRIOR_STRENGTH * its share of all demonstrations' answers +
+    similarity of those read that show it) / their sum. Exact, and blind to the order."""
 
     def __init__(self, demos):
         counts = Counter(demo["answer"] for demo in demos)
@@ -2412,11 +2173,13 @@ class LanguageReader:
         texts = [reader_prompt(query, demonstrations) for query, demonstrations in asked]
         ids = [self.tokenizer(text)["input_ids"] for text in texts]
         eos = self.tokenizer.eos_token_id
-        ids = [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]  # some tokenizers end a text
+        # some tokenizers end every text
+        ids = [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]
         longest = max(map(len, ids))
         if longest + room > self.limit:
             todo = "lower SHOTS or EVAL_SHOTS, or leave the longest rows out"
-            raise UserError(f"READER = {READER!r} reads {self.limit} tokens, a prompt has {longest + room}: {todo}")
+            reads = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
+            raise UserError(f"READER = {READER!r} {reads}: {todo}")
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
         padded = torch.tensor([[self.pad_id] * (longest - len(row)) + row for row in ids])
         return padded.to(self.model.device), mask.to(self.model.device)
@@ -2491,9 +2254,8 @@ class VisionReader:
         messages = []
         images = []
         for row in [*demonstrations, query]:
-            told = row is not query
-            form = DEMONSTRATION if told else QUERY
-            text = form.format(text=row["text"], answer=row["answer"]) if told else form.format(text=row["text"])
+            fields = {"text": row["text"]} if row is query else {"text": row["text"], "answer": row["answer"]}
+            text = (QUERY if row is query else DEMONSTRATION).format(**fields)
             content = [{"type": "text", "text": text.rstrip()}]
             if row["image"] is not None:
                 images.append(Image.open(row["image"]).convert("RGB"))
@@ -2507,7 +2269,8 @@ class VisionReader:
     def answer(self, query, demonstrations):
         read = self.read(query, demonstrations)
         out = self.model.generate(**read, do_sample=False, num_beams=1, max_new_tokens=MAX_ANSWER_TOKENS)
-        return first_answer(self.processor.decode(out[0, read["input_ids"].shape[1]:], skip_special_tokens=True))
+        said = out[0, read["input_ids"].shape[1]:]
+        return first_answer(self.processor.decode(said, skip_special_tokens=True))
 
     @torch.no_grad()
     def gold_probability(self, query, demonstrations, golds):
@@ -2533,6 +2296,215 @@ def load_reader(name, demos, device):
     return kind(name, device)
 
 
+# ================================================================ pools and mining
+
+
+class Corpus:
+    """Demonstrations, their vectors, and the pool of each query."""
+
+    def __init__(self, splits, demos, device, say):
+        self.splits = splits
+        self.demos = demos
+        self.device = device
+        self.embedder = embed_splits(splits, demos, device, say)
+        self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
+        self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
+        self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
+
+    def embed_query(self, text):
+        """The vector of a new query."""
+        self.embedder = self.embedder or make_embedder(self.splits, self.demos, self.device)
+        if not hasattr(self.embedder, "texts"):
+            raise UserError("select() embeds its query: give an EMBEDDING in place of TRAIN_VECTORS")
+        return scaled(self.embedder.texts([text]))[0].astype(np.float32)
+
+    def pool_of(self, query):
+        """Numbers of a query's candidates within the demonstrations, (pool,): never one that asks
+        the same."""
+        if "pool" not in query:
+            if POOL == "random":
+                stream = query_stream(query, "pool")
+                order = torch.randperm(len(self.demos), generator=stream)
+            else:
+                every = torch.arange(len(self.demos))
+                order = self.similarity(query, every).argsort(descending=True, stable=True)
+            wanted = order[:POOL_SIZE + 50].tolist()  # the same text stands there a few times at most
+            own = what_is_asked(query)
+            others = [j for j in wanted if what_is_asked(self.demos[j]) != own]
+            query["pool"] = torch.tensor(others[:POOL_SIZE])
+        return query["pool"]
+
+    def similarity(self, query, numbers):
+        """Cosines of a query and demonstrations, (numbers,)."""
+        return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
+
+    def stack_vectors(self, queries):
+        """(queries, d)."""
+        return torch.tensor(np.stack([query["vector"] for query in queries])).to(self.device)
+
+    def group_tensors(self, groups):
+        """What the policy reads of groups: vectors, candidates' vectors, pool, pointers."""
+        pool = stack_pools([group.pool for group in groups]).to(self.device)
+        vectors = self.stack_vectors([group.query for group in groups])
+        return vectors, self.vectors, pool, pad_pointers([g.candidates for g in groups]).to(self.device)
+
+
+def what_is_asked(example):
+    return example["text"].strip().lower(), example["image"]
+
+
+def query_stream(query, use):
+    """A random stream for one use of one query, whatever was drawn before. Held out queries have the same
+    under every SEED."""
+    seed = SEED if query["split"] == "train" else SPLIT_SEED
+    digest = hashlib.sha256(f"{seed} {query['id']} {use}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+class Miner:
+    """Proposes lists and asks the reader about them."""
+
+    def __init__(self, corpus, policy, reader, say):
+        self.corpus = corpus
+        self.policy = policy
+        self.reader = reader
+        self.say = say
+
+    @torch.no_grad()
+    def mine(self, queries, shots):
+        """Groups of some queries: proposed, scored by gt_prob, recombined, the best and some others answered
+        and marked."""
+        self.policy.eval()
+        groups = self.propose(queries, shots)
+        self.score_gold(groups)
+        for group in groups:
+            self.recombine(group, shots)
+        self.score_gold(groups)
+        for group in groups:
+            group.proposed = sum(len(c["source"]) for c in group.candidates)
+            self.choose_kept(group)
+        self.verify(groups)
+        inputs = self.corpus.group_tensors(groups)
+        logprobs = list_logprobs(self.policy(*inputs), inputs[-1]).tolist()
+        for group, values in zip(groups, logprobs):
+            for c, value in zip(group.candidates, values):
+                c["logprob"] = value
+        return groups
+
+    def propose(self, queries, shots):
+        """A group a query: its pool and its distinct ordered lists, each with all its sources."""
+        pools = stack_pools([self.corpus.pool_of(query) for query in queries])
+        vectors = self.corpus.stack_vectors(queries)
+        inputs = vectors, self.corpus.vectors, pools.to(self.corpus.device)
+        found = [{} for _ in queries]
+
+        def add(n, pointer, source, temperature=None, score=None):
+            candidate = found[n].setdefault(tuple(pointer), new_candidate(pointer))
+            candidate["source"].append(source)
+            candidate["temperature"].append(temperature)
+            if score is not None:
+                candidate["beam_score"] = score
+
+        if BEAMS:
+            lists, scores = (x.tolist() for x in self.policy.search(*inputs, shots, BEAMS))
+            for n in range(len(queries)):
+                for pointer, score in zip(lists[n], scores[n]):
+                    if score > -1e8:  # a small pool has fewer lists than BEAMS
+                        add(n, pointer, "beam", score=score)
+        for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
+            streams = [query_stream(query, f"sample {k}") for query in queries]
+            uniform = torch.stack([torch.rand(SAMPLES, shots, generator=g) for g in streams])
+            lists = self.policy.sample(*inputs, uniform.to(self.corpus.device), temperature).tolist()
+            for n in range(len(queries)):
+                for pointer in lists[n]:
+                    add(n, pointer, "sample", float(temperature))
+        for n, query in enumerate(queries):
+            ranking = self.corpus.similarity(query, pools[n]).argsort(descending=True, stable=True).tolist()
+            for pointer in cut_lists(ranking, shots, RETRIEVED):
+                add(n, pointer, "retrieval")
+            stream = query_stream(query, "random")
+            order = []
+            whole = len(ranking) // shots * shots
+            while len(order) < RANDOM * shots:
+                order += torch.randperm(len(ranking), generator=stream).tolist()[:whole]
+            for pointer in cut_lists(order, shots, RANDOM):
+                add(n, pointer, "random")
+        if not all(found):
+            raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
+        groups = []
+        for query, pool, lists in zip(queries, pools, found):
+            groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(lists.values())))
+        return groups
+
+    def recombine(self, group, shots):
+        """Add LOCAL lists of members of the LOCAL_TOP best: a right list often has one bad member."""
+        ranked = sorted(group.candidates, key=gold_first)[:LOCAL_TOP]
+        members = list(dict.fromkeys(j for c in ranked for j in c["pointer"]))
+        known = {tuple(c["pointer"]) for c in group.candidates}
+        new = [pointer for pointer in itertools.permutations(members, shots) if pointer not in known]
+        order = torch.randperm(len(new), generator=query_stream(group.query, "local")).tolist()
+        group.candidates += [new_candidate(new[i], "local") for i in order[:LOCAL]]
+
+    def choose_kept(self, group):
+        """Keep the policy's own pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others."""
+        ranked = sorted(group.candidates, key=gold_first)
+        kept = ranked[:KEEP_TOP]
+        others = ranked[KEEP_TOP:]
+        order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
+        kept += [others[i] for i in order[:KEEP_RANDOM]]
+        own = max(group.candidates, key=beam_first)
+        if own["beam_score"] is not None and not any(c is own for c in kept):
+            kept.append(own)
+        group.candidates = kept
+
+    def score_gold(self, groups):
+        """gt_prob of the lists that have none yet."""
+        pairs = [(g, c) for g in groups for c in usable_by_gold(g.candidates)]
+        self.ask(pairs, "gold_probabilities", "gold_probability", take_gold)
+
+    def verify(self, groups):
+        """Answers of the lists, marked."""
+        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
+        self.ask(pairs, "answers", "answer", take_answer)
+
+    def ask(self, pairs, many, one, take):
+        """Ask the reader about (group, candidate) pairs, by its method `many` where it has one, else one by
+        one; a list whose reading raises is marked as failed, and the reader that always raises is named."""
+        numbers = {id(group): group.pool.tolist() for group, _ in pairs}
+        demos = self.corpus.demos
+        asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
+        found = [None] * len(pairs)
+        every = hasattr(self.reader, many)
+        if every:
+            try:
+                found = getattr(self.reader, many)(asked)
+            except UserError:
+                raise
+            except Exception:  # a reader may raise anything
+                every = False
+        failed = []
+        for (group, c), (query, demonstrations), value in zip(pairs, asked, found):
+            try:
+                golds = (query["golds"],) if one == "gold_probability" else ()
+                value = value if every else getattr(self.reader, one)(query, demonstrations, *golds)
+                take(c, value, query)
+            except UserError:
+                raise
+            except Exception as error:  # a reader may raise anything
+                c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
+                failed.append(c["eval_error"])
+        if failed and len(failed) == len(pairs):
+            raise UserError(f"the reader's {one}() failed for every one of {len(pairs)} lists: {failed[0]}")
+        if failed:
+            many_ = f"{len(failed)} of {len(pairs)} lists, kept but not trained on"
+            self.say(f"WARNING: the reader's {one}() failed for {many_}: {failed[0]}")
+
+
+def usable_by_gold(candidates):
+    """Those that the reader has not been asked about, and did not fail."""
+    return [c for c in candidates if c["gt_prob"] is None and not c["eval_failed"]]
+
+
 # ================================================================ lists and files
 
 
@@ -2541,8 +2513,8 @@ def new_candidate(pointer, source=None, temperature=None):
     return {
         "pointer": tuple(pointer), "source": [source] if source else [],
         "temperature": [temperature] if source else [], "beam_score": None, "logprob": None, "text": "",
-        "hard": None, "soft": None, "gt_prob": None, "relevance": None, "eval_mode": None, "eval_failed": False,
-        "eval_error": None}
+        "hard": None, "soft": None, "gt_prob": None, "relevance": None, "eval_mode": None,
+        "eval_failed": False, "eval_error": None}
 
 
 def cut_lists(order, shots, most):
@@ -2562,7 +2534,8 @@ def beam_first(c):
 def take_gold(c, value, query):
     value = float(value)
     if not 0 <= value <= 1:
-        raise UserError(f"the reader's gold_probability() gave {value} for {query['id']}: it must be from 0 to 1")
+        gave = f"gave {value} for {query['id']}"
+        raise UserError(f"the reader's gold_probability() {gave}: it must be from 0 to 1")
     c["gt_prob"] = value
 
 
@@ -2623,7 +2596,7 @@ def candidates_path():
 
 def group_record(group, demos):
     """A query and its lists as the source's JSON has them; pointers and pool are row numbers of the data."""
-    pool = [demos[j]["number"] for j in group.pool]
+    pool = [demos[j]["number"] for j in group.pool.tolist()]
     query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
     lists = []
     for c in group.candidates:
@@ -2644,12 +2617,24 @@ def group_record(group, demos):
             "vqa_eval_mode": c["eval_mode"],
             "eval_failed": c["eval_failed"],
             "eval_error": c["eval_error"]})
-    return {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed, "pointer_candidates": lists}
+    record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
+    return {**record, "pointer_candidates": lists}
 
 
 def write_candidates(path, records, facts):
     """{row number: record} and _meta as JSON, there whole or not at all."""
     write_json(path, {"_meta": facts, **records}, indent=None)
+
+
+def join_parts(path, parts, facts):
+    """One file of all parts, whose folder then goes."""
+    records = {}
+    for part in parts:
+        found = read_json(part)
+        del found["_meta"]
+        records |= found
+    write_candidates(path, records, facts)
+    shutil.rmtree(parts[0].parent)
 
 
 def write_json(path, value, indent=1):
@@ -2692,9 +2677,9 @@ def read_part(path, facts, say):
 
 
 def read_candidates(path, splits, demos):
-    """Groups of a file: this program's, the source's, or the source's older one of id_list and score_list. The
-    mapping is strict: a query or demonstration that is not known, or not in the pool, is an error that names
-    it."""
+    """Groups of a file: this program's, the source's, or the source's older one of id_list and score_list.
+    The mapping is strict: a query or demonstration that is not known, or not in the pool, is an error that
+    names it."""
     records = read_json(path)
     records.pop("_meta", None)
     position = {demo["number"]: j for j, demo in enumerate(demos)}
@@ -2706,8 +2691,8 @@ def read_candidates(path, splits, demos):
         where = f"{path}, query {key}"
         query = known.get(int(key)) if key.isdecimal() else None
         told = record.get("query")
-        told = told.get("text", query and query["text"]) if isinstance(told, dict) else query and query["text"]
-        if query is None or told != query["text"]:
+        told = told.get("text") if isinstance(told, dict) else None  # the source's files may not have it
+        if query is None or told not in (None, query["text"]):
             todo = "give the data that the candidates were mined for"
             raise UserError(f"{where}: there is no such query in the data: {todo}")
         parsed.append((where, query, record.get("candidate_pool_ids"), parse_lists(record, query, where)))
@@ -2717,7 +2702,8 @@ def read_candidates(path, splits, demos):
     groups = []
     for where, query, pool, lists in parsed:
         # a file without pools: what any of its lists points to
-        numbers = pool or [number for number in every if number != query["number"] or query["split"] == "test"]
+        own = None if query["split"] == "test" else query["number"]
+        numbers = pool or [number for number in every if number != own]
         for number in numbers:
             if number not in position:
                 raise UserError(f"{where}: candidate {number} is no demonstration in TRAIN_DATASET")
@@ -2726,7 +2712,8 @@ def read_candidates(path, splits, demos):
         for pointer, candidate in lists:
             for number in pointer:
                 if number not in place:
-                    raise UserError(f"{where}: pointer {pointer} has {number}, which is not in the query's pool")
+                    has = f"pointer {pointer} has {number}"
+                    raise UserError(f"{where}: {has}, which is not in the query's pool")
             candidate["pointer"] = tuple(place[number] for number in pointer)
             if not pointer or len(set(pointer)) < len(pointer):
                 raise UserError(f"{where}: pointer {pointer} is empty or names a demonstration twice")
@@ -2857,7 +2844,8 @@ def find_verdict(figures):
         return f"mine more: {what}; raise RANDOM, LOCAL or POOL_SIZE"
     if flat > 0.5:
         return f"fix the reward: {flat:.0%} of the queries have equal rewards; take a REWARD_MODE that grades"
-    return f"train: the best list is right for {oracle:.0%} of the queries, the policy's own pick for {pick:.0%}"
+    best = f"the best list is right for {oracle:.0%} of the queries"
+    return f"train: {best}, the policy's own pick for {pick:.0%}"
 
 
 def write_check_up(groups, path, say):
@@ -2919,8 +2907,94 @@ def say_plainly(text):
     print(printable(text), flush=True)
 
 
-# ---------------------------------------------------------------- figures and pictures
+# ---------------------------------------------------------------- the test, figures and pictures
 
+
+def test_policies(trainer):
+    """The best policy on the test queries beside what needs no training, at each of EVAL_SHOTS."""
+    policies = {"RCE": load_pointer(trainer.run.folder / "best/policy", trainer.corpus.sizes)}
+    if trainer.state.stage == "grpo":
+        before = load_pointer(trainer.run.folder / "rce/policy", trainer.corpus.sizes)
+        policies = {"RCE": before, "RCE + GRPO": policies["RCE"]}
+    if IMITATION:
+        policies["imitation"] = imitate(trainer)
+    queries = trainer.splits["test"]
+    results = {}
+    for shots in EVAL_SHOTS:
+        found = baseline_accuracies(trainer, queries, shots)
+        for name, policy in policies.items():
+            policy.to(trainer.device)
+            found[name] = trainer.accuracy_of(queries, [x[0] for x in trainer.pick(queries, shots, policy)])
+        if RERANK:
+            found["rerank by gt_prob"] = rerank(trainer, queries, shots, policies)
+        found["oracle"] = test_oracle(trainer, queries, shots)
+        if found["oracle"] is None:
+            return  # a signal
+        results[shots] = found
+    figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
+    write_json(trainer.run.folder / "eval_test.json", figures)
+    for line in test_lines(figures):
+        trainer.run.say(line)
+    draw_results(figures, read_metrics(trainer.run.metrics_file.name), trainer.run.folder, trainer.run.title)
+
+
+def baseline_accuracies(trainer, queries, shots):
+    """Accuracies, (queries,) each, of what needs no training."""
+    pools = [trainer.corpus.pool_of(query) for query in queries]
+    drawn, similar = [], []
+    for query, pool in zip(queries, pools):
+        stream = query_stream(query, "baseline")
+        drawn.append(pool[torch.randperm(len(pool), generator=stream)[:shots]].tolist())
+        order = trainer.corpus.similarity(query, pool).argsort(descending=True, stable=True)
+        similar.append(pool[order[:shots]].tolist())
+    none = [[] for _ in queries]
+    named = {"no demonstrations": none, "random": drawn, "similarity": similar}
+    return {name: trainer.accuracy_of(queries, lists) for name, lists in named.items()}
+
+
+def rerank(trainer, queries, shots, policies):
+    """Of the policy's RERANK beams the one with the highest gt_prob: it needs the golds, so an upper
+    bound."""
+    policy = policies.get("RCE + GRPO", policies["RCE"])
+    lists = []
+    for query, beams in zip(queries, trainer.pick(queries, shots, policy, RERANK)):
+        read = [[trainer.corpus.demos[j] for j in numbers] for numbers in beams]
+        scores = [trainer.reader.gold_probability(query, demos, query["golds"]) for demos in read]
+        lists.append(beams[scores.index(max(scores))])
+    return trainer.accuracy_of(queries, lists)
+
+
+def test_oracle(trainer, queries, shots):
+    """Accuracy of the best mined list, (queries,); None where a signal stopped the mining."""
+    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
+    if not path.exists() and not trainer.mine(path, queries, shots):
+        return None
+    groups = read_candidates(path, trainer.splits, trainer.demos)
+    best = {group.query["id"]: group.candidates for group in groups}
+    return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
+
+
+def imitate(trainer):
+    """Another policy, trained as long as RCE on each query's best list alone: imitation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        policy = new_pointer(trainer.corpus.sizes).to(trainer.device).train()
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        total = RCE_EPOCHS * math.ceil(len(trainer.train_rows) / BATCH_SIZE)
+        state = SimpleNamespace(epoch=0, order=None, cursor=0)
+        for step in range(total):
+            rows = next_rows(trainer.train_rows, state, BATCH_SIZE)
+            groups = []
+            for row in rows:
+                best = row["candidates"][max(range(len(row["rewards"])), key=row["rewards"].__getitem__)]
+                groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=[best]))
+            inputs = trainer.corpus.group_tensors(groups)
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
+            optimizer.zero_grad()
+            (-list_logprobs(policy(*inputs), inputs[-1]).mean()).backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+    return policy.eval()
 
 def bootstrap_interval(differences):
     """95% interval of the mean of paired differences (queries,), resampling queries."""

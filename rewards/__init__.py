@@ -11,6 +11,7 @@ Where that column holds a list of texts, several gold answers, a response is com
 counts. The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a
 candidate.
 """
+import functools
 import math
 import re
 import string
@@ -266,6 +267,7 @@ _CONTRACTIONS = (
 _WITHOUT_APOSTROPHE = {word.replace("'", "").lower(): word.lower() for word in _CONTRACTIONS}
 
 
+@functools.lru_cache(maxsize=100_000)
 def normalise_vqa(text: str) -> str:
     """An answer as the VQA evaluation compares it: lower case, number words as digits, no articles, no
     punctuation, contractions with their apostrophes. Source: GT-Vision-Lab/VQA, vqaEval.py."""
