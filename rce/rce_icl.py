@@ -103,7 +103,7 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 SHOTS = 2  # demonstrations a list
 POOL = "random"  # random | similarity: the candidates of a query are drawn, or the most similar ones
 POOL_SIZE = 256
-MINE_QUERIES: int | None = 5000  # None: all that are not held back
+MINE_QUERIES: int | None = None  # None: all that are not held back
 BEAMS = 5  # of the policy's beam search
 SAMPLES = 4  # lists at each of SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.5, 1.0, 2.0]
@@ -2280,7 +2280,12 @@ class VisionReader:
         for ids, weight in gold_ids(self.processor.tokenizer, golds):
             given = torch.tensor([ids], device=self.model.device)
             whole = torch.cat([read["input_ids"], given], 1)
-            others = {k: v for k, v in read.items() if k not in ("input_ids", "attention_mask")}
+            others = {}
+            for key, value in read.items():
+                if key not in ("input_ids", "attention_mask"):
+                    of_tokens = value.shape == read["input_ids"].shape  # kinds of tokens: these are text, 0
+                    more = torch.zeros_like(given, dtype=value.dtype)
+                    others[key] = torch.cat([value, more], 1) if of_tokens else value
             logits = self.model(input_ids=whole, attention_mask=torch.ones_like(whole), **others).logits
             logits = logits[:, -len(ids) - 1:-1].float().log_softmax(-1)
             logprobs.append(logits.gather(2, given[..., None]).double().sum().item())
@@ -2884,7 +2889,7 @@ def draw_check_up(groups, figures, title, path):
     for color, (hard, name) in enumerate(((1, "right"), (0, "wrong"))):
         values = [c["gt_prob"] for c in known if c["hard"] == hard]
         graded.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, color=f"C{color}", label=name)
-    graded.set(xlabel="gt_prob", ylabel="lists (log)", yscale="log")
+    graded.set(xlabel="gt_prob", ylabel="lists (log)", yscale="log" if known else "linear")
     graded.legend(fontsize=8)
     for axis in (counts, shares, graded):
         axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""rce/rce_icl.py: the pointer network, the mining, RCE and GRPO, the readers, resume and errors, on a toy world
+"""rce/rce_icl.py: the pointer network, mining, RCE and GRPO, the readers, resume and errors, on a toy world
 of questions whose answers a reader can only know from demonstrations."""
 import csv
 import itertools
@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
+from PIL import Image
 from program import save_nothing
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, LlamaConfig,
+    LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast)
 
 FILE = "rce/rce_icl.py"
 INTENTS = "card loan cash rate lost fees".split()
@@ -134,7 +139,7 @@ def test_beams_are_the_likeliest_lists_and_one_beam_is_greedy():
     for q in range(2):
         assert scores[q].tolist() == pytest.approx(sorted(logprobs[q].tolist(), reverse=True), abs=1e-4)
         assert lists[q].tolist() == every[q][logprobs[q].argsort(descending=True)].tolist()
-        first = int(policy(*inputs, greedy[:, None])[q, 0, 0].argmax())
+        first = int(policy(*inputs, greedy)[q, 0, 0].argmax())
         assert greedy[q, 0, 0] == first
 
 
@@ -181,7 +186,8 @@ def test_choices_after_a_lists_end_count_nothing():
 def test_rce_weights_by_hand_and_zscored_once():
     script = load_script(FILE)
     r = [3.0, 1.0]
-    assert script.rce_weights(r, 2.0).tolist() == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))])
+    wanted = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]
+    assert script.rce_weights(r, 2.0).tolist() == pytest.approx(wanted)
     scaled = 1 / math.sqrt(2)
     wanted = torch.tensor([scaled, -scaled], dtype=torch.float64).softmax(0).tolist()
     assert script.rce_weights(r, 1.0, "zscore").tolist() == pytest.approx(wanted, rel=1e-3)
@@ -200,7 +206,8 @@ def test_advantages_are_normalised_once_and_equal_rewards_give_none():
     assert script.group_advantages([2.0, 2.0, 2.0]).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("advantage, ratio", itertools.product([1.0, -1.0], [0.5, 0.9, 1.1, 1.5]))
+@pytest.mark.parametrize("advantage, ratio", [
+    (a, r) for a in (1.0, -1.0) for r in (0.5, 0.9, 1.1, 1.5)])
 def test_the_clip_stops_the_gradient_on_the_right_side(advantage, ratio):
     script = load_script(FILE)
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
@@ -236,8 +243,8 @@ def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
 
 
 @pytest.mark.parametrize("said, same", [
-    ("The  two dogs", "2 dogs"), ("dont", "don't"), ("1,000", "1000"), ("2.5", "2.5"), ("red/blue", "red blue"),
-    ("None", "0"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple")])
+    ("The  two dogs", "2 dogs"), ("dont", "don't"), ("1,000", "1000"), ("2.5", "2.5"), ("None", "0"),
+    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple")])
 def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
     assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
 
@@ -263,6 +270,173 @@ def test_votes_by_hand(icl):
     assert reader.answer(query, []) == "x"  # the commonest
     both = [reader.probability(reader.votes(query, demos), answer) for answer in "xy"]
     assert sum(both) == pytest.approx(1)
+
+
+def tiny_tokenizer():
+    """A token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: n for n, word in enumerate(["<pad>", "</s>", "<image>", *alphabet])}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "additional_special_tokens": ["<image>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+LLAMA = {
+    "vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 600, "bos_token_id": None, "eos_token_id": 1,
+    "pad_token_id": 0}
+
+
+def save_random(model, folder, *parts):
+    with torch.no_grad():  # far from uniform
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    for part in (model, *parts):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    """Folders of random readers: a causal model and one that sees, and a picture."""
+    folder = tmp_path_factory.mktemp("readers")
+    torch.manual_seed(0)
+    save_random(LlamaForCausalLM(LlamaConfig(**LLAMA)), folder / "llama", tiny_tokenizer())
+    sees = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8,
+        patch_size=4, projection_dim=8)
+    config = LlavaConfig(vision_config=sees, text_config=LlamaConfig(**LLAMA), image_token_index=2)
+    template = (
+        "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>"
+        "{% else %}{{ c['text'] }}{% endif %}{% endfor %}|{% endfor %}")
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(
+        image_processor=pictures, tokenizer=tiny_tokenizer(), patch_size=4, chat_template=template,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    save_random(LlavaForConditionalGeneration(config), folder / "llava", processor)
+    for n in range(20):
+        Image.new("RGB", (8 + n, 9), (12 * n, 255 - 12 * n, 90)).save(folder / f"{n}.png")
+    return folder
+
+
+def asked_rows():
+    rows = [{"text": f"what is {'so ' * n}{n}", "answer": f"a{n}", "golds": [f"a{n}"], "image": None}
+            for n in range(5)]
+    rows[1]["golds"] = ["a1", "b", "b", "b", "cc"]
+    return [(rows[0], [rows[1]]), (rows[1], [rows[2], rows[4]]), (rows[2], [])]
+
+
+def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl, readers):
+    script = icl(READER_BATCH_SIZE=2)
+    reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
+    found = reader.gold_probabilities(asked_rows())
+    for (query, demos), probability in zip(asked_rows(), found):
+        shown = "".join(f"Question: {d['text']}\nAnswer: {d['answer']}\n\n" for d in demos)
+        prompt = reader.tokenizer(f"{shown}Question: {query['text']}\nAnswer:")["input_ids"]
+        wanted = 0.0
+        for gold, weight in {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}.items() if len(query["golds"]) > 1 else [
+                (query["golds"][0], 1.0)]:
+            ids = reader.tokenizer(f" {gold}\n")["input_ids"]
+            logits = reader.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            product = sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(ids))
+            wanted += weight * math.exp(product)
+        assert probability == pytest.approx(wanted, rel=1e-3) and 0 < probability < 1
+        assert reader.gold_probability(query, demos, query["golds"]) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_line(icl, readers):
+    script = icl(READER_BATCH_SIZE=3, MAX_ANSWER_TOKENS=6)
+    reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
+    together = reader.answers(asked_rows())
+    assert together == [reader.answer(*asked) for asked in asked_rows()] and len(set(together)) > 1
+    assert script.first_answer(" red one\nQuestion: what") == "red one"
+    long = {"text": "x" * 700, "golds": ["a"], "answer": "a"}
+    with pytest.raises(script.UserError, match="reads 600 tokens, a prompt and its answer have"):
+        reader.answers([(long, [])])
+
+
+def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
+    script = icl(
+        READER=f"{readers}/llama", VALIDATION_QUERIES=3, MINE_QUERIES=6, TEST_QUERIES=2, RANDOM=2, LOCAL=2,
+        KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=2, EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=8,
+        REWARD_MODE="hybrid")
+    trainer = script.ICLTrainer()
+    trainer.train()
+    kept = [c for row in trainer.train_rows for c in row["candidates"]]
+    assert all(0 < c["gt_prob"] < 1 for c in kept) and len({c["gt_prob"] for c in kept}) > 3
+
+
+def test_a_model_that_sees_reads_every_image_and_gives_a_probability(icl, readers):
+    script = icl(MAX_ANSWER_TOKENS=3)
+    reader = script.VisionReader(f"{readers}/llava", torch.device("cpu"))
+    rows = [{"text": f"what {n}", "answer": "a", "golds": ["a"], "image": f"{readers}/{n}.png"}
+            for n in range(12)]
+    read = reader.read(rows[0], rows[1:3])
+    assert (read["input_ids"] == 2).sum() == 3 * 4 and len(read["pixel_values"]) == 3
+    found = [reader.gold_probability(rows[0], rows[1:3], ["a"]), reader.gold_probability(
+        {**rows[0], "image": f"{readers}/11.png"}, rows[1:3], ["a"])]
+    assert 0 < found[0] < 1 and found[0] != found[1]
+    ids = torch.cat([read["input_ids"], torch.tensor([reader.processor.tokenizer(" a\n")["input_ids"]])], 1)
+    with torch.no_grad():
+        logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
+    wanted = sum(logits[n - 1, ids[0, n]].item() for n in range(ids.shape[1] - 3, ids.shape[1]))
+    assert found[0] == pytest.approx(math.exp(wanted), rel=1e-3)
+    assert isinstance(reader.answer(rows[0], rows[1:3]), str)
+
+
+def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
+    for name, count in (("train", 20), ("test", 2)):
+        rows = []
+        for n in range(count):
+            golds = ["red"] * (n % 5) + ["blue"] * (10 - n % 5)
+            rows.append({"q": f"what colour {n % 7}", "a": golds, "i": f"{readers}/{n}.png"})
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kind = {"type": "jsonl", "input": "q", "output": "a", "image": "i"}
+    script = icl(
+        READER=f"{readers}/llava", TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
+        TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind}, VALIDATION_QUERIES=3, MINE_QUERIES=4,
+        RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=1,
+        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid")
+    trainer = script.ICLTrainer()
+    trainer.train()
+    candidate = trainer.train_rows[0]["candidates"][0]
+    assert candidate["eval_mode"] == "vqa" and 0 < candidate["gt_prob"] < 1
+
+
+@pytest.mark.parametrize("pooling", ["mean", "pooled"])
+def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, pooling):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    folder = save_random(BertModel(config), tmp_path / "bert", tiny_tokenizer())
+    script = icl(EMBEDDING=folder, EMBEDDING_POOLING=pooling, READER_BATCH_SIZE=2)
+    embedder = script.HubEmbedder(folder, torch.device("cpu"))
+    texts = ["a", "a longer text", "third"]
+    together = embedder.texts(texts)
+    assert together.shape == (3, 16)
+    for text, vector in zip(texts, together):
+        assert np.allclose(embedder.texts([text])[0], vector, atol=1e-4)
+    trainer = script.ICLTrainer()
+    assert trainer.corpus.sizes == (16, 32)
+
+
+def test_a_clip_models_vectors_are_of_image_and_text(icl, readers, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 259, "max_position_embeddings": 77, "eos_token_id": 1}
+    config = CLIPConfig(
+        text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    folder = save_random(CLIPModel(config), tmp_path / "clip", tiny_tokenizer(), pictures)
+    script = icl(EMBEDDING=folder)
+    embedder = script.HubEmbedder(folder, torch.device("cpu"))
+    rows = [{"text": "what", "image": f"{readers}/{n}.png"} for n in (1, 11)]
+    one, other = embedder.examples(rows)
+    alone, = embedder.examples([{"text": "what", "image": None}])
+    assert one.shape == (8,) and not np.allclose(one, other, atol=1e-3)
+    assert np.linalg.norm(one - alone) == pytest.approx(1, abs=1e-4)  # the image's, of length 1
 
 
 # ---------------------------------------------------------------- mining
@@ -335,7 +509,8 @@ def test_held_out_pools_are_the_same_under_every_seed_and_training_ones_not(icl)
     found = []
     for seed in (1, 2):
         trainer = icl(SEED=seed, RESUME="no").ICLTrainer()
-        queries = sorted(trainer.splits["train"], key=lambda row: row["number"])[0], trainer.splits["test"][0]
+        first = min(trainer.splits["train"], key=lambda row: row["number"])
+        queries = first, trainer.splits["test"][0]
         found.append([trainer.corpus.pool_of(query).tolist() for query in queries])
     assert found[0][0] != found[1][0] and found[0][1] == found[1][1]
 
@@ -391,7 +566,8 @@ def test_a_reader_that_raises_marks_the_list_and_it_is_not_trained_on(icl, capsy
     Trainer().train()
     assert "cannot see" in capsys.readouterr().out
     records = json.loads((script.candidates_path()).read_text())
-    failed = [c for key, r in records.items() if key != "_meta" for c in r["pointer_candidates"] if c["eval_failed"]]
+    del records["_meta"]
+    failed = [c for r in records.values() for c in r["pointer_candidates"] if c["eval_failed"]]
     assert failed and all(c["vqa_correct"] is None and "RuntimeError" in c["eval_error"] for c in failed)
     trainer = script.ICLTrainer()
     groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
@@ -443,9 +619,9 @@ def source_file(tmp_path, numbers, **changed):
         lists = []
         for i in range(4):
             lists.append({
-                "pointer": [others[i], others[i + 1]], "gen_method": "beam" if i else "random", "beam_score": -i,
-                "logprob_score": -i, "vqa_pred_answer": "a", "vqa_correct": i % 2, "vqa_acc_score": 0.6 * (i % 2),
-                "vqa_eval_mode": "fallback" if i == 3 else "file"})
+                "pointer": [others[i], others[i + 1]], "gen_method": "beam" if i else "random",
+                "beam_score": -i, "logprob_score": -i, "vqa_pred_answer": "a", "vqa_correct": i % 2,
+                "vqa_acc_score": 0.6 * (i % 2), "vqa_eval_mode": "fallback" if i == 3 else "file"})
         lists[0].update(changed)
         records[str(n)] = {"pointer_candidates": lists}
     path = tmp_path / "source.json"
@@ -460,10 +636,11 @@ def test_files_of_the_source_are_read_and_trained_on(icl, tmp_path):
     assert len(trainer.demos) == 120 and {q["number"] for q in trainer.splits["train"]} < set(numbers)
     trainer.train()
     row = trainer.train_rows[0]
-    assert row["rewards"] == pytest.approx([0.0, 1.6, 0.0, 1.6]) and len(row["pool"]) == len(numbers) - 1
+    assert row["rewards"] == pytest.approx([0.0, 1.6, 0.0, 1.6])
     first = row["candidates"][1]
     pool = [trainer.demos[j]["number"] for j in row["pool"]]
     others = [m for m in numbers if m != row["query"]["number"]]
+    assert set(pool) == set(range(5, 11)) - {row["query"]["number"]}  # whatever a list points to
     assert [pool[j] for j in first["pointer"]] == others[1:3]
 
 
@@ -541,7 +718,7 @@ def test_a_checkpoint_with_a_wrong_weight_is_an_error(trained, tmp_path, fault):
 def test_grpos_first_ratio_is_one_since_old_means_where_grpo_starts(trained):
     """The source took them from before RCE."""
     script, trainer, folder = trained
-    records = [r for r in untimed(folder / "logs/metrics.jsonl") if r["phase"] == "train" and "ratio_max" in r]
+    records = [r for r in untimed(folder / "logs/metrics.jsonl") if "ratio_max" in r]
     assert len(records) == 4 and records[0]["ratio_max"] < 1e-5 and records[-1]["ratio_max"] > 1e-5
     assert records[0]["kl"] == pytest.approx(0, abs=1e-6)
 
@@ -610,8 +787,9 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
     write_rows(tmp_path / "train.csv", 500, 3)
     write_rows(tmp_path / "test.csv", 100, 4)
-    script = toy(tmp_path, tmp_path, MINE_QUERIES=None, RCE_EPOCHS=5, BATCH_SIZE=16, HIDDEN_SIZE=32, POOL_SIZE=12,
-                 LEARNING_RATE=5e-3, EMBEDDING_SIZE=25, RANDOM=12, LOCAL=20, SAVE_EVERY_N_STEPS=0)
+    script = toy(
+        tmp_path, tmp_path, MINE_QUERIES=None, RCE_EPOCHS=5, BATCH_SIZE=16, HIDDEN_SIZE=32, POOL_SIZE=12,
+        LEARNING_RATE=5e-3, EMBEDDING_SIZE=25, RANDOM=12, LOCAL=20, SAVE_EVERY_N_STEPS=0)
     script.ICLTrainer().train()
     found = json.loads((tmp_path / "run/eval_test.json").read_text())["shots"]["2"]
     accuracy = found["accuracy"]
@@ -624,8 +802,8 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
 def test_the_test_compares_at_each_number_of_shots(trained):
     script, trainer, folder = trained
     found = json.loads((folder / "eval_test.json").read_text())
-    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO", "imitation", "rerank by gt_prob",
-              "oracle"]
+    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO", "imitation"]
+    wanted += ["rerank by gt_prob", "oracle"]
     assert found["queries"] == 12 and list(found["shots"]) == ["1", "2"]
     for at in found["shots"].values():
         assert list(at["accuracy"]) == wanted and at["accuracy"]["oracle"] == max(at["accuracy"].values())
@@ -708,7 +886,8 @@ def test_a_candidates_vector_holds_its_answers(icl):
     by_answer = {}
     for demo in trainer.demos:
         by_answer.setdefault(demo["answer"], set()).add(demo["candidate_vector"][12:].tobytes())
-    assert all(len(vectors) == 1 for vectors in by_answer.values()) and len(set.union(*by_answer.values())) == 6
+    assert all(len(vectors) == 1 for vectors in by_answer.values())
+    assert len(set.union(*by_answer.values())) == 6
 
 
 # ---------------------------------------------------------------- runs and errors
@@ -748,7 +927,8 @@ def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(wor
             trainer.train()
     assert mined[:4] == [2] * 4  # 52 queries in parts of 16: none is mined twice
     runs = [tmp_path / name / "run" for name in ("whole", "broken")]
-    names = ["candidates.json", "rce/policy/model.safetensors", "best/policy/model.safetensors", "eval_test.json"]
+    names = ["candidates.json", "eval_test.json"]
+    names += [f"{part}/policy/model.safetensors" for part in ("rce", "best")]
     names += [f"step_12/{part}/model.safetensors" for part in ("policy", "reference")]
     for name in names:
         one, other = (run / name for run in runs)
