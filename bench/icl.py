@@ -1,4 +1,4 @@
-"""Does GRPO help after RCE? What the source of rce/rce_icl.py did, one fault at a time, beside doing it right.
+"""Does GRPO help after RCE? Each fault of the source of rce/rce_icl.py alone, beside doing it right.
 
     python rce/rce_icl.py SEED=1 OUTPUT_DIR=/tmp/icl/d1       # and so on: runs of RCE, GRPO_EPOCHS=0
     python bench/icl.py /tmp/icl/d1 /tmp/icl/d2 /tmp/icl/d3   # about 5 minutes a run on one thread

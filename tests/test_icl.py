@@ -50,7 +50,7 @@ def toy(world, out, **constants):
         "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
         "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
         "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
-        "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 1, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
+        "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
     return load_script(FILE, **{**small, **constants})
 
 
@@ -391,7 +391,8 @@ def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
         rows = []
         for n in range(count):
             golds = ["red"] * (n % 5) + ["blue"] * (10 - n % 5)
-            rows.append({"q": f"what colour {n % 7}", "a": golds, "i": f"{readers}/{n}.png"})
+            question = f"what colour is thing{n % 9} on{n % 4}"
+            rows.append({"q": question, "a": golds, "i": f"{readers}/{n}.png"})
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kind = {"type": "jsonl", "input": "q", "output": "a", "image": "i"}
     script = icl(
@@ -734,7 +735,7 @@ def test_grpo_starts_from_the_best_policy_of_rce_and_freezes_the_projections(tra
 
 
 def test_dropout_is_on_in_rce_and_off_in_grpo(icl):
-    script = icl(GRPO_EPOCHS=1, DROPOUT=0.5)
+    script = icl(GRPO_EPOCHS=1, DROPOUT=0.5, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     modes = []
 
     class Trainer(script.ICLTrainer):
@@ -761,7 +762,7 @@ def test_every_list_counts_and_rewards_are_normalised_once(trained):
 
 
 def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
-    script = icl(GRPO_EPOCHS=1, ON_POLICY=True, GROUP_SIZE=3)
+    script = icl(GRPO_EPOCHS=1, ON_POLICY=True, GROUP_SIZE=3, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     trainer = script.ICLTrainer()
     trainer.train()
     records = untimed(trainer.run.folder / "logs/metrics.jsonl")
@@ -898,7 +899,7 @@ class Killed(BaseException):
 
 def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(world, tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
-    options = {"GRPO_EPOCHS": 1, "RESUME": "yes"}
+    options = {"GRPO_EPOCHS": 1, "RESUME": "yes", "SAVE_EVERY_N_STEPS": 2, "EVAL_SHOTS": (2,)}
     whole = toy(world, tmp_path / "whole", **options)
     whole.ICLTrainer().train()
     mined = []
@@ -972,7 +973,7 @@ def test_stages_one_by_one_give_what_all_at_once_gives(icl, trained, tmp_path, c
 
 
 def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
-    script = icl()
+    script = icl(RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     script.ICLTrainer().train()
     path = tmp_path / "run/candidates.json"
     path.write_text(path.read_text() + " ")
