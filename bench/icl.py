@@ -29,8 +29,7 @@ VARIANTS = {  # constants, and names of the faults below
     "best five picked before normalising": (MOVING, ("five",)),
     "z-score never (raw rewards)": (MOVING, ("never",)),
     "z-score twice": (MOVING, ("twice",)),
-    "dropout on": (MOVING, ("dropout",)),
-    "before RCE + best five + dropout": (MOVING, ("before", "five", "dropout")),
+    "old from before RCE, best five, dropout": (MOVING, ("before", "five", "dropout")),
 }
 
 

@@ -359,10 +359,10 @@ class Pointer(PreTrainedModel):
         gate = torch.sigmoid(self.gate(torch.cat([state, chosen], -1)))
         return gate * state + (1 - gate) * chosen
 
-    def forward(self, queries, vectors, pool, pointers):
+    def forward(self, queries, vectors, pool, pointers, encoded=None):
         """Log-probabilities of all candidates at each choice, (queries, lists, choices, pool), of lists that
-        are given: pointers (queries, lists, choices), -1 after a list's end."""
-        state, keys = self.encode(queries, vectors, pool)
+        are given: pointers (queries, lists, choices), -1 after a list's end. encoded: what encode() gave."""
+        state, keys = encoded or self.encode(queries, vectors, pool)
         state = state.expand(-1, pointers.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, pointers.shape[1], -1)
         steps = []
@@ -372,10 +372,10 @@ class Pointer(PreTrainedModel):
             state = self.advance(state, keys, choice)
         return torch.stack(steps, 2)
 
-    def search(self, queries, vectors, pool, shots, beams=1):
+    def search(self, queries, vectors, pool, shots, beams=1, encoded=None):
         """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and
         log-probabilities (queries, beams); one beam is the greedy list."""
-        state, keys = self.encode(queries, vectors, pool)
+        state, keys = encoded or self.encode(queries, vectors, pool)
         count, size = pool.shape
         taken = (pool < 0)[:, None]
         lists = torch.zeros(count, 1, 0, dtype=torch.long, device=keys.device)
@@ -393,10 +393,10 @@ class Pointer(PreTrainedModel):
             state = self.advance(of_parents(state), keys, choice)
         return lists, scores
 
-    def sample(self, queries, vectors, pool, uniform, temperature=1.0):
+    def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
         """Lists drawn with uniform numbers (queries, lists, choices) at a temperature: pointers of that
         shape."""
-        state, keys = self.encode(queries, vectors, pool)
+        state, keys = encoded or self.encode(queries, vectors, pool)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
@@ -436,7 +436,8 @@ class ICLTrainer:
         self.device = find_device()
         made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
         made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
-        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, ("pick_accuracy",))
+        best_by = ("pick_accuracy",)
+        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, best_by, later_of_equal=True)
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
         names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
@@ -2401,6 +2402,7 @@ class Miner:
         pools = stack_pools([self.corpus.pool_of(query) for query in queries])
         vectors = self.corpus.stack_vectors(queries)
         inputs = vectors, self.corpus.vectors, pools.to(self.corpus.device)
+        encoded = self.policy.encode(*inputs)  # once for all beams and samples
         found = [{} for _ in queries]
 
         def add(n, pointer, source, temperature=None, score=None):
@@ -2411,7 +2413,7 @@ class Miner:
                 candidate["beam_score"] = score
 
         if BEAMS:
-            lists, scores = (x.tolist() for x in self.policy.search(*inputs, shots, BEAMS))
+            lists, scores = (x.tolist() for x in self.policy.search(*inputs, shots, BEAMS, encoded))
             for n in range(len(queries)):
                 for pointer, score in zip(lists[n], scores[n]):
                     if score > -1e8:  # a small pool has fewer lists than BEAMS
@@ -2419,7 +2421,8 @@ class Miner:
         for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
             streams = [query_stream(query, f"sample {k}") for query in queries]
             uniform = torch.stack([torch.rand(SAMPLES, shots, generator=g) for g in streams])
-            lists = self.policy.sample(*inputs, uniform.to(self.corpus.device), temperature).tolist()
+            uniform = uniform.to(self.corpus.device)
+            lists = self.policy.sample(*inputs, uniform, temperature, encoded).tolist()
             for n in range(len(queries)):
                 for pointer in lists[n]:
                     add(n, pointer, "sample", float(temperature))
@@ -2475,7 +2478,8 @@ class Miner:
     def ask(self, pairs, many, one, take):
         """Ask the reader about (group, candidate) pairs, by its method `many` where it has one, else one by
         one; a list whose reading raises is marked as failed, and the reader that always raises is named."""
-        numbers = {id(group): group.pool.tolist() for group, _ in pairs}
+        groups = {id(group): group for group, _ in pairs}
+        numbers = {key: group.pool.tolist() for key, group in groups.items()}
         demos = self.corpus.demos
         asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
         found = [None] * len(pairs)

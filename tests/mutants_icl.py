@@ -147,7 +147,7 @@ MUTANTS = [
     (ICL, "        self.optimizers[\"policy\"] = self.make_optimizer(GRPO_LEARNING_RATE)\n"
      "        self.freeze()",
      "        self.freeze()",
-     IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one"),
+     IN_ICL + "grpo_begins_with_an_optimizer_of_its_own"),
     (ICL, "        if self.state.stage == \"grpo\":\n            self.freeze()\n", "",
      IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one"),
     (ICL, "load_pointer(at / \"reference\", sizes) if at else", "",

@@ -734,6 +734,20 @@ def test_grpo_starts_from_the_best_policy_of_rce_and_freezes_the_projections(tra
         assert torch.equal(before[key], after[key]) == ("projection" in key), key
 
 
+def test_grpo_begins_with_an_optimizer_of_its_own(icl):
+    script = icl(GRPO_EPOCHS=1, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
+    moments = []
+
+    class Trainer(script.ICLTrainer):
+        def begin_grpo(self):
+            moments.append(len(self.optimizers["policy"].state))
+            super().begin_grpo()
+            moments.append(len(self.optimizers["policy"].state))
+
+    Trainer().train()
+    assert moments[0] > 0 and moments[1] == 0
+
+
 def test_dropout_is_on_in_rce_and_off_in_grpo(icl):
     script = icl(GRPO_EPOCHS=1, DROPOUT=0.5, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     modes = []
