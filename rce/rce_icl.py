@@ -3083,9 +3083,10 @@ def draw_results(figures, records, folder, title):
         else:
             axis.text(0.5, 0.5, "no GRPO (GRPO_EPOCHS = 0)", ha="center", transform=axis.transAxes)
         axis.set(xlabel="training step", ylabel=labels[axis])
+    by_shots.legend(fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.08))
     for axis in (by_shots, over_time, effective, weight, kl, spread):
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
+        if axis is not by_shots and axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     figure.savefig(folder / "icl_results.png.tmp", format="png", dpi=100)
     os.replace(folder / "icl_results.png.tmp", folder / "icl_results.png")
