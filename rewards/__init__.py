@@ -11,6 +11,7 @@ Where that column holds a list of texts, several gold answers, a response is com
 counts. The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a
 candidate.
 """
+import functools
 import math
 import re
 import string
@@ -237,6 +238,60 @@ def shape_wrong(reward, hard, similarity, weight):
     among themselves and never a right one. Keep weight below the mode's distance from wrong to right. Range:
     the mode's + [0, weight]."""
     return [r if h else r + weight * s for r, h, s in zip(reward, hard, similarity)]
+
+
+def hard_plus_gtprob_plus_rel(hard, soft, gt_prob, score):
+    """2 hard + gt_prob, and .1 of the relevance in `score`, in [0, 1], where hard is 0. Range [0, 1.1] for
+    wrong ones, [2, 3] for right ones."""
+    return shape_wrong(hard_plus_gtprob_separated(hard, soft, gt_prob, score), hard, score, 0.1)
+
+
+def legacy(hard, soft, gt_prob, score):
+    """The score that a beam was mined with, correctness aside. Range: any number."""
+    return list(score)
+
+
+# ---------------------------------------------------------------- visual question answering (rce/rce_icl.py)
+
+_NUMBER_WORDS = {word: str(n) for n, word in enumerate(
+    "zero one two three four five six seven eight nine ten".split())} | {"none": "0"}
+_CONTRACTIONS = (
+    "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't "
+    "he'd've he's how'd how'll how's I'd've I'm I've isn't it'd it'd've it'll let's ma'am mightn't "
+    "mightn't've might've mustn't must've needn't not've o'clock oughtn't shan't should've shouldn't "
+    "shouldn't've somebody'd've somebody'll somebody's someone'd someone'd've someone'll someone's "
+    "something'd something'd've something'll that's there'd there'd've there're there's they'd they'd've "
+    "they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's "
+    "where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't "
+    "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've").split()
+_WITHOUT_APOSTROPHE = {word.replace("'", "").lower(): word.lower() for word in _CONTRACTIONS}
+
+
+@functools.lru_cache(maxsize=100_000)
+def normalise_vqa(text: str) -> str:
+    """An answer as the VQA evaluation compares it: lower case, number words as digits, no articles, no
+    punctuation, contractions with their apostrophes. Source: GT-Vision-Lab/VQA, vqaEval.py."""
+    text = text.replace("\n", " ").replace("\t", " ").strip()
+    original = text
+    for sign in ";/[]\"{}()=+\\_-><@`,?!":
+        beside_a_blank = f"{sign} " in original or f" {sign}" in original
+        alone = beside_a_blank or re.search(r"\d,\d", original)
+        text = text.replace(sign, "" if alone else " ")
+    text = re.sub(r"(?!<=\d)\.(?!\d)", "", text)
+    words = [_NUMBER_WORDS.get(word, word) for word in text.lower().split()]
+    words = [word for word in words if word not in ("a", "an", "the")]
+    return " ".join(_WITHOUT_APOSTROPHE.get(word, word) for word in words)
+
+
+def vqa_accuracy(response: str, golds: list[str]) -> float:
+    """Official VQA accuracy: min(agreeing / 3, 1) averaged over leaving each of the gold answers out; one
+    gold answer: 1.0 where it is the same. Range [0, 1]."""
+    said = normalise_vqa(response)
+    same = [normalise_vqa(gold) == said for gold in golds]
+    if len(golds) == 1:
+        return float(same[0])
+    agreeing = sum(same)
+    return sum(min((agreeing - one) / 3, 1.0) for one in same) / len(golds)
 
 
 # ---------------------------------------------------------------- recommendation (grpo/grpo_rec.py)

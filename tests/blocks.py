@@ -18,6 +18,7 @@ HAVE = {  # which blocks a trainer must have; one that is not named here has wha
     "rce/rce.py": NAMES,
     "ppo/ppo_rag.py": NAMES[1:],
     "grpo/grpo_rec.py": NAMES,
+    "rce/rce_icl.py": NAMES[1:],
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)
 

@@ -102,6 +102,24 @@ ALONE = {  # trainers of other things than language models have constants of the
         EVAL_EVERY_N_STEPS=3,
         MAX_STEPS=4,
     ),
+    "rce_icl.py": dict(
+        TEST_QUERIES=10,
+        VALIDATION_QUERIES=10,
+        MINE_QUERIES=40,
+        EMBEDDING_SIZE=16,
+        POOL_SIZE=32,
+        RANDOM=16,
+        LOCAL=8,
+        MINE_BATCH_SIZE=10,
+        HIDDEN_SIZE=16,
+        BATCH_SIZE=10,
+        RCE_EPOCHS=1,
+        GRPO_EPOCHS=1,
+        EVAL_SHOTS="(2,)",
+        BOOTSTRAP=20,
+        SAVE_EVERY_N_STEPS=2,
+        EVAL_EVERY_N_STEPS=3,
+    ),
 }
 LIMIT = 240  # seconds after which a run counts as hanging
 
@@ -184,6 +202,7 @@ class Run:
         if self.code not in codes or "Traceback" in said or "Exception ignored" in said:
             return f"exit code {self.code}, not {' or '.join(map(str, codes))}: ...{said[-1500:]}"
         names = ("ppo.py: ", "grpo.py: ", "rce.py: ", "ppo_rag.py: ", "grpo_rec.py: ")
+        names += ("rce_icl.py: ",)
         if self.code == 2 and not any(line.startswith(names) for line in said.splitlines()[-2:]):
             return f"no sentence at the end: ...{said[-500:]}"
         if any(ord(c) < 32 and c not in "\n\r\t" or c == "\x7f" for c in said):
@@ -224,6 +243,7 @@ def contents(folder):
     folder = Path(folder)
     last = max(folder.glob("step_*"), key=lambda p: int(p.name[5:]) if p.name[5:].isdecimal() else -1)
     patterns = ("best/**/*", "logs/*.jsonl", "logs/*.csv", "candidates_*.parquet", "**/*.tmp", "*.old")
+    patterns += ("candidates.json", "test_candidates_*", "eval_test.json", "rce/policy/*")
     paths = [*last.rglob("*"), *(path for pattern in patterns for path in folder.glob(pattern))]
     found = {}
     for path in sorted(paths):
@@ -383,7 +403,7 @@ class Chaos:
     def __init__(self, script, work, options):
         self.script, self.work, self.options = script, Path(work), options
         self.name = Path(script).name
-        own = {"ppo_rag.py": ["GENERATOR"], "grpo_rec.py": ["ACTOR_MODEL"]}
+        own = {"ppo_rag.py": ["GENERATOR"], "grpo_rec.py": ["ACTOR_MODEL"], "rce_icl.py": []}
         self.models = own.get(self.name, ["ACTOR_MODEL", "REWARD_MODEL"])
         self.asks_a_model = self.name not in ALONE  # else no reward function, logits or rows to spoil
         self.random = random.Random(f"{options.seed} {script}")

@@ -1,0 +1,114 @@
+"""Does GRPO help after RCE? Each fault of the source of rce/rce_icl.py alone, beside doing it right.
+
+    python rce/rce_icl.py SEED=1 OUTPUT_DIR=/tmp/icl/d1       # and so on: runs of RCE, GRPO_EPOCHS=0
+    python bench/icl.py /tmp/icl/d1 /tmp/icl/d2 /tmp/icl/d3   # about 5 minutes a run on one thread
+
+Each run is copied, its best policy of RCE goes on with EPOCHS of GRPO, and the *last* policy, not the best by
+validation, is tested greedily on the test queries at SHOTS: what a variant does to a policy is not to be
+hidden by picking. Prints a table: mean and least and greatest over the runs, and the change from RCE.
+"""
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+EPOCHS = 1
+# A rate at which an epoch moves the policy: what is wrong then shows
+MOVING = {"GRPO_LEARNING_RATE": 1e-3, "FREEZE": False}
+VARIANTS = {  # constants, and names of the faults below
+    "as the file's defaults (lr 1e-4, FREEZE)": ({}, ()),
+    "right, mined lists": (MOVING, ()),
+    "right, fresh lists (ON_POLICY)": ({**MOVING, "ON_POLICY": True}, ()),
+    "old log-probabilities from before RCE": (MOVING, ("before",)),
+    "best five picked before normalising": (MOVING, ("five",)),
+    "z-score never (raw rewards)": (MOVING, ("never",)),
+    "z-score twice": (MOVING, ("twice",)),
+    "old from before RCE, best five, dropout": (MOVING, ("before", "five", "dropout")),
+}
+
+
+def load(constants):
+    spec = importlib.util.spec_from_file_location("rce_icl", ROOT / "rce/rce_icl.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for key, value in constants.items():
+        setattr(script, key, value)
+    return script
+
+
+def make_trainer(script, faults):
+    """A trainer with the source's faults that are named."""
+    once = script.group_advantages
+
+    def never(r):
+        return torch.as_tensor(r, dtype=torch.float64)
+
+    def twice(r):
+        return once(once(r))
+
+    script.group_advantages = {"never": never, "twice": twice}.get(next(iter(faults), ""), once)
+
+    class Trainer(script.ICLTrainer):
+        def old_logprobs(self, batch, logprobs, ref_every):
+            if "before" not in faults:
+                return super().old_logprobs(batch, logprobs, ref_every)
+            return script.pad_columns([[c["logprob"] for c in lists] for lists in batch.lists])
+
+        def choose_rows(self, groups):
+            super().choose_rows(groups)
+            for row in self.train_rows if "five" in faults else ():
+                best = np.argsort([-x for x in row["rewards"]], kind="stable")[:5]
+                row["candidates"] = [row["candidates"][i] for i in best]
+                row["rewards"] = [row["rewards"][i] for i in best]
+
+        def grpo(self, batch, every, logprobs, inputs):
+            if "dropout" in faults:
+                self.policy.train()
+                every = self.policy(*inputs)
+                logprobs = script.list_logprobs(every, batch.pointers)
+            return super().grpo(batch, every, logprobs, inputs)
+
+        def test(self):
+            queries = self.splits["test"]
+            before = script.load_pointer(self.run.folder / "rce/policy", self.corpus.sizes)
+            for name, policy in (("before", before), ("after", self.policy)):
+                lists = [x[0] for x in self.pick(queries, script.SHOTS, policy)]
+                setattr(self, name, float(self.accuracy_of(queries, lists).mean()))
+
+    return Trainer()
+
+
+def main():
+    found = {}
+    for folder in map(Path, sys.argv[1:]):
+        constants = json.loads((folder / "training_config.json").read_text())["constants"]
+        for name, (changed, faults) in VARIANTS.items():
+            with tempfile.TemporaryDirectory() as out:
+                shutil.copytree(folder, f"{out}/run", ignore=shutil.ignore_patterns("test_cand*", "*.png"))
+                own = {
+                    "SEED": constants["SEED"], "MINE_QUERIES": constants["MINE_QUERIES"],
+                    "OUTPUT_DIR": f"{out}/run", "RESUME": "yes", "GRPO_EPOCHS": EPOCHS,
+                    "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 0}
+                trainer = make_trainer(load({**own, **changed}), faults)
+                trainer.run.say = lambda *text, **options: None
+                trainer.train()
+                found.setdefault(name, []).append((trainer.before, trainer.after))
+                print(f"{folder} {name}: {trainer.before:.3f} -> {trainer.after:.3f}", flush=True)
+    head = f"GRPO, {EPOCHS} epochs after RCE, {len(sys.argv) - 1} seeds"
+    print(f"| {head} | RCE | + GRPO | change | least, greatest |")
+    print("|---|---|---|---|---|")
+    for name, pairs in found.items():
+        before, after = np.array(pairs).T
+        change = after - before
+        ends = f"{change.min():+.3f}, {change.max():+.3f}"
+        print(f"| {name} | {before.mean():.3f} | {after.mean():.3f} | {change.mean():+.3f} | {ends} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3100 @@
+"""RCE, then GRPO, for choosing demonstrations: a pointer network picks the examples a frozen reader sees.
+
+For a query x a list of SHOTS demonstrations d_1 .. d_S is chosen out of a pool, in order, so that a reader
+that sees them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after
+the other; a candidate's vector is that of its text and that of its answer, which the reader sees too:
+
+    h_0 = query projected, then cross-attention to the pool     k_j = candidate projected
+    pi(j | d_<t, x) = softmax_j cos(h_t, k_j) / POINTER_TEMPERATURE       chosen ones masked
+    h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
+
+    1. mine      lists from the policy's beams and samples, from retrieval and at random; the best by gt_prob
+                 (the probability the reader gives to the gold answers) are recombined; the best and a few
+                 others are then answered and marked
+    2. check up  what they are worth, with a verdict
+    3. RCE       w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)
+                 L = mean over queries of sum_i w_i * -log pi(d^i | x)
+    4. GRPO      (GRPO_EPOCHS > 0) A = (r - mean) / deviation, once, within a query's lists; rho = pi / pi_old
+                 L = -mean min(rho A, clip(rho, 1 -+ CLIP_RANGE) A) + KL_COEF KL(pi || pi_RCE)
+
+Deviations from the source (Lever-Plus v3), whose documents report that GRPO hurt what RCE had reached:
+- pi_old is what GRPO starts from, not the policy that mined before RCE; no dropout in either;
+- every list counts: no five best are picked before rewards are normalised, and they are so once, not twice;
+- RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
+- a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
+- gt_prob is a product over the answer's tokens and what ends it, so over distinct golds it sums to 1 at most;
+- mined lists are recombined ("local"), since a right list often has one bad member.
+
+    python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
+    python rce/rce_icl.py STAGE=mine, then STAGE=check, then STAGE=train
+    python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True
+    python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
+
+Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, .csv and .png, test_candidates_*.json,
+rce/policy/ (where GRPO follows), best/policy/, eval_test.json, icl_results.png, logs/, step_N/ checkpoints,
+training_metrics_detailed.png and rce_icl_metrics_with_entropy.png. docs/rce_icl.md defines every metric.
+
+To change      see
+the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
+the network    Pointer                               the embedding  EMBEDDING; embed
+the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
+what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
+"""
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+import torch  # noqa: E402
+import torch.nn.functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+
+ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
+if ROOT is None:
+    sys.exit("rce_icl.py needs the folder rewards/ beside it or above it: copy it from the repository")
+sys.path.insert(0, str(ROOT))
+import rewards  # noqa: E402
+
+# ================================================================ constants
+
+# What to do
+STAGE = "all"  # all | mine | check | train
+CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in place of mining
+
+# Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, "image" (a column of paths)
+# too. The output is a gold answer or a list of them, such as VQA's ten
+TRAIN_DATASET = {
+    "path": f"{ROOT}/data/banking77/train.csv", "type": "csv", "input": "text", "output": "category"}
+TEST_DATASET = {
+    "path": f"{ROOT}/data/banking77/test.csv", "type": "csv", "input": "text", "output": "category"}
+VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
+TEST_QUERIES: int | None = None  # only the first so many; None: all
+SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
+
+# Embeddings: "tfidf" (truncated SVD of TF-IDF, fitted on the demonstrations), or a folder or hub name of a
+# sentence or CLIP model; or a .npy or .pt file a data set, a row a vector
+EMBEDDING = "tfidf"
+EMBEDDING_SIZE = 400  # of tfidf
+EMBEDDING_POOLING = "mean"  # mean | pooled: over a hub model's tokens, or its own pooled output
+TRAIN_VECTORS: str | None = None
+TEST_VECTORS: str | None = None
+EMBED_ANSWERS = True  # a candidate's vector has that of its answer beside that of its text
+
+# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
+# or, where the data has images, of an image-text-to-text model
+READER = "votes"
+PRIOR_STRENGTH = 0.2  # of votes: what the class prior weighs against a demonstration of similarity 1
+INSTRUCTION: str | None = None  # what a language model reads first
+DEMONSTRATION = "Question: {text}\nAnswer: {answer}\n\n"
+QUERY = "Question: {text}\nAnswer:"
+ANSWER_END = "line"  # line | eos: what ends an answer, so that golds exclude one another
+MAX_ANSWER_TOKENS = 16
+READER_BATCH_SIZE = 16  # prompts that a language model reads at once
+DTYPE = "float32"  # float32 | bfloat16, of hub models
+DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
+
+# Mining
+SHOTS = 2  # demonstrations a list
+POOL = "random"  # random | similarity: the candidates of a query are drawn, or the most similar ones
+POOL_SIZE = 256
+MINE_QUERIES: int | None = None  # None: all that are not held back
+BEAMS = 5  # of the policy's beam search
+SAMPLES = 4  # lists at each of SAMPLE_TEMPERATURES
+SAMPLE_TEMPERATURES = [0.5, 1.0, 2.0]
+RETRIEVED = 4  # lists cut from the ranking by similarity
+RANDOM = 128  # lists cut from permutations of the pool, so that each candidate is tried
+LOCAL_TOP = 4  # best lists by gt_prob, whose members are recombined ...
+LOCAL = 56  # ... into so many lists; 0: none
+KEEP_TOP = 12  # the best so many by gt_prob are answered and kept
+KEEP_RANDOM = 4  # and so many of the others
+MINE_BATCH_SIZE = 100  # queries mined together; a kill while mining loses at most these
+
+# Reward
+REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
+HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
+SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
+
+# Network
+HIDDEN_SIZE = 64
+LAYERS = 1  # of cross-attention from the query to its pool
+HEADS = 4
+POINTER_TEMPERATURE = 0.1  # > 0
+DROPOUT = 0.3  # 0 to 0.9, in RCE alone
+
+# RCE
+RCE_EPOCHS = 5
+BATCH_SIZE = 32  # queries an optimizer step
+TAU = 2.0  # > 0; small: only the best lists, large: all alike
+TAU_END: float | None = 0.5  # TAU goes there by equal factors over the epochs; None: it stays
+WEIGHT_REWARDS = "raw"  # raw | zscore (within the query)
+LEARNING_RATE = 3e-3
+MAX_GRAD_NORM = 1.0  # > 0
+WEIGHT_DECAY = 0.01
+USE_LR_SCHEDULER = True
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (towards 0 after the stage's last step) | plateau (halves)
+PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
+WARMUP_STEPS = 0
+
+# GRPO
+GRPO_EPOCHS = 0  # RCE alone is a result
+ON_POLICY = False  # fresh lists from the policy each step, which asks the reader; else the mined ones
+GROUP_SIZE = 16  # fresh lists a query
+GRPO_LEARNING_RATE = 1e-4
+CLIP_RANGE = 0.2  # > 0
+KL_COEF = 0.1  # price of a nat a choice away from the policy that GRPO starts from
+KL_TARGET: float | None = 0.02  # nats a choice; moves KL_COEF (1909.08593, section 2.2)
+FREEZE = True  # attention, norms and gate alone are trained
+
+# Evaluation
+EVAL_SHOTS = (1, 2, 3, 4)
+RERANK = 0  # the reader picks, by gt_prob, among so many beams: an upper bound, as it needs the golds; 0: off
+IMITATION = False  # trains another policy on each query's best list alone, for comparison
+BOOTSTRAP = 2000  # resamples of the paired intervals
+
+# Bookkeeping
+SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
+KEEP_LAST_N_CHECKPOINTS = 3
+EVAL_EVERY_N_STEPS = 160  # 0: only before and after each stage
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
+EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
+LOG_SAMPLES = 4  # lists a step written to samples.jsonl
+REWARD_TIMEOUT: float | None = 600.0  # seconds, for a reader of your own: one batch of its answers; None: any
+RESUME = "ask"  # ask | yes | no | a checkpoint's path
+OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
+SEED = 1
+USE_WANDB = False
+WANDB_PROJECT = "hackable-rlhf"
+
+_MODES = (
+    "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
+    "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel legacy").split()
+_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
+    "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
+    "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
+    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
+    "GROUP_SIZE": (2, 1e12),
+    "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS RERANK": (0, 1e12),
+    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
+    "SPLIT_SEED SEED": (0, 2**62),
+    "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
+    "DROPOUT": (0, 0.9),
+    "MAX_GRAD_NORM": (1e-12, 1e12),
+    "REWARD_TIMEOUT": (1e-3, 1e6),
+    "STAGE": ["all", "mine", "check", "train"],
+    "EMBEDDING_POOLING": ["mean", "pooled"],
+    "POOL": ["random", "similarity"],
+    "ANSWER_END": ["line", "eos"],
+    "DTYPE": ["float32", "bfloat16"],
+    "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
+    "WEIGHT_REWARDS": ["raw", "zscore"],
+    "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
+    "REWARD_MODE": _MODES,
+}
+
+# ================================================================ the maths of RCE and GRPO
+
+
+def rce_weights(r, tau, kind="raw"):
+    """Weights of one query's lists, (lists,): softmax(r / tau) of their rewards r; zscore scales those to
+    deviation 1 first, ddof 1."""
+    r = torch.as_tensor(r, dtype=torch.float64)
+    if kind == "zscore":
+        r = (r - r.mean()) / (r.std() + 1e-4)
+    return (r / tau).softmax(0)
+
+
+def rce_loss(logprobs, weights):
+    """Mean over queries of sum_i weight_i * -log pi(list_i); both (queries, lists), absent lists weigh 0."""
+    return -(weights * logprobs).sum(1).mean()
+
+
+def group_advantages(r):
+    """Rewards of one query's lists, (lists,), less their mean, over their deviation (ddof 1), once; equal
+    rewards give 0."""
+    r = torch.as_tensor(r, dtype=torch.float64)
+    return (r - r.mean()) / (r.std() + 1e-4)
+
+
+def grpo_loss(logprobs, old_logprobs, advantages, clip_range):
+    """Clipped surrogate of each list, (queries, lists); a list's ratio is the product of its choices'."""
+    ratio = (logprobs - old_logprobs).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
+
+
+def choice_kl(logprobs, ref_logprobs):
+    """Exact KL(pi || reference) of each choice, (..., choices), from log-probabilities of all candidates
+    (..., choices, pool); masked candidates count 0."""
+    open_ = logprobs > -1e8
+    apart = (logprobs - ref_logprobs).masked_fill(~open_, 0.0)
+    return (logprobs.exp() * apart).sum(-1)
+
+
+def adapt_kl_coef(coef, kl, target):
+    """The coefficient, a tenth of the relative error (at most a fifth) larger or smaller. Source: arXiv
+    1909.08593, section 2.2."""
+    return coef * (1 + 0.1 * max(-0.2, min(0.2, kl / target - 1)))
+
+
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over the distinct gold answers of a query, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
+
+
+def shaped_rewards(candidates):
+    """r of one query's lists by REWARD_MODE."""
+    score = {"hybrid": HYBRID_MIX_SCORE, "hard_plus_gtprob_plus_rel": "relevance", "legacy": "beam_score"}
+    score = score.get(REWARD_MODE)
+    needed = {
+        "hard": REWARD_MODE not in ("soft_only", "legacy"),
+        "soft": REWARD_MODE in ("soft_only", "hard_plus_soft", "hard_plus_soft_v2", "separated"),
+        "gt_prob": "gtprob" in REWARD_MODE,
+        score: score is not None}
+    for key, is_needed in needed.items():
+        if is_needed and any(c.get(key) is None for c in candidates):
+            todo = "take a REWARD_MODE that these candidates have the parts of, or mine them anew"
+            raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: a candidate has no {key}; {todo}")
+
+    def column(key):
+        return [c.get(key) or 0.0 for c in candidates]
+
+    return getattr(rewards, REWARD_MODE)(column("hard"), column("soft"), column("gt_prob"), column(score))
+
+
+def is_flat(values):
+    return max(values) - min(values) < 1e-6
+
+
+def usable(candidates):
+    """Those that were answered and did not fail; with REWARD_MODE = legacy a score is enough."""
+    if REWARD_MODE == "legacy":
+        return [c for c in candidates if not c["eval_failed"]]
+    return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
+
+
+def tau_at(epoch):
+    """TAU of an epoch from 0, on its way to TAU_END by equal factors."""
+    if TAU_END is None:
+        return TAU
+    return TAU * (TAU_END / TAU) ** (min(epoch, RCE_EPOCHS - 1) / max(1, RCE_EPOCHS - 1))
+
+
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at a stage's step (from 0): linear warm-up, then the schedule; kind None
+    stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+
+
+# ================================================================ the pointer network
+
+
+class PointerConfig(PretrainedConfig):
+    model_type = "rce_icl_pointer"
+
+    def __init__(self, query_size=1, candidate_size=1, hidden_size=64, layers=1, heads=4, dropout=0.0,
+                 pointer_temperature=0.1, **others):
+        self.query_size = query_size
+        self.candidate_size = candidate_size
+        self.hidden_size = hidden_size
+        self.layers = layers
+        self.heads = heads
+        self.dropout = dropout
+        self.pointer_temperature = pointer_temperature
+        super().__init__(**others)
+
+
+class Pointer(PreTrainedModel):
+    """Chooses candidates one after the other. policy/ loads with Pointer.from_pretrained()."""
+    config_class = PointerConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.query_projection = torch.nn.Linear(config.query_size, hidden)
+        self.candidate_projection = torch.nn.Linear(config.candidate_size, hidden)
+        self.query_norm = torch.nn.LayerNorm(hidden)
+        self.candidate_norm = torch.nn.LayerNorm(hidden)
+        options = {"dropout": 0.0, "batch_first": True}
+        self.attention = torch.nn.ModuleList(
+            torch.nn.MultiheadAttention(hidden, config.heads, **options) for _ in range(config.layers))
+        self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
+        self.gate = torch.nn.Linear(2 * hidden, hidden)
+        self.dropout = torch.nn.Dropout(config.dropout)
+        self.post_init()
+
+    def _init_weights(self, module):
+        """torch's own initialisation stays."""
+
+    def encode(self, queries, vectors, pool):
+        """State (queries, 1, H) and keys (queries, pool, H) of queries (queries, d) and their pools, rows of
+        `vectors` (rows, d') by pool (queries, pool), -1 after a shorter pool's end. A row in several pools is
+        projected once."""
+        rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
+        projected = self.candidate_norm(self.candidate_projection(vectors[rows]))
+        keys = self.dropout(projected[where])
+        state = self.dropout(self.query_norm(self.query_projection(queries)))[:, None]
+        for attention, norm in zip(self.attention, self.attention_norm):
+            seen = attention(state, keys, keys, key_padding_mask=pool < 0, need_weights=False)[0]
+            state = norm(state + seen)
+        return state, keys
+
+    def choice_logprobs(self, state, keys, taken):
+        """Log-probabilities (queries, lists, pool) of the next choice; taken ones are -1e9."""
+        cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
+        return (cosines / self.config.pointer_temperature).masked_fill(taken, -1e9).log_softmax(-1)
+
+    def advance(self, state, keys, choice):
+        """State (queries, lists, H) after choice (queries, lists), a number within the pool."""
+        chosen = keys.gather(1, choice[..., None].expand(-1, -1, keys.shape[-1]))
+        gate = torch.sigmoid(self.gate(torch.cat([state, chosen], -1)))
+        return gate * state + (1 - gate) * chosen
+
+    def forward(self, queries, vectors, pool, pointers, encoded=None):
+        """Log-probabilities of all candidates at each choice, (queries, lists, choices, pool), of lists that
+        are given: pointers (queries, lists, choices), -1 after a list's end. encoded: what encode() gave."""
+        state, keys = encoded or self.encode(queries, vectors, pool)
+        state = state.expand(-1, pointers.shape[1], -1)
+        taken = (pool < 0)[:, None].expand(-1, pointers.shape[1], -1)
+        steps = []
+        for choice in pointers.clamp(min=0).unbind(-1):
+            steps.append(self.choice_logprobs(state, keys, taken))
+            taken = taken.scatter(2, choice[..., None], True)
+            state = self.advance(state, keys, choice)
+        return torch.stack(steps, 2)
+
+    def search(self, queries, vectors, pool, shots, beams=1, encoded=None):
+        """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and
+        log-probabilities (queries, beams); one beam is the greedy list."""
+        state, keys = encoded or self.encode(queries, vectors, pool)
+        count, size = pool.shape
+        taken = (pool < 0)[:, None]
+        lists = torch.zeros(count, 1, 0, dtype=torch.long, device=keys.device)
+        scores = torch.zeros(count, 1, device=keys.device)
+        for _ in range(shots):
+            totals = scores[..., None] + self.choice_logprobs(state, keys, taken)  # (queries, beams, pool)
+            scores, best = totals.flatten(1).topk(min(beams, totals[0].numel()), 1)
+            parent, choice = best // size, best % size
+
+            def of_parents(x, parent=parent):
+                return x.gather(1, parent[..., None].expand(-1, -1, x.shape[-1]))
+
+            lists = torch.cat([of_parents(lists), choice[..., None]], -1)
+            taken = of_parents(taken).scatter(2, choice[..., None], True)
+            state = self.advance(of_parents(state), keys, choice)
+        return lists, scores
+
+    def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
+        """Lists drawn with uniform numbers (queries, lists, choices) at a temperature: pointers of that
+        shape."""
+        state, keys = encoded or self.encode(queries, vectors, pool)
+        state = state.expand(-1, uniform.shape[1], -1)
+        taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
+        lists = []
+        for numbers in uniform.unbind(-1):
+            logprobs = self.choice_logprobs(state, keys, taken)
+            probabilities = (logprobs / temperature).masked_fill(taken, -1e9).softmax(-1)
+            sums = probabilities.double().cumsum(-1)
+            choice = torch.searchsorted(sums, numbers.double()[..., None] * sums[..., -1:], right=True)
+            last = (~taken).long().cumsum(-1).argmax(-1, keepdim=True)  # the last that is open
+            choice = torch.minimum(choice, last)[..., 0]
+            lists.append(choice)
+            taken = taken.scatter(2, choice[..., None], True)
+            state = self.advance(state, keys, choice)
+        return torch.stack(lists, -1)
+
+
+def list_logprobs(every, pointers):
+    """Log-probabilities of lists (queries, lists) from those of all candidates at each choice (queries,
+    lists, choices, pool); choices after a list's end, -1, count 0."""
+    chosen = every.gather(3, pointers.clamp(min=0)[..., None])[..., 0]
+    return (chosen * (pointers >= 0)).sum(2)
+
+
+# ================================================================ the trainer
+
+
+class ICLTrainer:
+    """Queries, reader, policy and the algorithm; self.run has the files. resume_from_checkpoint overrides the
+    constant RESUME: a path, "ask", "yes" or "no"."""
+
+    def __init__(self, resume_from_checkpoint=None):
+        check_constants()
+        check_lists()
+        if STAGE == "check":  # reads files alone: no model, no lock, nothing to resume
+            self.run = SimpleNamespace(stop_signal=None)
+            return
+        self.device = find_device()
+        made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
+        made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
+        best_by = ("pick_accuracy",)
+        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, best_by, later_of_equal=True)
+        self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
+        names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
+        self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
+        self.run.panels += [(name, [name]) for name in names.split()]
+        self.splits, self.demos = load_splits(self.run.say)
+        self.corpus = Corpus(self.splits, self.demos, self.device, self.run.say)
+        self.reader = self.load_reader()
+        self.told = {}  # (query's id, demonstrations' numbers): what the reader answered
+        self.load_policy()
+        self.miner = Miner(self.corpus, self.policy, self.reader, self.run.say)
+        # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
+        # begin the step at which the stage began, candidates the digest of the file that is trained on
+        self.state = SimpleNamespace(
+            epoch=0, order=None, cursor=0, prompts=len(self.demos), stage="rce", begin=0, queries=0,
+            kl_coef=float(KL_COEF), candidates="")
+        models = {"policy": self.policy, "reference": self.reference}
+        self.optimizers = {"policy": self.make_optimizer(LEARNING_RATE)}
+        self.run.keep(self.state, models, self.optimizers, tokenizer=None)
+        if self.state.stage == "grpo":
+            self.freeze()
+        if not KL_TARGET:
+            self.state.kl_coef = float(KL_COEF)  # a controller's alone outlives a changed constant
+        self.plan_steps()
+
+    def load_reader(self):
+        """Override to give a reader of your own: answer() and gold_probability() are all it needs."""
+        return load_reader(READER, self.demos, self.device)
+
+    def load_policy(self):
+        """From the checkpoint when there is one, else new; the reference is what GRPO starts from."""
+        at = self.run.checkpoint
+        sizes = self.corpus.sizes
+        self.policy = load_pointer(at / "policy", sizes) if at else new_pointer(sizes)
+        self.reference = load_pointer(at / "reference", sizes) if at else new_pointer(sizes)
+        self.policy.to(self.device)
+        self.reference.to(self.device).eval().requires_grad_(False)
+
+    def make_optimizer(self, rate):
+        return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+
+    # ------------------------------------------------------------ the algorithm
+
+    def train(self):
+        """Mine, check up, RCE, GRPO, test. Returns the last evaluation."""
+        if STAGE == "check":
+            return check_candidates()
+        with self.run.opened(self.introduction()):
+            self.run.save()  # what mines
+            if self.prepare() and STAGE != "mine":
+                self.run_stage()
+                if self.state.stage == "rce" and GRPO_EPOCHS and not self.run.stop_signal:
+                    self.begin_grpo()
+                    self.run_stage()
+                if not self.run.stop_signal:
+                    self.test()
+            if STAGE == "mine":
+                self.run.last_word = f"Mined: {candidates_path()}; STAGE=train trains on it"
+        return self.run.evaluation
+
+    def run_stage(self):
+        for _ in self.run.steps(self.evaluate, until=self.end):
+            batch = self.next_batch()
+            self.record(batch, self.update(batch))
+
+    def prepare(self):
+        """Candidates mined or found; when they are new, their check-up; then what can be trained on. False
+        where a signal stopped the mining."""
+        path = candidates_path()
+        new = not self.state.candidates
+        if new and not path.exists():
+            if STAGE == "train" or CANDIDATES:
+                todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
+                raise UserError(f"there are no candidates at {path}: {todo}")
+            queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
+            if not self.mine(path, queries, SHOTS):
+                return False
+        digest = file_digest(path)["sha256"] if path.exists() else None
+        if not new and digest != self.state.candidates:
+            todo = "put it back, or start afresh with RESUME=no"
+            raise UserError(f"{path} is not the file this run was trained on: {todo}")
+        groups = read_candidates(path, self.splits, self.demos)
+        if new:
+            figures = write_check_up(groups, Path(OUTPUT_DIR) / "candidates", self.run.say)
+            self.run.write_metrics("mine", figures)
+        self.choose_rows(groups)
+        if not self.train_rows:
+            why = "no query has lists of different reward, so there is nothing to train on"
+            raise UserError(f"{path}: {why}; see the verdict of the check-up")
+        self.state.candidates = digest
+        self.state.queries = len(self.train_rows)
+        self.plan_steps()
+        return True
+
+    def choose_rows(self, groups):
+        """What is trained on: queries that do not validate and whose lists' rewards differ. Where they are
+        equal all lists weigh alike, and nothing says which to prefer."""
+        held_out = {row["id"] for row in self.splits["validation"]}
+        best = []
+        self.train_rows = []
+        for group in groups:
+            candidates = usable(group.candidates)
+            shaped = shaped_rewards(candidates) if candidates else []
+            if group.query["id"] in held_out:
+                best += [max(c["soft"] or 0.0 for c in candidates)] if candidates else []
+            elif shaped and not is_flat(shaped):
+                self.train_rows.append({
+                    "id": group.query["id"], "query": group.query, "pool": group.pool,
+                    "candidates": candidates, "rewards": shaped})
+        self.oracle = float(np.mean(best)) if best else math.nan
+        skipped = len(groups) - len(self.train_rows) - len(best)
+        held_back = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
+        self.run.say(f"{len(self.train_rows)} queries to train on; {held_back}")
+
+    def next_batch(self):
+        """The next queries with their lists: vectors (queries, d), pool (queries, P), pointers (queries,
+        lists, choices) and present, weights, advantages (queries, lists)."""
+        rows = next_rows(self.train_rows, self.state, BATCH_SIZE)
+        batch = SimpleNamespace(rows=rows, lists=[row["candidates"] for row in rows])
+        batch.vectors = self.corpus.stack_vectors([row["query"] for row in rows])
+        batch.pool = stack_pools([row["pool"] for row in rows]).to(self.device)
+        found = [row["rewards"] for row in rows]
+        if self.state.stage == "grpo" and ON_POLICY:
+            batch.lists, found = self.fresh_lists(batch)
+        batch.rewards = found
+        batch.pointers = pad_pointers(batch.lists).to(self.device)
+        batch.present = pad_columns([[1.0] * len(r) for r in found]).to(self.device)
+        tau = tau_at(self.state.epoch - 1)
+        weights = [rce_weights(r, tau, WEIGHT_REWARDS) for r in found]
+        advantages = [group_advantages(r) for r in found]
+        batch.weights = pad_columns(weights).to(self.device)
+        batch.advantages = pad_columns(advantages).to(self.device)
+        spread = [torch.as_tensor(r, dtype=torch.float64).std().item() for r in found]
+        batch.facts = {"reward": float(np.mean([x for r in found for x in r]))}
+        if self.state.stage == "rce":
+            effective = [torch.special.entr(w).sum().exp().item() for w in weights]
+            heaviest = [w.max().item() for w in weights]
+            batch.facts |= {"tau": tau, "effective_lists": float(np.mean(effective))}
+            batch.facts["weight_on_best"] = float(np.mean(heaviest))
+        else:
+            batch.facts["advantage_spread"] = float(np.mean(spread))  # of what is divided by it
+        return batch
+
+    @torch.no_grad()
+    def fresh_lists(self, batch):
+        """GROUP_SIZE lists a query drawn from the policy as it is, answered now: candidates and rewards."""
+        with self.run.timed("rollout"):
+            self.policy.eval()
+            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS)
+            inputs = batch.vectors, self.corpus.vectors, batch.pool
+            pointers = self.policy.sample(*inputs, uniform.to(self.device)).tolist()
+            groups = []
+            for row, lists in zip(batch.rows, pointers):
+                candidates = [new_candidate(pointer, "sample", 1.0) for pointer in lists]
+                groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=candidates))
+        with self.run.timed("score"):
+            self.miner.score_gold(groups)
+            self.miner.verify(groups)
+        lists = [usable(group.candidates) for group in groups]
+        lists = [x if len(x) > 1 else row["candidates"] for x, row in zip(lists, batch.rows)]  # all failed
+        return lists, [shaped_rewards(x) for x in lists]
+
+    def update(self, batch):
+        """One optimizer step of the stage on the batch; returns its metrics."""
+        run = self.run
+        in_rce = self.state.stage == "rce"
+        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        step, total = run.step - self.state.begin, self.end - self.state.begin
+        rate = LEARNING_RATE if in_rce else GRPO_LEARNING_RATE
+        rate *= learning_rate_scale(step, total, WARMUP_STEPS, kind, run.halvings)
+        optimizer = self.optimizers["policy"]
+        optimizer.param_groups[0]["lr"] = rate
+        with run.timed("update"):
+            self.policy.train(in_rce)  # dropout in RCE alone
+            inputs = batch.vectors, self.corpus.vectors, batch.pool, batch.pointers
+            every = self.policy(*inputs)  # (queries, lists, choices, pool)
+            logprobs = list_logprobs(every, batch.pointers)
+            if in_rce:
+                loss = rce_loss(logprobs, batch.weights)
+                metrics = {"policy_loss": loss.item()}
+            else:
+                loss, metrics = self.grpo(batch, every, logprobs, inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
+            finite = math.isfinite(loss.item() + norm.item())
+            if finite:
+                optimizer.step()
+        run.count_skipped(finite, [row["id"] for row in batch.rows])
+        chosen = (batch.pointers >= 0).float()
+        entropy = -(every.detach().exp() * every.detach().clamp(min=-1e8)).sum(-1)
+        metrics["entropy"] = ((entropy * chosen).sum() / chosen.sum()).item()
+        return {**metrics, "grad_norm": norm.item(), "learning_rate": rate}
+
+    def grpo(self, batch, every, logprobs, inputs):
+        """The loss of GRPO: old log-probabilities are those of what drew the lists as GRPO sees it, which is
+        the policy that it starts from or, with fresh lists, the policy as it is."""
+        with torch.no_grad():
+            ref_every = self.reference(*inputs)
+        old_logprobs = self.old_logprobs(batch, logprobs, ref_every)
+        losses = grpo_loss(logprobs, old_logprobs, batch.advantages, CLIP_RANGE)
+        chosen = (batch.pointers >= 0).float()
+        kl = (choice_kl(every, ref_every) * chosen).sum() / chosen.sum()
+        policy_loss = (losses * batch.present).sum() / batch.present.sum()
+        ratio = (logprobs.detach() - old_logprobs).exp()
+        clipped = ((ratio - 1) * batch.advantages.sign() > CLIP_RANGE).float() * batch.present
+        metrics = {
+            "policy_loss": policy_loss.item(), "kl": kl.item(), "kl_coef": self.state.kl_coef,
+            "ratio_max": ((ratio - 1).abs() * batch.present).max().item(),
+            "clip_fraction": (clipped.sum() / batch.present.sum()).item()}
+        loss = policy_loss + self.state.kl_coef * kl
+        if KL_TARGET and math.isfinite(metrics["kl"]):
+            self.state.kl_coef = adapt_kl_coef(self.state.kl_coef, metrics["kl"], KL_TARGET)
+        return loss, metrics
+
+    def old_logprobs(self, batch, logprobs, ref_every):
+        """(queries, lists), of the weights that the lists count as drawn from."""
+        return logprobs.detach() if ON_POLICY else list_logprobs(ref_every, batch.pointers)
+
+    # ------------------------------------------------------------ stages
+
+    def plan_steps(self):
+        """The step at which the stage ends, and the run. Depends on the state alone: a resumed run plans
+        alike."""
+        queries = self.state.queries or len(self.splits["train"][:MINE_QUERIES])  # until it is mined a guess
+        an_epoch = math.ceil(queries / BATCH_SIZE)
+        in_rce = self.state.stage == "rce"
+        self.end = self.state.begin + an_epoch * (RCE_EPOCHS if in_rce else GRPO_EPOCHS)
+        self.run.total_steps = self.end + an_epoch * GRPO_EPOCHS * in_rce
+
+    def begin_grpo(self):
+        """The best policy of RCE is kept in rce/, and is what GRPO starts from and stays near to."""
+        best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
+        self.policy.load_state_dict(best.state_dict())
+        self.reference.load_state_dict(best.state_dict())
+        write_folder(self.run.folder / "rce", self.save_rce, manifest=False)
+        self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
+        self.state.stage = "grpo"
+        self.state.begin = self.run.step
+        self.state.epoch = self.state.cursor = 0
+        self.optimizers["policy"] = self.make_optimizer(GRPO_LEARNING_RATE)
+        self.freeze()
+        self.run.begin_part()
+        self.plan_steps()
+        self.run.save()
+
+    def save_rce(self, folder):
+        self.run.save_model(self.policy, folder / "policy")
+
+    def freeze(self):
+        """Attention, norms and gate alone learn."""
+        for name, parameter in self.policy.named_parameters():
+            parameter.requires_grad_(not FREEZE or "projection" not in name)
+
+    # ------------------------------------------------------------ mining
+
+    def mine(self, path, queries, shots):
+        """Mine lists for queries into `path`, MINE_BATCH_SIZE at a time. Each part is whole on disk before
+        the next is begun, and depends on nothing but the policy and the constants, so a killed run goes on
+        where it was. False when a signal stopped it."""
+        folder = path.with_suffix(".parts")
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = mining_facts(shots)
+        parts = []
+        right = 0
+        started = time.perf_counter()
+        for i in range(0, len(queries), MINE_BATCH_SIZE):
+            part = folder / f"{i:08d}.json"
+            found = read_part(part, facts, self.run.say)
+            if found is None:
+                groups = self.miner.mine(queries[i:i + MINE_BATCH_SIZE], shots)
+                found = {str(group.query["number"]): group_record(group, self.demos) for group in groups}
+                write_candidates(part, found, facts)
+            parts.append(part)
+            right += sum(any(c["vqa_correct"] for c in x["pointer_candidates"]) for x in found.values())
+            done = min(i + MINE_BATCH_SIZE, len(queries))
+            left = (time.perf_counter() - started) / done * (len(queries) - done)
+            if done % (10 * MINE_BATCH_SIZE) == 0 or done == len(queries):
+                line = f"Mined {done}/{len(queries)} queries of {path.stem}, {right} with a right list"
+                self.run.show(line, f"{tqdm.format_interval(left)} left in mining")
+            if self.run.stop_signal:
+                return False
+        join_parts(path, parts, facts)
+        return True
+
+    # ------------------------------------------------------------ evaluation and what is logged
+
+    @torch.no_grad()
+    def pick(self, queries, shots, policy=None, beams=1):
+        """The policy's lists for queries, likeliest first, as numbers within the demonstrations: (queries,
+        beams, shots), nested lists."""
+        policy = (policy or self.policy).eval()
+        found = []
+        for i in range(0, len(queries), 64):
+            some = queries[i:i + 64]
+            pool = stack_pools([self.corpus.pool_of(query) for query in some])
+            inputs = self.corpus.stack_vectors(some), self.corpus.vectors, pool.to(self.device)
+            lists, _ = policy.search(*inputs, shots, beams)
+            lists = lists.cpu().flatten(1)
+            found += pool.gather(1, lists).view(len(some), -1, shots).tolist()
+        return found
+
+    def accuracy_of(self, queries, lists):
+        """VQA accuracy of the reader after these demonstrations, (queries,); each is asked once."""
+        keys = [(query["id"], tuple(numbers)) for query, numbers in zip(queries, lists)]
+        new = [n for n, key in enumerate(keys) if key not in self.told]
+        asked = [(queries[n], [self.demos[j] for j in lists[n]]) for n in new]
+        if hasattr(self.reader, "answers"):
+            texts = self.reader.answers(asked) if asked else []
+        else:
+            texts = [self.reader.answer(query, demonstrations) for query, demonstrations in asked]
+        self.told.update(zip([keys[n] for n in new], texts))
+        return np.array([rewards.vqa_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
+
+    def evaluate(self):
+        """Metrics of the greedy pick on the validation queries. Override to add yours."""
+        queries = self.splits["validation"]
+        lists = [lists[0] for lists in self.pick(queries, SHOTS)]
+        metrics = {"pick_accuracy": float(self.accuracy_of(queries, lists).mean())}
+        if math.isfinite(self.oracle):
+            metrics["oracle_accuracy"] = self.oracle
+        return metrics
+
+    def select(self, query, shots=SHOTS):
+        """The demonstrations that the policy picks for a query text, as rows of the training data, out of its
+        pool."""
+        query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
+        query["vector"] = self.corpus.embed_query(query["text"])
+        return [self.demos[j] for j in self.pick([query], shots)[0][0]]
+
+    def test(self):
+        test_policies(self)
+
+    def introduction(self):
+        """What a run begins with, on the terminal."""
+        counts = ", ".join(f"{len(rows)} {name}" for name, rows in self.splits.items())
+        name = "/".join(Path(READER).parts[-2:])
+        policy = f"a policy of {self.policy.num_parameters():,} parameters on {self.device}"
+        return f"{counts} queries, {len(self.demos)} demonstrations; reader {name}; {policy}; {OUTPUT_DIR}"
+
+    def record(self, batch, metrics):
+        """The step's metrics, a few of its lists and its line on the terminal, for the run to write."""
+        lists = sum(len(candidates) for candidates in batch.lists)
+        metrics = {"epoch": self.state.epoch, **metrics, **batch.facts}
+        samples = []
+        for i, row in enumerate(batch.rows[:LOG_SAMPLES]):
+            c = batch.lists[i][0]
+            chosen = [self.demos[row["pool"][j]]["id"] for j in c["pointer"]]
+            kept = {key: c[key] for key in ("source", "hard", "soft", "gt_prob")}
+            samples.append({
+                "id": row["id"], "query": row["query"]["text"], "golds": row["query"]["golds"],
+                "demonstrations": chosen, "response": c["text"], **kept, "reward": batch.rewards[i][0]})
+        line = ("{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} "
+                "LR:{learning_rate:.2e}")
+        line = line.format(stage=self.state.stage.upper(), **metrics)
+        self.run.record(metrics, lists, samples, line, unit="lists")
+
+
+# ==== block: data and rewards
+# Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
+# copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
+import faulthandler
+import json
+import math
+import sys
+from numbers import Number
+from pathlib import Path
+
+import torch
+
+
+def load_rows(datasets, constant, limit=None):
+    """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output
+    column."""
+    rows = []
+    for spec in datasets:
+        if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
+            example = "{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}"
+            raise UserError(f"{constant}: a data set is a dict of texts, such as {example}, not {spec!r}")
+        where = f"{constant}: {spec.get('path')}"
+        columns = [c for c in (spec.get("input"), spec.get("output")) if c]
+        unknown = set(spec) - {"path", "type", "input", "output", "name", "split"}
+        if odd := unknown or {"path", "type", "input"} - set(spec):
+            has = "a data set has path, type, input and, if you like, output, name, split"
+            raise UserError(f"{where}: {has}; mend {sorted(odd)}")
+        before = len(rows)
+        for number, record in read_records(spec, columns, where):
+            rows.append(read_row(spec, record, columns, f"{where} line {number}"))
+            rows[-1]["id"] = f"{Path(spec['path']).name}:{number}"
+        if len(rows) == before:
+            raise UserError(f"{where}: the data set is empty")
+    return rows[:limit]
+
+
+def read_row(spec, record, columns, where):
+    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts."""
+    for column in columns:
+        if look_up(record, column) is None:
+            has = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise UserError(f"{where}: there is no value for column {column!r}; the row has {has}")
+    prompt = look_up(record, spec["input"])
+    if not isinstance(prompt, str) or not prompt.strip():
+        must = "must be a text that is not empty" + inside(prompt, "input", spec)
+        raise UserError(f"{where}: {spec['input']!r} {must}")
+    answer = look_up(record, spec["output"]) if spec.get("output") else None
+    golds = answer if isinstance(answer, list) else [answer]
+    if answer is not None and not (golds and all(map(is_plain, golds))):
+        must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
+        held = f"{spec['output']!r} holds {repr(answer)[:80]}"
+        raise UserError(f"{where}: {held}: write {must}, or delete the line")
+    golds = [str(gold) for gold in golds if gold is not None]
+    try:
+        "".join([prompt, *golds]).encode()
+    except UnicodeEncodeError:
+        half = "half of a surrogate pair, such as \\ud800, is no character"
+        raise UserError(f"{where}: {half}; mend or delete it") from None
+    return {"prompt": prompt, "answer": golds if isinstance(answer, list) else golds[0] if golds else None}
+
+
+def next_rows(rows, state, count):
+    """The next `count` rows or fewer at an epoch's end; each epoch has its own permutation. state has cursor,
+    epoch and order."""
+    if state.cursor == 0:
+        state.epoch += 1
+        generator = torch.Generator().manual_seed(SEED + state.epoch)
+        state.order = torch.randperm(len(rows), generator=generator)
+    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    state.cursor = (state.cursor + len(chosen)) % len(rows)
+    return [rows[i] for i in chosen]
+
+
+def look_up(record, path):
+    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
+    has a dot itself wins."""
+    for head, rest in splits(path):
+        if isinstance(record, dict) and head in record:
+            return look_up(record[head], rest) if rest else record[head]
+
+
+def splits(path):
+    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
+    ("a", "b")."""
+    words = path.split(".")
+    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
+
+
+def is_plain(value):
+    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
+    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def inside(value, key, spec):
+    """Where a nested record stands in place of a text: how to name what is in it."""
+    names = [name for name in value if name] if isinstance(value, dict) else []
+    example = f"{spec[key]}.{names[0]}" if names else ""
+    return f", or name what is in it, such as {key!r}: {example!r}" if names else ""
+
+
+def read_records(spec, columns, where):
+    """(line number from 1, record) of one data set."""
+    if spec["type"] not in ("jsonl", "parquet", "hub"):
+        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
+    if spec["type"] != "hub" and not Path(spec["path"]).is_file():
+        raise UserError(f"{where}: there is no such file")
+    if spec["type"] == "jsonl":
+        with open(spec["path"], "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        yield number, json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:
+                    why = f"not a line of JSON ({getattr(error, 'msg', error)})"
+                    raise UserError(f"{where} line {number}: {why}; mend or delete it") from None
+        return
+    try:
+        if spec["type"] == "parquet":
+            import pyarrow.parquet
+
+            names = pyarrow.parquet.read_schema(spec["path"]).names
+            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
+            records = table.to_pylist()
+        else:
+            import datasets
+
+            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+    except Exception as error:  # both libraries raise many kinds
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
+    yield from enumerate(records, 1)
+
+
+def resolve_rewards(functions, constant):
+    """[(name, function, weight)] of names in rewards/ or functions."""
+    for pair in functions:
+        right = isinstance(pair, (tuple, list)) and len(pair) == 2
+        right = right and (callable(pair[0]) or isinstance(pair[0], str))
+        if not right or not isinstance(pair[1], (int, float)) or not math.isfinite(pair[1]):
+            takes = "it takes pairs (function, or its name in rewards/; weight)"
+            raise UserError(f"{constant}: {takes}, not {pair!r}")
+        if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
+            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
+    found = []
+    for function, weight in functions:
+        function = function if callable(function) else getattr(rewards, function)
+        found.append((getattr(function, "__name__", str(function)), function, weight))
+    return found
+
+
+def check_scores(name, values, count):
+    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    must = f"{name} must return {count} finite numbers, one a response; it returned"
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float32).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{must} {repr(values)[:100]}") from None
+    if numbers.shape != (count,) or not numbers.isfinite().all():
+        shape = str(len(numbers)) if numbers.dim() == 1 else f"a shape of {tuple(numbers.shape)}"
+        raise UserError(f"{must} {shape}, {int((~numbers.isfinite()).sum())} of them not finite")
+    return numbers
+
+
+_CALLING = []  # reward functions that are running, the outermost first
+
+
+def call_reward(name, function, prompts, responses, answers):
+    """What a reward function gives, checked, (rows,). What it raises goes on with a note that names it.
+    Scoring that takes longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside
+    Python."""
+    if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
+        # not sys.stderr, which a notebook or a test may have replaced by something without a file
+        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
+    _CALLING.append(name)
+    try:
+        values = function(prompts, responses, answers)
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
+            raise UserError(str(error)) from None  # what its data must have
+        if not hasattr(error, "__notes__"):  # the innermost function's name is enough
+            error.add_note(f"(raised by the reward function {name})")
+        raise
+    finally:
+        _CALLING.pop()
+        if not _CALLING:
+            faulthandler.cancel_dump_traceback_later()
+    return check_scores(name, values, len(responses))
+# ==== end of block: data and rewards
+
+
+# ==== block: the run
+# What a trainer does beside its algorithm: constants and errors, OUTPUT_DIR and its lock, checkpoints and
+# resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
+# in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
+import ast
+import csv
+import difflib
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+
+
+class UserError(Exception):
+    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+
+
+def constants():
+    """Every constant of this file, as it is now."""
+    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+
+
+def plain_name(value):
+    """What stands for a value that is not JSON: a function's name stays the same from run to run."""
+    return getattr(value, "__name__", repr(value))
+
+
+def printable(text):
+    """Text without control characters and terminal escapes: data and errors may hold them, and a terminal
+    obeys them."""
+    plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(plain)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def apply_overrides(words):
+    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in constants():
+            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
+        kind = type(globals()[key]).__name__
+        kind = str(globals()["__annotations__"].get(key, kind))  # such as "int | None"
+        value = text
+        if "str" not in kind or "None" in kind and text == "None":
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                value = {"true": True, "false": False}.get(text.lower(), text)
+        if "float" in kind and type(value) is int:
+            value = float(value)
+        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
+            raise UserError(f"{key}={text} does not fit: {takes}")
+        globals()[key] = value
+
+
+def check_constants():
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _LIMITS.items():
+        for key in keys.split():
+            value = globals()[key]
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
+                upper = f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} {upper}")
+    for key, value in constants().items():
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
+
+
+def find_device():
+    """The device that DEVICE names; auto takes the best there is."""
+    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
+    except (RuntimeError, AssertionError):
+        raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+
+
+def seed_everything(seed):
+    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
+    (a prompt shared by its responses) are added in whatever order the threads come, and no two runs are
+    equal, on the CPU either."""
+    with suppress(ImportError):
+        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+        import sklearn.metrics  # noqa: F401
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+
+def get_rng_state():
+    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    name, words, *rest = np.random.get_state()
+    numpy = (name, words.tolist(), *rest)
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+
+
+def set_rng_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+def fsync(path):
+    handle = os.open(path, os.O_RDONLY)  # works for folders too
+    os.fsync(handle)
+    os.close(handle)
+
+
+def file_digest(path):
+    with open(path, "rb") as file:
+        return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def not_saved(path, error):
+    full = shutil.disk_usage(path.parent).free < 2**26
+    why = "the disk is full" if full else first_line(error)
+    todo = "make room and start again, training goes on from the last good checkpoint"
+    return UserError(f"{path} could not be saved: {why}; {todo}")
+
+
+def write_folder(folder, fill, manifest=True):
+    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
+    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
+    old one back."""
+    tmp = folder.with_name(folder.name + ".tmp")
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir(parents=True)
+        fill(tmp)
+        if manifest:
+            digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
+            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
+        for path in [*tmp.rglob("*"), tmp]:
+            fsync(path)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(tmp, folder)
+        fsync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
+        shutil.rmtree(tmp, ignore_errors=True)
+        restore_folder(folder)
+        raise not_saved(folder, error) from None
+
+
+def restore_folder(folder):
+    """What write_folder() was about to replace when it was killed comes back."""
+    old = folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():
+        os.rename(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoint_fault(folder):
+    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        found = [p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"]
+        files = {str(p.relative_to(folder)): p for p in found}
+        for name in sorted({"training_state.pt", *manifest, *files}):
+            if name not in files or file_digest(files[name]) != manifest.get(name):
+                return f"{name} is {'not what was saved' if name in files else 'missing'}"
+            if folder.resolve() not in files[name].resolve().parents:
+                return f"{name} points out of the checkpoint"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"manifest.json: {error}"
+
+
+def list_checkpoints(output_dir):
+    """[(N, step_N/)] of a run, oldest first."""
+    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+
+
+def choose_checkpoint(resume, output_dir, say):
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
+    if resume not in ("ask", "yes", "no"):
+        if fault := checkpoint_fault(Path(resume)):
+            raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
+        return Path(resume)
+    found = list_checkpoints(output_dir) if resume != "no" else []
+    for _, folder in reversed(found):
+        if fault := checkpoint_fault(folder):
+            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+            continue
+        say(f"Found checkpoint: {folder}")
+        if resume == "yes" or not sys.stdin or not sys.stdin.isatty():
+            say("Resuming from it (RESUME=no starts afresh)")
+            return folder
+        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
+            pass
+        return folder if reply == "y" else None
+    if found:
+        afresh = f"start afresh with RESUME=no, which keeps the run in {output_dir}/old_<time>/"
+        raise UserError(f"no checkpoint in {output_dir} is whole: put a good copy back, or {afresh}")
+
+
+def move_aside(paths, output_dir, say):
+    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
+    if not paths:
+        return
+    old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
+    while old.exists():  # two within a second
+        old = old.with_name(old.name + "_")
+    old.mkdir()
+    for path in paths:
+        os.rename(path, old / path.name)
+    say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+
+
+def run_facts(device):
+    """Versions, git commit and device, for training_config.json."""
+    commit = None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+        commit = git.stdout.strip() or None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "git_commit": commit,
+        "threads": torch.get_num_threads(),
+        "device": name}
+
+
+def get_ways(model):
+    """What check_models() found, for a checkpoint: the same way after a resume, whatever the trained weights
+    would choose."""
+    return {key: getattr(model, key) for key in ("sampled_by", "scored_by") if hasattr(model, key)}
+
+
+def set_ways(model, ways):
+    for key in ("sampled_by", "scored_by"):
+        if key in (ways or {}):
+            setattr(model, key, ways[key])
+
+
+def read_metrics(path):
+    """The records of metrics.jsonl with their finite numbers; a line that is none, by a hand's or a disk's
+    doing, is left out."""
+    records = []
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
+            numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and abs(v) < 1e300}
+            if record.get("phase") in ("train", "eval") and "step" in numbers:
+                records.append({"phase": record["phase"], **numbers})
+    return records
+
+
+def draw_plot(records, path, title, panels):
+    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
+    from a dashed start."""
+    from matplotlib.figure import Figure
+
+    height = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(16, 0.8 + 3.4 * height))
+    inch = 1 / figure.get_figheight()
+    # matplotlib's own layouts draw everything twice
+    sides = {"left": 0.055, "right": 0.99, "bottom": 0.5 * inch, "top": 1 - 0.6 * inch}
+    figure.subplots_adjust(**sides, wspace=0.22, hspace=0.25)
+    figure.suptitle(title, y=1 - 0.2 * inch)
+    for number, (label, keys) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
+        axis.grid(alpha=0.3)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
+        for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
+            color = f"C{which}"
+            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+            if points and phase == "train":
+                x, y = np.array(points, dtype=float).T
+                window = max(1, len(y) // 12)
+                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+                axis.plot(x, y, color=color, alpha=0.25)
+                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
+            elif points:
+                style = {"color": color, "markersize": 5, "linewidth": 0.8}
+                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
+                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    figure.savefig(f"{path}.tmp", format="png", dpi=100)
+    os.replace(f"{path}.tmp", path)
+
+
+def with_unit(key):
+    """A metric's name with its unit, for the plots."""
+    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats a token")}
+    unit = "s" if key.startswith("seconds/") else units.get(key)
+    return f"{key} ({unit})" if unit else key
+
+
+class Run:
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters.
+
+    The Trainer says what a checkpoint holds (keep), what the step it made was like (record) and how many
+    there are (total_steps). name is that of the plots; `files` are what a new start moves aside, beside
+    logs/; best_by are the metrics of an evaluation that best/ and patience follow, the first that is there;
+    later_of_equal: of equally good policies best/ keeps the later; `logs` are names of
+    csv files in logs/, for append()."""
+
+    saved = (  # of its attributes, in a checkpoint
+        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
+        "log_bytes", "wandb_id")
+
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+        self.name = name
+        self.device = device
+        self.files = ("step_*", "best", "training_*", f"{name}_*.png", *files)
+        self.best_by = best_by
+        self.later_of_equal = later_of_equal
+        self.csv_files = dict.fromkeys(logs)  # by name, open while training
+        self.step = 0  # steps done
+        self.total_steps = 0
+        self.evaluated_at = -1  # the step of the last evaluation
+        self.best_value = -math.inf  # the highest yet, whose policy is in best/
+        self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
+        self.evals_since_best = 0  # evaluations since then
+        self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
+        self.skipped = 0  # optimizer steps in a row that were not finite
+        self.log_bytes = {}
+        self.wandb_id = None
+        self.evaluation = {}  # the last one's metrics
+        self.stop_signal = None
+        self.last_word = None  # what finish() says in place of its own
+        self.times = {}
+        self.log = None
+        self.unlogged = []  # what was said before there was a log file
+        self.wandb = None
+        self.bar = None
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.folder = Path(OUTPUT_DIR)
+        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, thread_local=False)
+        if self.folder.is_dir():
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        self.checkpoint = choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say)
+        seed_everything(SEED)
+
+    # ------------------------------------------------------------ what the Trainer calls
+
+    def keep(self, state, models, optimizers, tokenizer):
+        """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
+        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
+        model. Where a checkpoint is resumed from, state and optimizers become what it holds."""
+        self.state = state
+        self.models = models
+        self.optimizers = optimizers
+        self.tokenizer = tokenizer
+        if self.checkpoint:
+            self.load_checkpoint(self.checkpoint)
+
+    @contextmanager
+    def opened(self, headline):
+        """Around the whole of training: OUTPUT_DIR ready, its files open, signals caught; at the end a
+        checkpoint."""
+        self.open_files(headline)
+        handlers = self.catch_signals()
+        try:
+            yield self
+            self.save()
+            self.finish()
+        finally:
+            self.bar.close()
+            self.lock.release()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def goes_on(self):
+        """Whether another step is to be done."""
+        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
+        return not self.stop_signal and not out_of_patience and self.step < self.total_steps
+
+    def steps(self, evaluate, until=math.inf):
+        """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
+        evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
+        if self.evaluated_at < 0 and self.goes_on():
+            if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
+                alone = f"evaluates before and after the {self.total_steps} steps alone"
+                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} {alone}")
+            self.evaluate(evaluate)
+        self.clock = (time.perf_counter(), self.step)
+        while self.goes_on() and self.step < until:
+            yield self.step
+            last = self.step in (until, self.total_steps)
+            if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
+                self.evaluate(evaluate)
+            if SAVE_EVERY_N_STEPS and self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:
+                self.save()
+
+    @contextmanager
+    def timed(self, what):
+        """Count the seconds of the block as seconds/<what> of this step."""
+        started = time.perf_counter()
+        yield
+        self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
+
+    def record(self, metrics, count, samples, line, unit="tokens"):
+        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
+        second, some of its responses in samples.jsonl, its line on the terminal."""
+        self.step += 1
+        seconds = {f"seconds/{what}": value for what, value in self.times.items()}
+        speed = {f"{unit}_per_second": count / sum(self.times.values())}
+        self.write_metrics("train", {**metrics, **speed, **seconds})
+        self.times = {}
+        for sample in samples:
+            self.samples_file.write(json.dumps({"step": self.step, **sample}) + "\n")
+        self.samples_file.flush()
+        started, first = self.clock
+        left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
+        self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
+
+    def append(self, name, rows):
+        """Rows, dicts of the same keys, to one of the csv logs, each with the step before them."""
+        writer = csv.DictWriter(self.csv_files[name], ["step", *rows[0]])
+        if not self.csv_files[name].tell():
+            writer.writeheader()
+        writer.writerows({"step": self.step, **row} for row in rows)
+        self.csv_files[name].flush()
+
+    def show(self, line, progress):
+        """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
+        self.bar.total = self.total_steps
+        self.bar.set_description_str(line, refresh=False)
+        self.bar.update(self.step - self.bar.n)
+        self.say(f"{line}  {progress}", terminal=self.bar.disable)
+
+    def say(self, text, terminal=True):
+        """One line to the terminal, above the bar, and to the log file."""
+        text = printable(text)
+        if terminal:
+            tqdm.write(text)
+            sys.stdout.flush()
+        if self.log:
+            self.log.write(text + "\n")
+            self.log.flush()
+        else:
+            self.unlogged.append(text)
+
+    def write_metrics(self, phase, metrics):
+        # NaN is not JSON
+        metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.metrics_file.write(json.dumps({"phase": phase, "step": self.step, **metrics}) + "\n")
+        self.metrics_file.flush()
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+
+    def count_skipped(self, finite, ids):
+        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
+        prompts are named, and five in a row end the run."""
+        if finite:
+            self.skipped = 0
+            return
+        self.skipped += 1
+        prompts = " ".join(sorted(set(ids)))
+        what = "loss or gradient not finite, optimizer step skipped"
+        self.say(f"WARNING: step {self.step + 1}: {what}; prompts {prompts}")
+        if self.skipped == 5:
+            todo = "lower LEARNING_RATE, or look at the prompts named in the log"
+            raise UserError(f"five optimizer steps in a row were not finite: {todo}")
+
+    def warn_of_idle_patience(self, why):
+        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
+        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
+        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
+            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
+        if idle:
+            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
+
+    def save(self):
+        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        folder = self.folder / f"step_{self.step}"
+        if folder.exists():
+            return
+        self.say(f"Saving {folder}")
+        write_folder(folder, self.fill_checkpoint)
+        for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
+            shutil.rmtree(old)
+        self.draw_plots()
+
+    # ------------------------------------------------------------ evaluation
+
+    def evaluate(self, evaluate):
+        """Log what evaluate() finds, keep the best policy, count patience."""
+        started = time.perf_counter()
+        metrics = evaluate()
+        self.evaluated_at = self.step
+        self.evaluation = metrics
+        if not metrics:
+            if self.step == 0:
+                self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
+            return
+        self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
+        shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
+        self.say(f"step {self.step}, held out: " + "  ".join(shown))
+        value = next((metrics[key] for key in self.best_by if key in metrics), None)
+        if value is None:
+            raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
+        self.count_patience(value)
+        if value > self.best_value or self.later_of_equal and value == self.best_value:
+            self.best_value = value
+            write_folder(self.folder / "best", lambda folder: self.fill_best(folder, metrics), manifest=False)
+
+    def begin_part(self):
+        """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
+        nothing of what was reached before it."""
+        self.evaluated_at = -1
+        self.best_value = -math.inf
+        self.patience_value = -math.inf
+        self.evals_since_best = 0
+        self.halvings = 0
+
+    def count_patience(self, value):
+        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
+        that was. best/ is kept apart from this: it follows the highest value, by however little."""
+        if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
+            self.patience_value = value
+            self.evals_since_best = 0
+            return
+        self.evals_since_best += 1
+        if self.evals_since_best % PLATEAU_PATIENCE == 0:
+            self.halvings += 1
+
+    def save_model(self, model, folder):
+        for part in filter(None, (model, self.tokenizer)):
+            part.save_pretrained(folder)
+
+    def fill_best(self, folder, metrics):
+        self.save_model(self.models["policy"], folder / "policy")
+        (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
+
+    # ------------------------------------------------------------ files
+
+    def take_lock(self):
+        """Held until the process ends, however it ends. Another run that wants the folder is told who has
+        it."""
+        owner = self.folder / ".lock_owner"
+        try:
+            self.lock.acquire()
+        except filelock.Timeout:
+            who = owner.read_text().strip() if owner.exists() else "?"
+            if who == str(os.getpid()):
+                return  # another trainer of this very process
+            used = f"is in use by another run (process {who})"
+            todo = "wait for it, stop it, or set another OUTPUT_DIR"
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} {used}: {todo}") from None
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, PermissionError):
+                raise
+            return  # a file system without locks
+        owner.write_text(str(os.getpid()))
+
+    def open_files(self, headline):
+        """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the
+        files."""
+        logs = self.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        if not self.lock.is_locked:
+            self.take_lock()
+        for pattern in ("step_*.tmp", "best.tmp", "*.png.tmp"):  # what a kill left half written
+            for stale in self.folder.glob(pattern):
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
+            # a broken checkpoint beyond this one, or one of a future given up, would be found by the next
+            # resume
+            beyond = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+            move_aside(beyond, OUTPUT_DIR, self.say)
+            self.cut_logs(logs)
+        else:
+            earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
+            move_aside(earlier + [logs] * any(logs.iterdir()), OUTPUT_DIR, self.say)
+            logs.mkdir(exist_ok=True)
+            self.log_bytes = {}
+        names = [name for name in self.log_bytes if name.startswith("training_")]
+        names.append(time.strftime("training_%Y%m%d_%H%M%S.log"))
+        self.log = open(logs / names[0], "a")
+        self.metrics_file = open(logs / "metrics.jsonl", "a")
+        self.samples_file = open(logs / "samples.jsonl", "a")
+        self.csv_files = {name: open(logs / name, "a", newline="") for name in self.csv_files}
+        self.log.writelines(text + "\n" for text in self.unlogged)
+        config = {"constants": constants(), **run_facts(self.device)}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        if USE_WANDB:
+            import wandb
+
+            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
+            self.wandb_id = self.wandb.id
+        self.say(headline)
+        self.bar = tqdm(
+            total=self.total_steps, initial=self.step, disable=not sys.stderr.isatty(), dynamic_ncols=True,
+            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started = time.perf_counter()
+        self.clock = (self.started, self.step)
+
+    def cut_logs(self, logs):
+        """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
+        for name, size in self.log_bytes.items():
+            path = logs / name
+            has = path.stat().st_size if path.exists() else 0
+            if has > size:
+                os.truncate(path, size)
+            elif has < size:
+                lost = f"has lost {size - has} bytes since the checkpoint"
+                self.say(f"WARNING: {path} {lost}; what they said is gone")
+
+    def fill_checkpoint(self, folder):
+        for name, model in self.models.items():
+            self.save_model(model, folder / name)
+        files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
+        logs = [Path(file.name) for file in files]
+        for path in logs:
+            fsync(path)
+        self.log_bytes = {path.name: path.stat().st_size for path in logs}
+        torch.save({
+            "trainer": self.name,
+            "run": {key: getattr(self, key) for key in self.saved},
+            "state": vars(self.state),
+            "ways": {name: get_ways(model) for name, model in self.models.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "rng": [get_rng_state()],
+        }, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
+
+    def load_checkpoint(self, folder):
+        """State, optimizers and generators as they were; the models were loaded from the same folder."""
+        try:  # weights_only: nothing in the file is run
+            saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+            then = json.loads((folder / "config.json").read_text())
+            self.check_state(saved, then)
+        except Exception as error:
+            todo = f"take a checkpoint that this version of {Path(__file__).name} made"
+            what = f"{folder}/training_state.pt or config.json cannot be used ({first_line(error)})"
+            raise UserError(f"{what}: {todo}") from None
+        now, before = getattr(self.state, "prompts", None), saved["state"].get("prompts")
+        if now != before:
+            made = f"{folder} was made with {before} training prompts, TRAIN_DATASETS now gives {now}"
+            raise UserError(f"{made}: a resumed run needs the same data (RESUME=no starts afresh)")
+        for key in self.saved:
+            setattr(self, key, saved["run"][key])
+        vars(self.state).update(saved["state"])
+        for name, model in self.models.items():  # as the run began, whatever check_models() sees now
+            set_ways(model, saved["ways"].get(name))
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(saved["optimizers"][name])
+            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
+        set_rng_state(saved["rng"][0])
+        constants_now = json.loads(json.dumps(constants(), default=plain_name))
+        for key in sorted({*then, *constants_now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
+            if then.get(key) != constants_now.get(key):
+                change = f"{key} was {then.get(key)!r}, is {constants_now.get(key)!r}"
+                self.say(f"Changed since the checkpoint: {change}")
+
+    def check_state(self, saved, then):
+        """Raise ValueError where a file is not what fill_checkpoint() writes: it may come from anywhere."""
+        known = {"run": {key: getattr(self, key) for key in self.saved}, "state": vars(self.state)}
+        parts = {"trainer", "run", "state", "ways", "optimizers", "rng"}
+        right = isinstance(then, dict) and set(saved) == parts
+        right = right and saved["trainer"] == self.name and set(saved["optimizers"]) == set(self.optimizers)
+        for part, values in known.items():
+            right = right and set(saved[part]) == set(values)
+            kinds = {key: type(value) for key, value in values.items() if value is not None}
+            right = right and all(isinstance(saved[part][key], kind) for key, kind in kinds.items())
+        if not right or not all(isinstance(way, dict) for way in saved["ways"].values()):
+            raise ValueError("it is no state of this trainer")
+
+    def draw_plots(self):
+        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
+        records = read_metrics(self.metrics_file.name)
+        if not records:
+            return
+        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        every = [(with_unit(key), [key]) for key in keys]
+        own = [(with_unit(label), keys) for label, keys in self.panels]
+        title = f"{self.title}: every metric"
+        draw_plot(records, self.folder / "training_metrics_detailed.png", title, every)
+        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, own)
+
+    # ------------------------------------------------------------ the end
+
+    def catch_signals(self):
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        def handler(number, frame):
+            if self.stop_signal and number == signal.SIGINT:
+                os._exit(130)
+            self.stop_signal = number
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+
+        if threading.current_thread() is not threading.main_thread():
+            return {}  # there signals are somebody else's
+        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def finish(self):
+        best = self.folder / "best/policy"
+        kept = f"best policy: {best}"
+        if not best.exists():
+            last = f"{self.folder}/step_{self.step}/policy"
+            kept = f"no evaluation has kept a best policy here; the last one: {last}"
+        why = "No better evaluation for a while: stopped early"
+        if self.stop_signal:
+            why = "Stopped"
+            kept = "run again to go on"
+        elif self.step == self.total_steps:
+            why = "Done"
+        seconds = time.perf_counter() - self.started
+        said = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
+        said = f"{said}. Plots: {OUTPUT_DIR}/*.png; {kept}"
+        self.say(said if self.stop_signal or not self.last_word else self.last_word)
+        if self.wandb:
+            self.wandb.finish()
+
+
+def run_main(trainer_class):
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
+    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
+    1."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
+        sys.exit(130)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        # torch has no type for it on the CPU
+        on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        out_of_memory = on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        of_a_reward = hasattr(error, "__notes__")
+        if of_a_reward or not out_of_memory and not isinstance(error, (UserError, OSError)):
+            raise
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+        elif out_of_memory:
+            less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
+            text = f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
+        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
+        sys.exit(2)
+# ==== end of block: the run
+
+
+# ================================================================ data and embeddings
+import csv
+import hashlib
+import itertools
+import shutil
+from collections import Counter, defaultdict
+
+from tqdm import tqdm
+
+
+def check_lists():
+    """Refuse what _LIMITS cannot say before anything is read."""
+    for value in SAMPLE_TEMPERATURES or [None]:
+        if not isinstance(value, (int, float)) or not 1e-3 <= value <= 1e3:
+            takes = "it takes one or more numbers from 0.001 to 1000"
+            raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: {takes}")
+    if not EVAL_SHOTS or any(not isinstance(x, int) or x < 1 for x in EVAL_SHOTS):
+        raise UserError(f"EVAL_SHOTS = {EVAL_SHOTS}: it takes one or more whole numbers from 1")
+    if POOL_SIZE < max(SHOTS, *EVAL_SHOTS):
+        most = max(SHOTS, *EVAL_SHOTS)
+        fewer = f"holds fewer than the {most} of SHOTS or EVAL_SHOTS"
+        raise UserError(f"POOL_SIZE = {POOL_SIZE} {fewer}: raise it")
+    if HIDDEN_SIZE % HEADS:
+        raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
+    if bool(TRAIN_VECTORS) != bool(TEST_VECTORS):
+        raise UserError("TRAIN_VECTORS and TEST_VECTORS belong together: give both or neither")
+
+
+def load_examples(spec, constant, split, limit=None):
+    """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold
+    that is named most often, which a demonstration shows. number is the row's, from 0."""
+    if not isinstance(spec, dict) or {"path", "type", "input", "output"} - set(spec):
+        raise UserError(f"{constant} = {spec!r}: it takes a dict with path, type, input and output")
+    where = f"{constant}: {spec['path']}"
+    columns = [spec[key] for key in ("input", "output", "image") if spec.get(key)]
+    examples = []
+    for line, record in read_csv_records(spec, where) if spec["type"] == "csv" else read_records(
+            spec, columns, where):
+        at = f"{where} line {line}"
+        row = read_row({**spec, "path": spec["path"]}, record, columns, at)
+        golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+        if not all(gold.strip() for gold in golds):
+            raise UserError(f"{at}: column {spec['output']!r} is empty: write an answer, or delete the line")
+        image = look_up(record, spec["image"]) if spec.get("image") else None
+        if image is not None and not Path(image).is_file():
+            raise UserError(f"{at}: there is no image {str(image)!r}")
+        examples.append({
+            "id": f"{Path(spec['path']).name}:{line}", "number": len(examples), "text": row["prompt"],
+            "image": image, "golds": golds, "answer": Counter(golds).most_common(1)[0][0], "split": split})
+        if len(examples) == limit:
+            break
+    if not examples:
+        raise UserError(f"{where}: the data set is empty")
+    return examples
+
+
+def read_csv_records(spec, where):
+    """(line number, record) of a csv file with a head line."""
+    if not Path(spec["path"]).is_file():
+        raise UserError(f"{where}: there is no such file")
+    with open(spec["path"], newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            for record in reader:
+                if None in record or None in record.values():
+                    fields = "it has not as many fields as the head line"
+                    raise UserError(f"{where} line {reader.line_num}: {fields}")
+                yield reader.line_num, record
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{where} line {reader.line_num + 1}: not a line of csv ({error})") from None
+
+
+def load_splits(say):
+    """{"train", "validation", "test"}: queries, and the demonstrations: training rows that do not validate.
+    Candidates that are given decide the queries, and all training rows are demonstrations, as they were when
+    they were mined."""
+    rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
+    test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+    asked = rows
+    if CANDIDATES:
+        numbers = {int(key) for key in read_json(CANDIDATES) if key.isdecimal()}
+        asked = [row for row in rows if row["number"] in numbers]
+    count = min(VALIDATION_QUERIES, len(asked) // 5)
+    if count < VALIDATION_QUERIES:
+        say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, a fifth of the queries is {count}: so many validate")
+    order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    for i in order[:count]:
+        asked[i]["split"] = "validation"
+    demos = rows if CANDIDATES else [row for row in rows if row["split"] == "train"]
+    train = [row for row in asked if row["split"] == "train"]
+    if len(demos) < 2 or len(demos) <= max(SHOTS, *EVAL_SHOTS):
+        raise UserError(f"TRAIN_DATASET has {len(demos)} demonstrations, fewer than SHOTS or EVAL_SHOTS need")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SEED)).tolist()
+    held_back = [row for row in asked if row["split"] == "validation"]
+    return {"train": [train[i] for i in order], "validation": held_back, "test": test}, demos
+
+
+class TfidfEmbedder:
+    """Truncated SVD of TF-IDF of words and pairs of words, by scikit-learn; fitted on the demonstrations."""
+
+    def __init__(self, demos):
+        from sklearn.decomposition import TruncatedSVD
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        rare = 2 if len(demos) > 100 else 1  # a word or pair in fewer texts is left out
+        self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=rare)
+        counts = self.words.fit_transform([demo["text"] for demo in demos])
+        size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
+        if size < 1:
+            raise UserError("EMBEDDING = 'tfidf': the demonstrations have fewer than two different words")
+        self.svd = TruncatedSVD(size, random_state=0).fit(counts)
+
+    def texts(self, texts):
+        return self.svd.transform(self.words.transform(texts))
+
+    def examples(self, examples):
+        return self.texts([example["text"] for example in examples])
+
+
+class HubEmbedder:
+    """A sentence model (its tokens' mean, or its pooled output) or a CLIP model (image and text, summed)."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModel, AutoTokenizer
+
+        self.tokenizer = load_part(AutoTokenizer, name, "EMBEDDING")
+        self.model = load_part(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
+        self.is_clip = hasattr(self.model, "get_text_features")
+        self.processor = None
+
+    @torch.no_grad()
+    def texts(self, texts):
+        found = []
+        limit = min(512, self.tokenizer.model_max_length)
+        for i in range(0, len(texts), READER_BATCH_SIZE):
+            read = self.tokenizer(
+                texts[i:i + READER_BATCH_SIZE], padding=True, truncation=True, max_length=limit,
+                return_tensors="pt").to(self.model.device)
+            if self.is_clip:
+                found.append(features(self.model.get_text_features(**read)))
+                continue
+            out = self.model(**read)
+            if EMBEDDING_POOLING == "pooled":
+                if getattr(out, "pooler_output", None) is None:
+                    todo = "set EMBEDDING_POOLING=mean"
+                    raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: {todo}")
+                found.append(out.pooler_output)
+            else:
+                mask = read["attention_mask"][..., None].to(out.last_hidden_state.dtype)
+                found.append((out.last_hidden_state * mask).sum(1) / mask.sum(1))
+        return torch.cat(found).float().cpu().numpy()
+
+    @torch.no_grad()
+    def examples(self, examples):
+        vectors = scaled(self.texts([example["text"] for example in examples]))
+        if not self.is_clip or examples[0]["image"] is None:
+            return vectors
+        from PIL import Image
+        from transformers import AutoImageProcessor
+
+        self.processor = self.processor or load_part(AutoImageProcessor, EMBEDDING, "EMBEDDING")
+        for i in range(0, len(examples), READER_BATCH_SIZE):
+            images = [Image.open(e["image"]).convert("RGB") for e in examples[i:i + READER_BATCH_SIZE]]
+            read = self.processor(images=images, return_tensors="pt").to(self.model.device)
+            seen = features(self.model.get_image_features(**read)).float().cpu().numpy()
+            vectors[i:i + len(images)] += scaled(seen)
+        return vectors
+
+
+def features(out):
+    """What a CLIP model gives, a tensor or an output with one."""
+    return out if isinstance(out, torch.Tensor) else out.pooler_output
+
+
+class FileVectors:
+    """Vectors that were given: the rows of a .npy or .pt file are those of the data set's rows."""
+
+    def __init__(self, counts):
+        self.tables = {}
+        for split, constant in (("train", "TRAIN_VECTORS"), ("test", "TEST_VECTORS")):
+            path = globals()[constant]
+            try:
+                is_npy = path.endswith(".npy")
+                table = np.load(path) if is_npy else torch.load(path, weights_only=True).numpy()
+            except Exception as error:  # both raise many kinds
+                why = f"cannot be read as vectors ({first_line(error)})"
+                raise UserError(f"{constant} = {path!r} {why}") from None
+            if table.ndim != 2 or len(table) < counts[split] or not np.isfinite(table).all():
+                must = f"must be {counts[split]} rows of finite numbers, a row of the data each"
+                raise UserError(f"{constant} = {path!r}, of shape {table.shape}, {must}")
+            self.tables[split] = table
+
+    def examples(self, examples):
+        tables = {"train": "train", "validation": "train", "test": "test"}
+        return np.stack([self.tables[tables[e["split"]]][e["number"]] for e in examples])
+
+
+def scaled(vectors):
+    """Of length 1; a vector of zeros, a text without a known word, stays one."""
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+
+
+def embed_splits(splits, demos, device, say):
+    """Give each example its "vector", and each demonstration its "candidate_vector", which has that of its
+    answer too. Kept in OUTPUT_DIR under a digest of all that they depend on. Returns what embeds."""
+    every = list({id(e): e for rows in (demos, *splits.values()) for e in rows}.values())
+    every.sort(key=example_order)
+    answers = sorted({demo["answer"] for demo in demos})
+    facts = [EMBEDDING, EMBEDDING_SIZE, EMBEDDING_POOLING, TRAIN_VECTORS, TEST_VECTORS, answers]
+    facts += [[e["id"], e["text"], str(e["image"]), e["split"]] for e in every]
+    for path in filter(None, (TRAIN_VECTORS, TEST_VECTORS)):
+        facts.append(file_digest(path) if Path(path).is_file() else path)
+    digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+    path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
+    embedder = make_embedder(splits, demos, device) if TRAIN_VECTORS or not path.exists() else None
+    kept = read_arrays(path, say) if embedder is None else None
+    if kept is None:
+        started = time.perf_counter()
+        embedder = embedder or make_embedder(splits, demos, device)
+        kept = {"vectors": scaled(embedder.examples(every)).astype(np.float32), "answers": np.zeros((0, 0))}
+        if hasattr(embedder, "texts"):
+            words = [answer.replace("_", " ") for answer in answers]
+            kept["answers"] = scaled(embedder.texts(words)).astype(np.float32)
+        write_arrays(path, kept)
+        seconds = time.perf_counter() - started
+        size = kept["vectors"].shape[1]
+        say(f"Embedded {len(every)} texts in {seconds:.1f} s: {size} numbers each, {path}")
+    for example, vector in zip(every, kept["vectors"]):
+        example["vector"] = vector
+    number = {answer: n for n, answer in enumerate(answers)}
+    for demo in demos:
+        demo["candidate_vector"] = demo["vector"]
+        if EMBED_ANSWERS and len(kept["answers"]):
+            of_answer = kept["answers"][number[demo["answer"]]]
+            demo["candidate_vector"] = np.concatenate([demo["vector"], of_answer])
+    return embedder
+
+
+def example_order(example):
+    return example["split"] == "test", example["number"]
+
+
+def make_embedder(splits, demos, device):
+    if TRAIN_VECTORS:
+        trained = max(e["number"] for e in (*demos, *splits["validation"])) + 1
+        return FileVectors({"train": trained, "test": len(splits["test"])})
+    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
+
+
+def read_arrays(path, say):
+    try:
+        with np.load(path) as file:
+            return {"vectors": file["vectors"], "answers": file["answers"]}
+    except Exception as error:  # numpy and zipfile raise many kinds
+        say(f"WARNING: {path} cannot be read ({first_line(error)}); embedding anew")
+
+
+def write_arrays(path, arrays):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        with open(tmp, "wb") as file:
+            np.savez(file, **arrays)
+        fsync(tmp)
+        os.replace(tmp, path)
+    except OSError as error:
+        raise not_saved(path, error) from None
+
+
+def load_part(kind, name, constant, **options):
+    """kind.from_pretrained(name), or one sentence."""
+    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
+        raise UserError(f"{constant} = {name!r}: there is no such folder")
+    try:
+        return kind.from_pretrained(name, **options)
+    except Exception as error:  # transformers and the hub raise many kinds
+        give = "give a folder or a hub name that this machine can reach"
+        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
+
+
+def new_pointer(sizes):
+    """A policy whose weights the run's generator draws."""
+    query_size, candidate_size = sizes
+    return Pointer(PointerConfig(
+        query_size, candidate_size, HIDDEN_SIZE, LAYERS, HEADS, DROPOUT, POINTER_TEMPERATURE))
+
+
+def load_pointer(folder, sizes):
+    """A policy from its folder; one weight that is missing or unexpected is an error."""
+    try:
+        policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True)
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"{folder} is no policy of this program ({first_line(error)})") from None
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found.get(fault):
+            named = ", ".join(sorted(map(str, found[fault]))[:3])
+            what = fault.replace("_keys", "")
+            raise UserError(f"{folder}: {what} weights ({named}): take a policy that this version made")
+    made = policy.config.query_size, policy.config.candidate_size
+    if made != tuple(sizes):
+        todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
+        reads = f"reads vectors of {made} numbers, there are vectors of {tuple(sizes)}"
+        raise UserError(f"{folder} {reads}: {todo}")
+    policy.config.dropout = DROPOUT  # a changed constant counts from here on
+    policy.config.pointer_temperature = POINTER_TEMPERATURE
+    policy.dropout.p = DROPOUT
+    return policy
+
+
+# ================================================================ readers: replace them by your own
+# A reader has answer(query, demonstrations), a text, and gold_probability(query, demonstrations, golds), the
+# probability in [0, 1] of the golds. Query and demonstrations are rows: text, image, golds, answer, vector.
+# It may have answers(asked) and gold_probabilities(asked) too, asked being (query, demonstrations) pairs.
+
+
+def gold_weights(golds):
+    """{distinct gold answer: min(count / 3, 1)}; a single gold answer weighs 1. Answers that VQA's
+    normalisation makes equal are one."""
+    counts = {}
+    for gold in golds:
+        first = next((known for known in counts if same_answer(known, gold)), gold)
+        counts[first] = counts.get(first, 0) + 1
+    return {gold: min(1.0, count / min(3, len(golds))) for gold, count in counts.items()}
+
+
+def same_answer(a, b):
+    return rewards.normalise_vqa(a) == rewards.normalise_vqa(b)
+
+
+class VoteReader:
+    """A frozen classifier: P(answer) = (PRIOR_STRENGTH * its share of all demonstrations' answers +
+    similarity of those read that show it) / their sum. Exact, and blind to the order."""
+
+    def __init__(self, demos):
+        counts = Counter(demo["answer"] for demo in demos)
+        self.prior = {answer: count / len(demos) for answer, count in counts.items()}
+        self.commonest = max(self.prior, key=self.prior.get)
+
+    def votes(self, query, demonstrations):
+        """{answer: votes} of the demonstrations; one of similarity 0 or less still says a little."""
+        votes = {}
+        for demo in demonstrations:
+            similarity = max(0.0, float(query["vector"] @ demo["vector"])) + 1e-3
+            votes[demo["answer"]] = votes.get(demo["answer"], 0.0) + similarity
+        return votes
+
+    def probability(self, votes, answer):
+        weight = PRIOR_STRENGTH * self.prior.get(answer, 0.0) + votes.get(answer, 0.0)
+        return weight / (PRIOR_STRENGTH + sum(votes.values()))
+
+    def answer(self, query, demonstrations):
+        votes = self.votes(query, demonstrations)
+        best = self.commonest
+        for answer in votes:
+            if self.probability(votes, answer) > self.probability(votes, best):
+                best = answer
+        return best
+
+    def gold_probability(self, query, demonstrations, golds):
+        votes = self.votes(query, demonstrations)
+        weights = gold_weights(golds) if len(golds) > 1 else {golds[0]: 1.0}
+        return min(1.0, sum(w * self.probability(votes, gold) for gold, w in weights.items()))
+
+
+def reader_prompt(query, demonstrations):
+    """What a language model reads."""
+    shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
+    return (INSTRUCTION or "") + shown + QUERY.format(text=query["text"])
+
+
+def first_answer(text):
+    """A greedy answer up to its end."""
+    return text.strip().partition("\n")[0].strip() if ANSWER_END == "line" else text.strip()
+
+
+def gold_ids(tokenizer, golds):
+    """[(ids of a distinct gold and what ends it, weight)]."""
+    found = []
+    for gold, weight in gold_weights(golds).items():
+        text = f" {gold}\n" if ANSWER_END == "line" else f" {gold}"
+        end = [] if ANSWER_END == "line" else [tokenizer.eos_token_id]
+        found.append((tokenizer(text, add_special_tokens=False)["input_ids"] + end, weight))
+    return found
+
+
+class LanguageReader:
+    """A causal language model: greedy answers, and the probability of the golds after the prompt, which is
+    read once for all of its golds."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = load_part(AutoTokenizer, name, "READER", padding_side="left")
+        self.model = load_part(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        self.model = self.model.to(device).eval()
+        self.pad_id = self.tokenizer.pad_token_id
+        self.pad_id = self.tokenizer.eos_token_id if self.pad_id is None else self.pad_id
+        self.pad_id = 0 if self.pad_id is None else self.pad_id
+        self.limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+
+    def answer(self, query, demonstrations):
+        return self.answers([(query, demonstrations)])[0]
+
+    def gold_probability(self, query, demonstrations, golds):
+        return self.gold_probabilities([({**query, "golds": golds}, demonstrations)])[0]
+
+    def prompts(self, asked, room):
+        """Ids of prompts, left-padded, (prompts, P), and their mask."""
+        texts = [reader_prompt(query, demonstrations) for query, demonstrations in asked]
+        ids = [self.tokenizer(text)["input_ids"] for text in texts]
+        eos = self.tokenizer.eos_token_id
+        # some tokenizers end every text
+        ids = [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]
+        longest = max(map(len, ids))
+        if longest + room > self.limit:
+            todo = "lower SHOTS or EVAL_SHOTS, or leave the longest rows out"
+            reads = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
+            raise UserError(f"READER = {READER!r} {reads}: {todo}")
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
+        padded = torch.tensor([[self.pad_id] * (longest - len(row)) + row for row in ids])
+        return padded.to(self.model.device), mask.to(self.model.device)
+
+    @torch.no_grad()
+    def answers(self, asked):
+        found = []
+        for i in range(0, len(asked), READER_BATCH_SIZE):
+            ids, mask = self.prompts(asked[i:i + READER_BATCH_SIZE], MAX_ANSWER_TOKENS)
+            out = self.model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, pad_token_id=self.pad_id,
+                max_new_tokens=MAX_ANSWER_TOKENS)
+            texts = self.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
+            found += [first_answer(text) for text in texts]
+        return found
+
+    @torch.no_grad()
+    def gold_probabilities(self, asked):
+        found = []
+        for i in range(0, len(asked), READER_BATCH_SIZE):
+            some = asked[i:i + READER_BATCH_SIZE]
+            golds = [gold_ids(self.tokenizer, query["golds"]) for query, _ in some]
+            longest = max(len(ids) for row in golds for ids, _ in row)
+            ids, mask = self.prompts(some, longest)
+            logprobs = iter(self.continuations(ids, mask, [[x for x, _ in row] for row in golds]))
+            for row in golds:
+                found.append(gold_probability([next(logprobs) for _ in row], [weight for _, weight in row]))
+        return found
+
+    def continuations(self, ids, mask, golds):
+        """Log-probability of each of a prompt's continuations, a flat list: the prompt is read once, and its
+        cache given to all of them."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        read = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        owner = torch.tensor([n for n, row in enumerate(golds) for _ in row], device=ids.device)
+        flat = [x for row in golds for x in row]
+        width = max(map(len, flat))
+        given = torch.tensor([x + [self.pad_id] * (width - len(x)) for x in flat], device=ids.device)
+        lengths = torch.tensor([len(x) for x in flat], device=ids.device)
+        first = read.logits[:, -1].float().log_softmax(-1)[owner]  # (golds, vocabulary)
+        total = first.gather(1, given[:, :1])[:, 0].double()
+        if width > 1:
+            cache = read.past_key_values
+            cache.batch_select_indices(owner)
+            ahead = torch.arange(width - 1, device=ids.device)
+            seen = torch.cat([mask[owner], torch.ones_like(given[:, :-1])], 1)
+            places = positions[owner, -1:] + 1 + ahead
+            out = self.model(
+                input_ids=given[:, :-1], attention_mask=seen, position_ids=places, past_key_values=cache)
+            later = out.logits.float().log_softmax(-1).gather(2, given[:, 1:, None])[..., 0].double()
+            total = total + (later * (ahead + 1 < lengths[:, None])).sum(1)
+        return total.tolist()
+
+
+class VisionReader:
+    """An image-text-to-text model: each demonstration's image and text, then the query's; one prompt at a
+    time, since images differ in size."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.processor = load_part(AutoProcessor, name, "READER")
+        self.model = load_part(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+        self.model = self.model.to(device).eval()
+        if not getattr(self.processor, "chat_template", None):
+            raise UserError(f"READER = {name!r} has no chat template: it must say where images stand")
+
+    def read(self, query, demonstrations):
+        """The model's inputs: a message a demonstration and one for the query."""
+        from PIL import Image
+
+        messages = []
+        images = []
+        for row in [*demonstrations, query]:
+            fields = {"text": row["text"]} if row is query else {"text": row["text"], "answer": row["answer"]}
+            text = (QUERY if row is query else DEMONSTRATION).format(**fields)
+            content = [{"type": "text", "text": text.rstrip()}]
+            if row["image"] is not None:
+                images.append(Image.open(row["image"]).convert("RGB"))
+                content.insert(0, {"type": "image"})
+            messages.append({"role": "user", "content": content})
+        messages[0]["content"][-1]["text"] = (INSTRUCTION or "") + messages[0]["content"][-1]["text"]
+        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.processor(text=text, images=images or None, return_tensors="pt").to(self.model.device)
+
+    @torch.no_grad()
+    def answer(self, query, demonstrations):
+        read = self.read(query, demonstrations)
+        out = self.model.generate(**read, do_sample=False, num_beams=1, max_new_tokens=MAX_ANSWER_TOKENS)
+        said = out[0, read["input_ids"].shape[1]:]
+        return first_answer(self.processor.decode(said, skip_special_tokens=True))
+
+    @torch.no_grad()
+    def gold_probability(self, query, demonstrations, golds):
+        read = self.read(query, demonstrations)
+        logprobs = []
+        weights = []
+        for ids, weight in gold_ids(self.processor.tokenizer, golds):
+            given = torch.tensor([ids], device=self.model.device)
+            whole = torch.cat([read["input_ids"], given], 1)
+            others = {}
+            for key, value in read.items():
+                if key not in ("input_ids", "attention_mask"):
+                    of_tokens = value.shape == read["input_ids"].shape  # kinds of tokens: these are text, 0
+                    more = torch.zeros_like(given, dtype=value.dtype)
+                    others[key] = torch.cat([value, more], 1) if of_tokens else value
+            logits = self.model(input_ids=whole, attention_mask=torch.ones_like(whole), **others).logits
+            logits = logits[:, -len(ids) - 1:-1].float().log_softmax(-1)
+            logprobs.append(logits.gather(2, given[..., None]).double().sum().item())
+            weights.append(weight)
+        return gold_probability(logprobs, weights)
+
+
+def load_reader(name, demos, device):
+    """The reader that READER names."""
+    if name == "votes":
+        return VoteReader(demos)
+    kind = LanguageReader if demos[0]["image"] is None else VisionReader
+    return kind(name, device)
+
+
+# ================================================================ pools and mining
+
+
+class Corpus:
+    """Demonstrations, their vectors, and the pool of each query."""
+
+    def __init__(self, splits, demos, device, say):
+        self.splits = splits
+        self.demos = demos
+        self.device = device
+        self.embedder = embed_splits(splits, demos, device, say)
+        self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
+        self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
+        self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
+
+    def embed_query(self, text):
+        """The vector of a new query."""
+        self.embedder = self.embedder or make_embedder(self.splits, self.demos, self.device)
+        if not hasattr(self.embedder, "texts"):
+            raise UserError("select() embeds its query: give an EMBEDDING in place of TRAIN_VECTORS")
+        return scaled(self.embedder.texts([text]))[0].astype(np.float32)
+
+    def pool_of(self, query):
+        """Numbers of a query's candidates within the demonstrations, (pool,): never one that asks
+        the same."""
+        if "pool" not in query:
+            if POOL == "random":
+                stream = query_stream(query, "pool")
+                order = torch.randperm(len(self.demos), generator=stream)
+            else:
+                every = torch.arange(len(self.demos))
+                order = self.similarity(query, every).argsort(descending=True, stable=True)
+            wanted = order[:POOL_SIZE + 50].tolist()  # the same text stands there a few times at most
+            own = what_is_asked(query)
+            others = [j for j in wanted if what_is_asked(self.demos[j]) != own]
+            query["pool"] = torch.tensor(others[:POOL_SIZE])
+        return query["pool"]
+
+    def similarity(self, query, numbers):
+        """Cosines of a query and demonstrations, (numbers,)."""
+        return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
+
+    def stack_vectors(self, queries):
+        """(queries, d)."""
+        return torch.tensor(np.stack([query["vector"] for query in queries])).to(self.device)
+
+    def group_tensors(self, groups):
+        """What the policy reads of groups: vectors, candidates' vectors, pool, pointers."""
+        pool = stack_pools([group.pool for group in groups]).to(self.device)
+        vectors = self.stack_vectors([group.query for group in groups])
+        return vectors, self.vectors, pool, pad_pointers([g.candidates for g in groups]).to(self.device)
+
+
+def what_is_asked(example):
+    return example["text"].strip().lower(), example["image"]
+
+
+def query_stream(query, use):
+    """A random stream for one use of one query, whatever was drawn before. Held out queries have the same
+    under every SEED."""
+    seed = SEED if query["split"] == "train" else SPLIT_SEED
+    digest = hashlib.sha256(f"{seed} {query['id']} {use}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+class Miner:
+    """Proposes lists and asks the reader about them."""
+
+    def __init__(self, corpus, policy, reader, say):
+        self.corpus = corpus
+        self.policy = policy
+        self.reader = reader
+        self.say = say
+
+    @torch.no_grad()
+    def mine(self, queries, shots):
+        """Groups of some queries: proposed, scored by gt_prob, recombined, the best and some others answered
+        and marked."""
+        self.policy.eval()
+        groups = self.propose(queries, shots)
+        self.score_gold(groups)
+        for group in groups:
+            self.recombine(group, shots)
+        self.score_gold(groups)
+        for group in groups:
+            group.proposed = sum(len(c["source"]) for c in group.candidates)
+            self.choose_kept(group)
+        self.verify(groups)
+        inputs = self.corpus.group_tensors(groups)
+        logprobs = list_logprobs(self.policy(*inputs), inputs[-1]).tolist()
+        for group, values in zip(groups, logprobs):
+            for c, value in zip(group.candidates, values):
+                c["logprob"] = value
+        return groups
+
+    def propose(self, queries, shots):
+        """A group a query: its pool and its distinct ordered lists, each with all its sources."""
+        pools = stack_pools([self.corpus.pool_of(query) for query in queries])
+        vectors = self.corpus.stack_vectors(queries)
+        inputs = vectors, self.corpus.vectors, pools.to(self.corpus.device)
+        encoded = self.policy.encode(*inputs)  # once for all beams and samples
+        found = [{} for _ in queries]
+
+        def add(n, pointer, source, temperature=None, score=None):
+            candidate = found[n].setdefault(tuple(pointer), new_candidate(pointer))
+            candidate["source"].append(source)
+            candidate["temperature"].append(temperature)
+            if score is not None:
+                candidate["beam_score"] = score
+
+        if BEAMS:
+            lists, scores = (x.tolist() for x in self.policy.search(*inputs, shots, BEAMS, encoded))
+            for n in range(len(queries)):
+                for pointer, score in zip(lists[n], scores[n]):
+                    if score > -1e8:  # a small pool has fewer lists than BEAMS
+                        add(n, pointer, "beam", score=score)
+        for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
+            streams = [query_stream(query, f"sample {k}") for query in queries]
+            uniform = torch.stack([torch.rand(SAMPLES, shots, generator=g) for g in streams])
+            uniform = uniform.to(self.corpus.device)
+            lists = self.policy.sample(*inputs, uniform, temperature, encoded).tolist()
+            for n in range(len(queries)):
+                for pointer in lists[n]:
+                    add(n, pointer, "sample", float(temperature))
+        for n, query in enumerate(queries):
+            ranking = self.corpus.similarity(query, pools[n]).argsort(descending=True, stable=True).tolist()
+            for pointer in cut_lists(ranking, shots, RETRIEVED):
+                add(n, pointer, "retrieval")
+            stream = query_stream(query, "random")
+            order = []
+            whole = len(ranking) // shots * shots
+            while len(order) < RANDOM * shots:
+                order += torch.randperm(len(ranking), generator=stream).tolist()[:whole]
+            for pointer in cut_lists(order, shots, RANDOM):
+                add(n, pointer, "random")
+        if not all(found):
+            raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
+        groups = []
+        for query, pool, lists in zip(queries, pools, found):
+            groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(lists.values())))
+        return groups
+
+    def recombine(self, group, shots):
+        """Add LOCAL lists of members of the LOCAL_TOP best: a right list often has one bad member."""
+        ranked = sorted(group.candidates, key=gold_first)[:LOCAL_TOP]
+        members = list(dict.fromkeys(j for c in ranked for j in c["pointer"]))
+        known = {tuple(c["pointer"]) for c in group.candidates}
+        new = [pointer for pointer in itertools.permutations(members, shots) if pointer not in known]
+        order = torch.randperm(len(new), generator=query_stream(group.query, "local")).tolist()
+        group.candidates += [new_candidate(new[i], "local") for i in order[:LOCAL]]
+
+    def choose_kept(self, group):
+        """Keep the policy's own pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others."""
+        ranked = sorted(group.candidates, key=gold_first)
+        kept = ranked[:KEEP_TOP]
+        others = ranked[KEEP_TOP:]
+        order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
+        kept += [others[i] for i in order[:KEEP_RANDOM]]
+        own = max(group.candidates, key=beam_first)
+        if own["beam_score"] is not None and not any(c is own for c in kept):
+            kept.append(own)
+        group.candidates = kept
+
+    def score_gold(self, groups):
+        """gt_prob of the lists that have none yet."""
+        pairs = [(g, c) for g in groups for c in usable_by_gold(g.candidates)]
+        self.ask(pairs, "gold_probabilities", "gold_probability", take_gold)
+
+    def verify(self, groups):
+        """Answers of the lists, marked."""
+        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
+        self.ask(pairs, "answers", "answer", take_answer)
+
+    def ask(self, pairs, many, one, take):
+        """Ask the reader about (group, candidate) pairs, by its method `many` where it has one, else one by
+        one; a list whose reading raises is marked as failed, and the reader that always raises is named."""
+        groups = {id(group): group for group, _ in pairs}
+        numbers = {key: group.pool.tolist() for key, group in groups.items()}
+        demos = self.corpus.demos
+        asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
+        found = [None] * len(pairs)
+        every = hasattr(self.reader, many)
+        if every:
+            try:
+                found = getattr(self.reader, many)(asked)
+            except UserError:
+                raise
+            except Exception:  # a reader may raise anything
+                every = False
+        failed = []
+        for (group, c), (query, demonstrations), value in zip(pairs, asked, found):
+            try:
+                golds = (query["golds"],) if one == "gold_probability" else ()
+                value = value if every else getattr(self.reader, one)(query, demonstrations, *golds)
+                take(c, value, query)
+            except UserError:
+                raise
+            except Exception as error:  # a reader may raise anything
+                c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
+                failed.append(c["eval_error"])
+        if failed and len(failed) == len(pairs):
+            raise UserError(f"the reader's {one}() failed for every one of {len(pairs)} lists: {failed[0]}")
+        if failed:
+            many_ = f"{len(failed)} of {len(pairs)} lists, kept but not trained on"
+            self.say(f"WARNING: the reader's {one}() failed for {many_}: {failed[0]}")
+
+
+def usable_by_gold(candidates):
+    """Those that the reader has not been asked about, and did not fail."""
+    return [c for c in candidates if c["gt_prob"] is None and not c["eval_failed"]]
+
+
+# ================================================================ lists and files
+
+
+def new_candidate(pointer, source=None, temperature=None):
+    """A list, as numbers within the pool, in order; source and temperature list every way it was proposed."""
+    return {
+        "pointer": tuple(pointer), "source": [source] if source else [],
+        "temperature": [temperature] if source else [], "beam_score": None, "logprob": None, "text": "",
+        "hard": None, "soft": None, "gt_prob": None, "relevance": None, "eval_mode": None,
+        "eval_failed": False, "eval_error": None}
+
+
+def cut_lists(order, shots, most):
+    """An order cut into lists of `shots`, `most` at most."""
+    return [order[i:i + shots] for i in range(0, len(order) - shots + 1, shots)][:most]
+
+
+def gold_first(c):
+    """Sorts by gt_prob, the highest first; a list without one last."""
+    return -c["gt_prob"] if c["gt_prob"] is not None else math.inf
+
+
+def beam_first(c):
+    return c["beam_score"] if c["beam_score"] is not None else -math.inf
+
+
+def take_gold(c, value, query):
+    value = float(value)
+    if not 0 <= value <= 1:
+        gave = f"gave {value} for {query['id']}"
+        raise UserError(f"the reader's gold_probability() {gave}: it must be from 0 to 1")
+    c["gt_prob"] = value
+
+
+def take_answer(c, text, query):
+    """Mark an answer: VQA accuracy, right where that is above 0, relevance."""
+    c["text"] = text
+    c["soft"] = rewards.vqa_accuracy(text, query["golds"])
+    c["hard"] = int(c["soft"] > 0)
+    c["relevance"] = max(rewards.f1_score(text, gold) for gold in query["golds"])
+    c["eval_mode"] = "vqa" if len(query["golds"]) > 1 else "exact"
+
+
+def pad_pointers(groups):
+    """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
+    lists = max(len(group) for group in groups)
+    choices = max(len(c["pointer"]) for group in groups for c in group)
+    found = torch.full((len(groups), lists, choices), -1)
+    for i, group in enumerate(groups):
+        for j, c in enumerate(group):
+            found[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
+    return found
+
+
+def pad_columns(rows):
+    """Lists of numbers as float32 (rows, longest), 0 after each end."""
+    longest = max(len(row) for row in rows)
+    found = torch.zeros(len(rows), longest)
+    for i, row in enumerate(rows):
+        found[i, :len(row)] = torch.as_tensor(row, dtype=torch.float32)
+    return found
+
+
+def stack_pools(pools):
+    """(queries, pool), -1 after the end of a shorter one."""
+    found = torch.full((len(pools), max(len(pool) for pool in pools)), -1)
+    for i, pool in enumerate(pools):
+        found[i, :len(pool)] = pool
+    return found
+
+
+# What lists depend on: parts of one file are never mined under two settings
+_MINING = """
+    TRAIN_DATASET TEST_DATASET VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE EMBEDDING_POOLING
+    EMBED_ANSWERS TRAIN_VECTORS TEST_VECTORS READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION QUERY ANSWER_END
+    MAX_ANSWER_TOKENS DTYPE POOL POOL_SIZE BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP LOCAL
+    KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE SEED""".split()
+
+
+def mining_facts(shots):
+    """The constants in _MINING, as JSON has them."""
+    facts = {"program": "rce_icl", "shots": shots, **{key: constants()[key] for key in _MINING}}
+    return json.loads(json.dumps(facts, default=plain_name))
+
+
+def candidates_path():
+    return Path(CANDIDATES) if CANDIDATES else Path(OUTPUT_DIR) / "candidates.json"
+
+
+def group_record(group, demos):
+    """A query and its lists as the source's JSON has them; pointers and pool are row numbers of the data."""
+    pool = [demos[j]["number"] for j in group.pool.tolist()]
+    query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
+    lists = []
+    for c in group.candidates:
+        sampled = [t for t in c["temperature"] if t is not None]
+        lists.append({
+            "pointer": [pool[j] for j in c["pointer"]],
+            "gen_method": c["source"][0],
+            "gen_methods": c["source"],
+            "temperature": sampled[0] if sampled else None,
+            "temperatures": c["temperature"],
+            "beam_score": c["beam_score"],
+            "logprob_score": c["logprob"],
+            "vqa_pred_answer": c["text"],
+            "vqa_correct": c["hard"],
+            "vqa_acc_score": c["soft"],
+            "vqa_gt_prob": c["gt_prob"],
+            "vqa_rel_score": c["relevance"],
+            "vqa_eval_mode": c["eval_mode"],
+            "eval_failed": c["eval_failed"],
+            "eval_error": c["eval_error"]})
+    record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
+    return {**record, "pointer_candidates": lists}
+
+
+def write_candidates(path, records, facts):
+    """{row number: record} and _meta as JSON, there whole or not at all."""
+    write_json(path, {"_meta": facts, **records}, indent=None)
+
+
+def join_parts(path, parts, facts):
+    """One file of all parts, whose folder then goes."""
+    records = {}
+    for part in parts:
+        found = read_json(part)
+        del found["_meta"]
+        records |= found
+    write_candidates(path, records, facts)
+    shutil.rmtree(parts[0].parent)
+
+
+def write_json(path, value, indent=1):
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        tmp.write_text(json.dumps(value, indent=indent) + "\n")
+        fsync(tmp)
+        os.replace(tmp, path)
+        fsync(path.parent)
+    except OSError as error:
+        raise not_saved(path, error) from None
+
+
+def read_json(path):
+    """The object of a file of candidates."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({first_line(error)})") from None
+    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+        raise UserError(f"{path}: it must hold an object with an object for each query's row number")
+    return found
+
+
+def read_part(path, facts, say):
+    """The records of a part that an earlier start mined, None where there is none or it is broken."""
+    if not path.exists():
+        return None
+    try:
+        records = read_json(path)
+    except UserError as error:
+        say(f"WARNING: {error}; mining it again")
+        return None
+    mined_with = records.pop("_meta", {})
+    for key in facts:
+        if mined_with.get(key) != facts[key]:
+            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
+            raise UserError(f"{path} was mined with {change}: set it back, or start afresh with RESUME=no")
+    return records
+
+
+def read_candidates(path, splits, demos):
+    """Groups of a file: this program's, the source's, or the source's older one of id_list and score_list.
+    The mapping is strict: a query or demonstration that is not known, or not in the pool, is an error that
+    names it."""
+    records = read_json(path)
+    records.pop("_meta", None)
+    position = {demo["number"]: j for j, demo in enumerate(demos)}
+    known = {row["number"]: row for row in (*splits["train"], *splits["validation"])}
+    if path.name.startswith("test_candidates_"):
+        known = {row["number"]: row for row in splits["test"]}
+    parsed = []
+    for key, record in records.items():
+        where = f"{path}, query {key}"
+        query = known.get(int(key)) if key.isdecimal() else None
+        told = record.get("query")
+        told = told.get("text") if isinstance(told, dict) else None  # the source's files may not have it
+        if query is None or told not in (None, query["text"]):
+            todo = "give the data that the candidates were mined for"
+            raise UserError(f"{where}: there is no such query in the data: {todo}")
+        parsed.append((where, query, record.get("candidate_pool_ids"), parse_lists(record, query, where)))
+    if not parsed:
+        raise UserError(f"{path}: there are no candidates in it")
+    every = sorted({number for _, _, _, lists in parsed for numbers, _ in lists for number in numbers})
+    groups = []
+    for where, query, pool, lists in parsed:
+        # a file without pools: what any of its lists points to
+        own = None if query["split"] == "test" else query["number"]
+        numbers = pool or [number for number in every if number != own]
+        for number in numbers:
+            if number not in position:
+                raise UserError(f"{where}: candidate {number} is no demonstration in TRAIN_DATASET")
+        place = {number: j for j, number in enumerate(numbers)}
+        candidates = {}
+        for pointer, candidate in lists:
+            for number in pointer:
+                if number not in place:
+                    has = f"pointer {pointer} has {number}"
+                    raise UserError(f"{where}: {has}, which is not in the query's pool")
+            candidate["pointer"] = tuple(place[number] for number in pointer)
+            if not pointer or len(set(pointer)) < len(pointer):
+                raise UserError(f"{where}: pointer {pointer} is empty or names a demonstration twice")
+            candidates.setdefault(candidate["pointer"], candidate)
+        pool = torch.tensor([position[number] for number in numbers])
+        if candidates:
+            groups.append(SimpleNamespace(
+                query=query, pool=pool, candidates=list(candidates.values()),
+                proposed=records[str(query["number"])].get("proposed", len(lists))))
+    return groups
+
+
+def parse_lists(record, query, where):
+    """[(row numbers, candidate)] of one query's record."""
+    try:
+        if "id_list" in record:  # the older format, whose lists end with the query itself
+            found = []
+            for numbers, score in zip(record["id_list"], record["score_list"], strict=True):
+                numbers = [int(n) for n in numbers]
+                numbers = numbers[:-1] if numbers[-1] == query["number"] else numbers
+                found.append((numbers, {**new_candidate((), "beam"), "beam_score": float(score)}))
+            return found
+        found = []
+        for c in record["pointer_candidates"]:
+            sources = c.get("gen_methods") or [c.get("gen_method") or "given"]
+            mode = c.get("vqa_eval_mode")
+            failed = bool(c.get("eval_failed")) or SKIP_FALLBACK and mode == "fallback"
+            candidate = {
+                **new_candidate(()), "source": sources,
+                "temperature": c.get("temperatures") or [c.get("temperature")] * len(sources),
+                "beam_score": c.get("beam_score"), "logprob": c.get("logprob_score"),
+                "text": c.get("vqa_pred_answer") or "", "hard": c.get("vqa_correct"),
+                "soft": c.get("vqa_acc_score"), "gt_prob": c.get("vqa_gt_prob"),
+                "relevance": c.get("vqa_rel_score"), "eval_mode": mode, "eval_failed": failed,
+                "eval_error": c.get("eval_error")}
+            if not failed and candidate["hard"] not in (0, 1, None):
+                raise ValueError(f"vqa_correct is {candidate['hard']!r}, it takes 0 or 1")
+            found.append(([int(n) for n in c["pointer"]], candidate))
+        return found
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        forms = "lists are pointer_candidates, or id_list and score_list; see docs/rce_icl.md"
+        raise UserError(f"{where}: cannot be read ({type(error).__name__}: {error}): {forms}") from None
+
+
+# ---------------------------------------------------------------- the check-up
+
+
+def spearman(a, b):
+    """Rank correlation, equal values sharing their mean rank; NaN where one side does not vary."""
+    ranks = []
+    for values in (a, b):
+        found = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+        _, which, counts = found
+        ranks.append((counts.cumsum() - (counts - 1) / 2)[which])
+    varies = all(len(set(rank)) > 1 for rank in ranks)
+    return float(np.corrcoef(ranks)[0, 1]) if varies else math.nan
+
+
+def mean_of(values):
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def own_pick(candidates):
+    """The number of the list that the policy takes by itself: its likeliest beam, else its likeliest list."""
+    def preference(i):
+        logprob = candidates[i]["logprob"]
+        return beam_first(candidates[i]), -math.inf if logprob is None else logprob
+
+    return max(range(len(candidates)), key=preference)
+
+
+def check_up(groups):
+    """Figures and a verdict on groups of lists. Shares are of what was answered and did not fail."""
+    every = [c for group in groups for c in group.candidates]
+    good = [[c for c in usable(group.candidates) if c["hard"] is not None] for group in groups]
+    good = [group for group in good if group]
+    answered = [c for group in good for c in group]
+    right = [sum(c["hard"] for c in group) for group in good]
+    shaped = [shaped_rewards(group) for group in good]
+    picks = [own_pick(group) for group in good]
+    gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
+    figures = {
+        "queries": len(groups),
+        "lists proposed": sum(group.proposed for group in groups),
+        "lists kept": len(every),
+        "answered": len(answered),
+        "positive rate": mean_of([c["hard"] for c in answered])}
+    sources = defaultdict(list)
+    for c in answered:
+        for name, temperature in zip(c["source"], c["temperature"]):
+            sources[name if temperature is None else f"{name} at {temperature:g}"].append(c["hard"])
+    for name, values in sorted(sources.items()):
+        figures[f"positive rate, {name}"] = mean_of(values)
+    for name, percent in (("min", 0), ("p25", 25), ("median", 50), ("p75", 75), ("max", 100)):
+        figures[f"positives a query, {name}"] = float(np.percentile(right, percent)) if right else math.nan
+    figures["queries without a positive"] = mean_of([n == 0 for n in right])
+    figures["queries with flat reward"] = mean_of([is_flat(r) for r in shaped])
+    pairs = [(c["gt_prob"], c["hard"]) for c in answered if c["gt_prob"] is not None]
+    figures["Spearman of gt_prob with hard"] = spearman(*zip(*pairs)) if pairs else math.nan
+    figures["accuracy of the policy's pick"] = mean_of([group[i]["hard"] for group, i in zip(good, picks)])
+    figures["accuracy of the oracle"] = mean_of([n > 0 for n in right])
+    figures["oracle's reward above the pick's, mean"] = mean_of(gaps)
+    modes = Counter("failed" if c["eval_failed"] else c["eval_mode"] or "given" for c in every)
+    for mode, count in sorted(modes.items()):
+        figures[f"eval mode {mode}"] = count / len(every)
+    return figures, find_verdict(figures)
+
+
+def find_verdict(figures):
+    """What to do next, in a sentence: fix the reward, mine more, or train."""
+    failed = figures.get("eval mode failed", 0)
+    without = figures["queries without a positive"]
+    flat = figures["queries with flat reward"]
+    oracle = figures["accuracy of the oracle"]
+    pick = figures["accuracy of the policy's pick"]
+    correlation = figures["Spearman of gt_prob with hard"] if "gtprob" in REWARD_MODE else 1.0
+    if not figures["answered"]:
+        return "train: there are scores alone, whether they are any good nothing here says"
+    if failed > 0.1:
+        return f"fix the reader: it failed for {failed:.0%} of the lists"
+    if correlation < 0.1:
+        what = f"gt_prob hardly goes with being right (Spearman {correlation:.2f})"
+        return f"fix the reward: {what}; look at ANSWER_END, or take another REWARD_MODE"
+    if not without <= 0.5:
+        return f"mine more: {without:.0%} of the queries have no right list; raise RANDOM, LOCAL or POOL_SIZE"
+    if oracle - pick < 0.02:
+        what = "the lists are hardly better than the policy's own pick"
+        return f"mine more: {what}; raise RANDOM, LOCAL or POOL_SIZE"
+    if flat > 0.5:
+        return f"fix the reward: {flat:.0%} of the queries have equal rewards; take a REWARD_MODE that grades"
+    best = f"the best list is right for {oracle:.0%} of the queries"
+    return f"train: {best}, the policy's own pick for {pick:.0%}"
+
+
+def write_check_up(groups, path, say):
+    """Print the check-up and save it at `path`, as .csv and .png."""
+    figures, verdict = check_up(groups)
+    table = []
+    for key, value in figures.items():
+        shown = f"{value:>10,}" if isinstance(value, int) else f"{value:>10.3f}"
+        table.append(f"    {key:<40} {shown}")
+    title = f"Check-up of {candidates_path().name}"
+    say("\n".join([title, *table, f"  Verdict: {verdict}"]))
+    with open(path.with_suffix(".csv.tmp"), "w", newline="") as file:
+        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
+    os.replace(path.with_suffix(".csv.tmp"), path.with_suffix(".csv"))
+    draw_check_up(groups, figures, f"{title}\n{verdict}", path)
+    return figures
+
+
+def draw_check_up(groups, figures, title, path):
+    """Right lists a query, shares of right ones by source, gt_prob of right and wrong ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 5), layout="constrained")
+    figure.suptitle(title)
+    counts, shares, graded = figure.subplots(1, 3)
+    good = [[c for c in group.candidates if c["hard"] is not None] for group in groups]
+    right = [sum(c["hard"] for c in group) for group in good]
+    counts.hist(right, bins=np.arange(max(right, default=0) + 2) - 0.5, color="C0", edgecolor="white")
+    counts.set(xlabel="right lists a query, of those kept", ylabel="queries")
+    named = [key for key in figures if key.startswith("positive rate, ")]
+    shares.barh([key.split(", ")[1] for key in named], [figures[key] for key in named], color="C0")
+    shares.axvline(figures["positive rate"], color="C1", linestyle="--", label="all lists, each once")
+    shares.set(xlabel="share of right lists, of those kept", xlim=(0, 1))
+    shares.legend(fontsize=8)
+    known = [c for group in good for c in group if c["gt_prob"] is not None]
+    for color, (hard, name) in enumerate(((1, "right"), (0, "wrong"))):
+        values = [c["gt_prob"] for c in known if c["hard"] == hard]
+        graded.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, color=f"C{color}", label=name)
+    graded.set(xlabel="gt_prob", ylabel="lists (log)", yscale="log" if known else "linear")
+    graded.legend(fontsize=8)
+    for axis in (counts, shares, graded):
+        axis.grid(alpha=0.3)
+    figure.savefig(path.with_suffix(".png.tmp"), format="png", dpi=100)
+    os.replace(path.with_suffix(".png.tmp"), path.with_suffix(".png"))
+
+
+def check_candidates():
+    """The check-up of CANDIDATES, or of the candidates in OUTPUT_DIR."""
+    path = candidates_path()
+    if not path.is_file():
+        todo = "run STAGE=mine first, or set CANDIDATES to a JSON file"
+        raise UserError(f"there are no candidates at {path}: {todo}")
+    splits, demos = load_splits(say_plainly)
+    Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+    return write_check_up(read_candidates(path, splits, demos), Path(OUTPUT_DIR) / "candidates", say_plainly)
+
+
+def say_plainly(text):
+    print(printable(text), flush=True)
+
+
+# ---------------------------------------------------------------- the test, figures and pictures
+
+
+def test_policies(trainer):
+    """The best policy on the test queries beside what needs no training, at each of EVAL_SHOTS."""
+    policies = {"RCE": load_pointer(trainer.run.folder / "best/policy", trainer.corpus.sizes)}
+    if trainer.state.stage == "grpo":
+        before = load_pointer(trainer.run.folder / "rce/policy", trainer.corpus.sizes)
+        policies = {"RCE": before, "RCE + GRPO": policies["RCE"]}
+    if IMITATION:
+        policies["imitation"] = imitate(trainer)
+    queries = trainer.splits["test"]
+    results = {}
+    for shots in EVAL_SHOTS:
+        found = baseline_accuracies(trainer, queries, shots)
+        for name, policy in policies.items():
+            policy.to(trainer.device)
+            found[name] = trainer.accuracy_of(queries, [x[0] for x in trainer.pick(queries, shots, policy)])
+        if RERANK:
+            found["rerank by gt_prob"] = rerank(trainer, queries, shots, policies)
+        found["oracle"] = test_oracle(trainer, queries, shots)
+        if found["oracle"] is None:
+            return  # a signal
+        results[shots] = found
+    figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
+    write_json(trainer.run.folder / "eval_test.json", figures)
+    for line in test_lines(figures):
+        trainer.run.say(line)
+    draw_results(figures, read_metrics(trainer.run.metrics_file.name), trainer.run.folder, trainer.run.title)
+
+
+def baseline_accuracies(trainer, queries, shots):
+    """Accuracies, (queries,) each, of what needs no training."""
+    pools = [trainer.corpus.pool_of(query) for query in queries]
+    drawn, similar = [], []
+    for query, pool in zip(queries, pools):
+        stream = query_stream(query, "baseline")
+        drawn.append(pool[torch.randperm(len(pool), generator=stream)[:shots]].tolist())
+        order = trainer.corpus.similarity(query, pool).argsort(descending=True, stable=True)
+        similar.append(pool[order[:shots]].tolist())
+    none = [[] for _ in queries]
+    named = {"no demonstrations": none, "random": drawn, "similarity": similar}
+    return {name: trainer.accuracy_of(queries, lists) for name, lists in named.items()}
+
+
+def rerank(trainer, queries, shots, policies):
+    """Of the policy's RERANK beams the one with the highest gt_prob: it needs the golds, so an upper
+    bound."""
+    policy = policies.get("RCE + GRPO", policies["RCE"])
+    lists = []
+    for query, beams in zip(queries, trainer.pick(queries, shots, policy, RERANK)):
+        read = [[trainer.corpus.demos[j] for j in numbers] for numbers in beams]
+        scores = [trainer.reader.gold_probability(query, demos, query["golds"]) for demos in read]
+        lists.append(beams[scores.index(max(scores))])
+    return trainer.accuracy_of(queries, lists)
+
+
+def test_oracle(trainer, queries, shots):
+    """Accuracy of the best mined list, (queries,); None where a signal stopped the mining."""
+    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
+    if not path.exists() and not trainer.mine(path, queries, shots):
+        return None
+    groups = read_candidates(path, trainer.splits, trainer.demos)
+    best = {group.query["id"]: group.candidates for group in groups}
+    return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
+
+
+def imitate(trainer):
+    """Another policy, trained as long as RCE on each query's best list alone: imitation."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        policy = new_pointer(trainer.corpus.sizes).to(trainer.device).train()
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        total = RCE_EPOCHS * math.ceil(len(trainer.train_rows) / BATCH_SIZE)
+        state = SimpleNamespace(epoch=0, order=None, cursor=0)
+        for step in range(total):
+            rows = next_rows(trainer.train_rows, state, BATCH_SIZE)
+            groups = []
+            for row in rows:
+                best = row["candidates"][max(range(len(row["rewards"])), key=row["rewards"].__getitem__)]
+                groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=[best]))
+            inputs = trainer.corpus.group_tensors(groups)
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
+            optimizer.zero_grad()
+            (-list_logprobs(policy(*inputs), inputs[-1]).mean()).backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+    return policy.eval()
+
+def bootstrap_interval(differences):
+    """95% interval of the mean of paired differences (queries,), resampling queries."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(differences), (BOOTSTRAP, len(differences)), generator=generator)
+    means = torch.as_tensor(differences)[picks].mean(1).sort().values
+    return [means[int(0.025 * BOOTSTRAP)].item(), means[min(BOOTSTRAP - 1, int(0.975 * BOOTSTRAP))].item()]
+
+
+def test_figures(results, name):
+    """Accuracies by shots, what `name` gains over similarity with its interval, and the share of the way from
+    similarity to the oracle. results: {shots: {method: (queries,)}}."""
+    figures = {"queries": len(next(iter(results.values()))["oracle"]), "policy": name, "shots": {}}
+    for shots, found in results.items():
+        means = {method: float(values.mean()) for method, values in found.items()}
+        gain = found[name] - found["similarity"]
+        gap = means["oracle"] - means["similarity"]
+        others = {method: bootstrap_interval(found[name] - values) for method, values in found.items()
+                  if method != name}
+        figures["shots"][str(shots)] = {
+            "accuracy": means, "gain_over_similarity": float(gain.mean()),
+            "intervals_of_gains": others, "share_of_gap": float(gain.mean()) / gap if gap > 0 else None}
+    return figures
+
+
+def test_lines(figures):
+    """Lines for the terminal."""
+    methods = list(next(iter(figures["shots"].values()))["accuracy"])
+    lines = [f"Test accuracy, {figures['queries']} queries:"]
+    lines.append("  " + f"{'shots':20}" + "".join(f"{shots:>8}" for shots in figures["shots"]))
+    for method in methods:
+        cells = [f"{found['accuracy'][method]:8.3f}" for found in figures["shots"].values()]
+        lines.append("  " + f"{method:20}" + "".join(cells))
+    for shots, found in figures["shots"].items():
+        low, high = found["intervals_of_gains"]["similarity"]
+        share = found["share_of_gap"]
+        share = "no gap" if share is None else f"{share:.0%} of the way to the oracle"
+        gain = f"{found['gain_over_similarity']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+        lines.append(f"  {figures['policy']} over similarity at {shots} shots: {gain}, {share}")
+    return lines
+
+
+def draw_results(figures, records, folder, title):
+    """icl_results.png: accuracy by shots, pick against oracle over epochs, effective lists, what GRPO did."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    figure.suptitle(title)
+    (by_shots, over_time, effective), (weight, kl, spread) = figure.subplots(2, 3)
+    shots = [int(key) for key in figures["shots"]]
+    for n, method in enumerate(next(iter(figures["shots"].values()))["accuracy"]):
+        values = [found["accuracy"][method] for found in figures["shots"].values()]
+        trained = method.startswith(("RCE", "imitation", "rerank"))
+        by_shots.plot(shots, values, "o-" if trained else "o--", color=f"C{n}", label=method)
+    by_shots.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02))
+    series = [
+        (over_time, "pick_accuracy", "eval", "the policy's pick"),
+        (over_time, "oracle_accuracy", "eval", "oracle among the mined"),
+        (effective, "effective_lists", "train", None), (weight, "weight_on_best", "train", None),
+        (kl, "kl", "train", None), (spread, "advantage_spread", "train", None)]
+    labels = {
+        over_time: "accuracy, validation queries", effective: "lists that weigh, exp(entropy of the weights)",
+        weight: "weight on the best list", kl: "KL to the policy of RCE (nats a choice)",
+        spread: "deviation of rewards within a query"}
+    for axis, key, phase, label in series:
+        points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+        if points:
+            x, y = np.array(points, dtype=float).T
+            color = f"C{len(axis.lines)}"
+            if phase == "eval":
+                axis.plot(x, y, "o-", color=color, label=label)
+            else:
+                window = max(1, len(y) // 12)
+                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+                axis.plot(x, y, color=color, alpha=0.25)
+                axis.plot(x, rolling, color=color, label=f"mean of {window} steps")
+        else:
+            axis.text(0.5, 0.5, "no GRPO (GRPO_EPOCHS = 0)", ha="center", transform=axis.transAxes)
+        axis.set(xlabel="training step", ylabel=labels[axis])
+    by_shots.legend(fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.08))
+    for axis in (by_shots, over_time, effective, weight, kl, spread):
+        axis.grid(alpha=0.3)
+        if axis is not by_shots and axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    figure.savefig(folder / "icl_results.png.tmp", format="png", dpi=100)
+    os.replace(folder / "icl_results.png.tmp", folder / "icl_results.png")
+
+
+def train_main():
+    run_main(ICLTrainer)
+
+
+if __name__ == "__main__":
+    train_main()

@@ -1,0 +1,1034 @@
+"""rce/rce_icl.py: the pointer network, mining, RCE and GRPO, the readers, resume and errors, on a toy world
+of questions whose answers a reader can only know from demonstrations."""
+import csv
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, assert_same_state, load_script, untimed
+from PIL import Image
+from program import save_nothing
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, LlamaConfig,
+    LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast)
+
+FILE = "rce/rce_icl.py"
+INTENTS = "card loan cash rate lost fees".split()
+OTHERS = "please where when how my the bank now why can".split()
+
+
+def write_rows(path, count, seed):
+    draw = random.Random(seed)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "category"])
+        for n in range(count):
+            intent = draw.choice(INTENTS)
+            words = [intent, *draw.sample(OTHERS, 3), f"w{draw.randrange(12)}"]
+            draw.shuffle(words)
+            writer.writerow([" ".join(words), f"{intent}_topic"])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    write_rows(folder / "train.csv", 120, 1)
+    write_rows(folder / "test.csv", 12, 2)
+    return folder
+
+
+def toy(world, out, **constants):
+    kinds = {"type": "csv", "input": "text", "output": "category"}
+    small = {
+        "TRAIN_DATASET": {"path": f"{world}/train.csv", **kinds},
+        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds}, "OUTPUT_DIR": str(out / "run"),
+        "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
+        "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
+        "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
+        "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
+    return load_script(FILE, **{**small, **constants})
+
+
+@pytest.fixture
+def icl(world, tmp_path, monkeypatch):
+    """icl(KEY=value, ...): rce/rce_icl.py on the toy world, writing below tmp_path, its pictures empty."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+    return lambda **constants: toy(world, tmp_path, **constants)
+
+
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory):
+    """(module, trainer, folder) of a finished run of RCE and GRPO."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+        folder = tmp_path_factory.mktemp("trained")
+        script = toy(world, folder, GRPO_EPOCHS=1, RERANK=2, IMITATION=True)
+        trainer = script.ICLTrainer()
+        trainer.train()
+        yield script, trainer, folder / "run"
+
+
+def pointer(script, queries=3, pool=7, seed=0, layers=2):
+    """A policy, and (queries, vectors, pool) that it reads."""
+    torch.manual_seed(seed)
+    policy = script.Pointer(script.PointerConfig(5, 6, 8, layers, 2, 0.3, 0.1)).eval()
+    pools = torch.stack([torch.randperm(20)[:pool] for _ in range(queries)])
+    return policy, (torch.randn(queries, 5), torch.randn(20, 6), pools)
+
+
+# ---------------------------------------------------------------- the pointer network
+
+def test_log_probabilities_equal_a_step_by_step_computation():
+    script = load_script(FILE)
+    policy, (queries, vectors, pool) = pointer(script)
+    pointers = torch.tensor([[[0, 3, 6], [6, 3, 0]], [[1, 2, 4], [5, 0, 1]], [[2, 6, 1], [3, 4, 5]]])
+    with torch.no_grad():
+        found = script.list_logprobs(policy(queries, vectors, pool, pointers), pointers)
+    p = {name: x.detach() for name, x in policy.named_parameters()}
+
+    def norm(x, name):
+        return torch.nn.functional.layer_norm(x, (8,), p[f"{name}.weight"], p[f"{name}.bias"])
+
+    for q, i in itertools.product(range(3), range(2)):
+        keys = norm(vectors[pool[q]] @ p["candidate_projection.weight"].T + p["candidate_projection.bias"],
+                    "candidate_norm")
+        state = norm(queries[q] @ p["query_projection.weight"].T + p["query_projection.bias"], "query_norm")
+        for layer in range(2):
+            weights, biases = (p[f"attention.{layer}.in_proj_{x}"].chunk(3) for x in ("weight", "bias"))
+            query, key, value = (x @ w.T + b for x, w, b in zip((state[None], keys, keys), weights, biases))
+            heads = []
+            for h in (slice(0, 4), slice(4, 8)):
+                share = (query[:, h] @ key[:, h].T / 2).softmax(-1)
+                heads.append(share @ value[:, h])
+            out = torch.cat(heads, -1)[0] @ p[f"attention.{layer}.out_proj.weight"].T
+            state = norm(state + out + p[f"attention.{layer}.out_proj.bias"], f"attention_norm.{layer}")
+        total = 0.0
+        left = list(range(7))
+        for choice in pointers[q, i].tolist():
+            cosines = torch.stack([torch.cosine_similarity(state, keys[j], dim=0) for j in left]) / 0.1
+            total += cosines.log_softmax(0)[left.index(choice)].item()
+            left.remove(choice)
+            both = torch.cat([state, keys[choice]])
+            gate = torch.sigmoid(both @ p["gate.weight"].T + p["gate.bias"])
+            state = gate * state + (1 - gate) * keys[choice]
+        assert found[q, i].item() == pytest.approx(total, abs=1e-4)
+
+
+def test_all_ordered_lists_have_probabilities_that_sum_to_one():
+    script = load_script(FILE)
+    policy, inputs = pointer(script, queries=1, pool=5)
+    every = torch.tensor([list(itertools.permutations(range(5), 2))])
+    logprobs = script.list_logprobs(policy(*inputs, every), every)
+    assert logprobs.exp().sum().item() == pytest.approx(1, abs=1e-5)
+    assert len(set(logprobs[0].tolist())) > 15  # order matters
+
+
+def test_beams_are_the_likeliest_lists_and_one_beam_is_greedy():
+    script = load_script(FILE)
+    policy, inputs = pointer(script, queries=2, pool=4)
+    every = torch.tensor([list(itertools.permutations(range(4), 2))] * 2)
+    with torch.no_grad():
+        logprobs = script.list_logprobs(policy(*inputs, every), every)
+        lists, scores = policy.search(*inputs, 2, beams=12)
+        greedy, _ = policy.search(*inputs, 2)
+    for q in range(2):
+        assert scores[q].tolist() == pytest.approx(sorted(logprobs[q].tolist(), reverse=True), abs=1e-4)
+        assert lists[q].tolist() == every[q][logprobs[q].argsort(descending=True)].tolist()
+        first = int(policy(*inputs, greedy)[q, 0, 0].argmax())
+        assert greedy[q, 0, 0] == first
+
+
+def test_samples_follow_the_policys_probabilities_and_never_repeat_a_choice():
+    script = load_script(FILE)
+    policy, inputs = pointer(script, queries=1, pool=4)
+    every = list(itertools.permutations(range(4), 2))
+    with torch.no_grad():
+        pointers = torch.tensor([every])
+        wanted = script.list_logprobs(policy(*inputs, pointers), pointers).exp()[0]
+        drawn = policy.sample(*inputs, torch.rand(1, 4000, 2, generator=torch.Generator().manual_seed(1)))
+        last = policy.sample(*inputs, torch.ones(1, 1, 2))[0, 0].tolist()
+    counts = [(drawn[0] == torch.tensor(pointer)).all(1).float().mean().item() for pointer in every]
+    assert sum(counts) == pytest.approx(1)  # so none repeats
+    assert counts == pytest.approx(wanted.tolist(), abs=0.03)
+    assert len(set(last)) == 2
+
+
+def test_a_shorter_pool_has_the_log_probabilities_it_has_alone():
+    script = load_script(FILE)
+    policy, (queries, vectors, pool) = pointer(script, queries=2)
+    ragged = pool.clone()
+    ragged[0, 4:] = -1
+    pointers = torch.tensor([[[1, 3]], [[5, 6]]])
+    together = script.list_logprobs(policy(queries, vectors, ragged, pointers), pointers)[0]
+    alone = script.list_logprobs(policy(queries[:1], vectors, pool[:1, :4], pointers[:1]), pointers[:1])[0]
+    assert together.item() == pytest.approx(alone.item(), abs=1e-5)
+    with torch.no_grad():
+        lists, _ = policy.search(queries, vectors, ragged, 4)
+    assert sorted(lists[0, 0].tolist()) == [0, 1, 2, 3]
+
+
+def test_choices_after_a_lists_end_count_nothing():
+    script = load_script(FILE)
+    policy, inputs = pointer(script)
+    pointers = torch.tensor([[[0, 3], [2, -1]]] * 3)
+    found = script.list_logprobs(policy(*inputs, pointers), pointers)
+    one = script.list_logprobs(policy(*inputs, pointers[:, 1:, :1]), pointers[:, 1:, :1])
+    assert found[:, 1].tolist() == pytest.approx(one[:, 0].tolist(), abs=1e-5)
+
+
+# ---------------------------------------------------------------- the maths
+
+def test_rce_weights_by_hand_and_zscored_once():
+    script = load_script(FILE)
+    r = [3.0, 1.0]
+    wanted = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]
+    assert script.rce_weights(r, 2.0).tolist() == pytest.approx(wanted)
+    scaled = 1 / math.sqrt(2)
+    wanted = torch.tensor([scaled, -scaled], dtype=torch.float64).softmax(0).tolist()
+    assert script.rce_weights(r, 1.0, "zscore").tolist() == pytest.approx(wanted, rel=1e-3)
+    loss = script.rce_loss(torch.tensor([[-1.0, -2.0], [-4.0, 0.0]]), torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+    assert loss.item() == pytest.approx((1.5 + 4.0) / 2)
+
+
+def test_tau_goes_to_its_end_by_equal_factors_over_the_epochs():
+    script = load_script(FILE, RCE_EPOCHS=3, TAU=2.0, TAU_END=0.5)
+    assert [script.tau_at(epoch) for epoch in (0, 1, 2, 3)] == pytest.approx([2.0, 1.0, 0.5, 0.5])
+
+
+def test_advantages_are_normalised_once_and_equal_rewards_give_none():
+    script = load_script(FILE)
+    assert script.group_advantages([3.0, 1.0]).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
+    assert script.group_advantages([2.0, 2.0, 2.0]).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("advantage, ratio", [
+    (a, r) for a in (1.0, -1.0) for r in (0.5, 0.9, 1.1, 1.5)])
+def test_the_clip_stops_the_gradient_on_the_right_side(advantage, ratio):
+    script = load_script(FILE)
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    script.grpo_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2).sum().backward()
+    clipped = advantage > 0 and ratio > 1.2 or advantage < 0 and ratio < 0.8
+    assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def test_the_kl_of_a_choice_is_exact_and_masked_candidates_count_nothing():
+    script = load_script(FILE)
+    p, q = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
+    taken = torch.tensor([-1e9])
+    found = script.choice_kl(torch.cat([p.log(), taken]), torch.cat([q.log(), taken]))
+    assert found.item() == pytest.approx((p * (p / q).log()).sum().item())
+    assert script.adapt_kl_coef(1.0, 10.0, 1.0) == pytest.approx(1.02)
+    assert script.adapt_kl_coef(1.0, 0.9, 1.0) == pytest.approx(0.99)
+
+
+def test_gold_probability_weighs_distinct_golds_and_is_never_above_one():
+    script = load_script(FILE)
+    assert script.gold_weights(["red", "Red.", "blue", "the red", "blue", "x"]) == pytest.approx(
+        {"red": 1.0, "blue": 2 / 3, "x": 1 / 3})
+    assert script.gold_weights(["red"]) == {"red": 1.0}
+    assert script.gold_probability([math.log(0.6), math.log(0.3)], [1.0, 0.5]) == pytest.approx(0.75)
+    assert script.gold_probability([0.0, 0.0], [1.0, 1.0]) == 1.0
+
+
+@pytest.mark.parametrize("agreeing, wanted", [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)])
+def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
+    script = load_script(FILE)
+    golds = ["yes"] * agreeing + [f"other {n}" for n in range(10 - agreeing)]
+    assert script.rewards.vqa_accuracy("Yes.", golds) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("said, same", [
+    ("The  two dogs", "2 dogs"), ("dont", "don't"), ("1,000", "1000"), ("2.5", "2.5"), ("None", "0"),
+    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple")])
+def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
+    assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
+
+
+def test_the_two_more_reward_modes_by_hand():
+    modes = load_script(FILE).rewards
+    columns = [1, 0], [1.0, 0.0], [0.9, 0.4], [0.5, 0.5]
+    assert modes.hard_plus_gtprob_plus_rel(*columns) == pytest.approx([2.9, 0.45])
+    assert modes.legacy(*columns) == [0.5, 0.5]
+
+
+# ---------------------------------------------------------------- readers
+
+def test_votes_by_hand(icl):
+    script = icl(PRIOR_STRENGTH=0.5)
+    demos = [{"answer": a, "vector": np.array(v)} for a, v in (("x", [1.0, 0.0]), ("y", [0.0, 1.0]))]
+    demos.append({"answer": "x", "vector": np.array([-1.0, 0.0])})
+    reader = script.VoteReader(demos)
+    query = {"vector": np.array([0.8, 0.6]), "golds": ["x"]}
+    total = 0.5 + 0.8 + 0.6 + 0.002
+    assert reader.gold_probability(query, demos[:2], ["y"]) == pytest.approx((0.5 / 3 + 0.601) / total)
+    assert reader.answer(query, demos[:2]) == "x" and reader.answer(query, [demos[1]]) == "y"
+    assert reader.answer(query, []) == "x"  # the commonest
+    both = [reader.probability(reader.votes(query, demos), answer) for answer in "xy"]
+    assert sum(both) == pytest.approx(1)
+
+
+def tiny_tokenizer():
+    """A token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: n for n, word in enumerate(["<pad>", "</s>", "<image>", *alphabet])}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "additional_special_tokens": ["<image>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+LLAMA = {
+    "vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 600, "bos_token_id": None, "eos_token_id": 1,
+    "pad_token_id": 0}
+
+
+def save_random(model, folder, *parts):
+    with torch.no_grad():  # far from uniform
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    for part in (model, *parts):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    """Folders of random readers: a causal model and one that sees, and a picture."""
+    folder = tmp_path_factory.mktemp("readers")
+    torch.manual_seed(0)
+    save_random(LlamaForCausalLM(LlamaConfig(**LLAMA)), folder / "llama", tiny_tokenizer())
+    sees = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8,
+        patch_size=4, projection_dim=8)
+    config = LlavaConfig(vision_config=sees, text_config=LlamaConfig(**LLAMA), image_token_index=2)
+    template = (
+        "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>"
+        "{% else %}{{ c['text'] }}{% endif %}{% endfor %}|{% endfor %}")
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(
+        image_processor=pictures, tokenizer=tiny_tokenizer(), patch_size=4, chat_template=template,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    save_random(LlavaForConditionalGeneration(config), folder / "llava", processor)
+    for n in range(20):
+        Image.new("RGB", (8 + n, 9), (12 * n, 255 - 12 * n, 90)).save(folder / f"{n}.png")
+    return folder
+
+
+def asked_rows():
+    rows = [{"text": f"what is {'so ' * n}{n}", "answer": f"a{n}", "golds": [f"a{n}"], "image": None}
+            for n in range(5)]
+    rows[1]["golds"] = ["a1", "b", "b", "b", "cc"]
+    return [(rows[0], [rows[1]]), (rows[1], [rows[2], rows[4]]), (rows[2], [])]
+
+
+def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl, readers):
+    script = icl(READER_BATCH_SIZE=2)
+    reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
+    found = reader.gold_probabilities(asked_rows())
+    for (query, demos), probability in zip(asked_rows(), found):
+        shown = "".join(f"Question: {d['text']}\nAnswer: {d['answer']}\n\n" for d in demos)
+        prompt = reader.tokenizer(f"{shown}Question: {query['text']}\nAnswer:")["input_ids"]
+        wanted = 0.0
+        for gold, weight in {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}.items() if len(query["golds"]) > 1 else [
+                (query["golds"][0], 1.0)]:
+            ids = reader.tokenizer(f" {gold}\n")["input_ids"]
+            logits = reader.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            product = sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(ids))
+            wanted += weight * math.exp(product)
+        assert probability == pytest.approx(wanted, rel=1e-3) and 0 < probability < 1
+        assert reader.gold_probability(query, demos, query["golds"]) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_line(icl, readers):
+    script = icl(READER_BATCH_SIZE=3, MAX_ANSWER_TOKENS=6)
+    reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
+    together = reader.answers(asked_rows())
+    assert together == [reader.answer(*asked) for asked in asked_rows()] and len(set(together)) > 1
+    assert script.first_answer(" red one\nQuestion: what") == "red one"
+    long = {"text": "x" * 700, "golds": ["a"], "answer": "a"}
+    with pytest.raises(script.UserError, match="reads 600 tokens, a prompt and its answer have"):
+        reader.answers([(long, [])])
+
+
+def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
+    script = icl(
+        READER=f"{readers}/llama", VALIDATION_QUERIES=3, MINE_QUERIES=6, TEST_QUERIES=2, RANDOM=2, LOCAL=2,
+        KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=2, EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=8,
+        REWARD_MODE="hybrid")
+    trainer = script.ICLTrainer()
+    trainer.train()
+    kept = [c for row in trainer.train_rows for c in row["candidates"]]
+    assert all(0 < c["gt_prob"] < 1 for c in kept) and len({c["gt_prob"] for c in kept}) > 3
+
+
+def test_a_model_that_sees_reads_every_image_and_gives_a_probability(icl, readers):
+    script = icl(MAX_ANSWER_TOKENS=3)
+    reader = script.VisionReader(f"{readers}/llava", torch.device("cpu"))
+    rows = [{"text": f"what {n}", "answer": "a", "golds": ["a"], "image": f"{readers}/{n}.png"}
+            for n in range(12)]
+    read = reader.read(rows[0], rows[1:3])
+    assert (read["input_ids"] == 2).sum() == 3 * 4 and len(read["pixel_values"]) == 3
+    found = [reader.gold_probability(rows[0], rows[1:3], ["a"]), reader.gold_probability(
+        {**rows[0], "image": f"{readers}/11.png"}, rows[1:3], ["a"])]
+    assert 0 < found[0] < 1 and found[0] != found[1]
+    ids = torch.cat([read["input_ids"], torch.tensor([reader.processor.tokenizer(" a\n")["input_ids"]])], 1)
+    with torch.no_grad():
+        logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
+    wanted = sum(logits[n - 1, ids[0, n]].item() for n in range(ids.shape[1] - 3, ids.shape[1]))
+    assert found[0] == pytest.approx(math.exp(wanted), rel=1e-3)
+    assert isinstance(reader.answer(rows[0], rows[1:3]), str)
+
+
+def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
+    for name, count in (("train", 20), ("test", 2)):
+        rows = []
+        for n in range(count):
+            golds = ["red"] * (n % 5) + ["blue"] * (10 - n % 5)
+            question = f"what colour is thing{n % 9} on{n % 4}"
+            rows.append({"q": question, "a": golds, "i": f"{readers}/{n}.png"})
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kind = {"type": "jsonl", "input": "q", "output": "a", "image": "i"}
+    script = icl(
+        READER=f"{readers}/llava", TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
+        TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind}, VALIDATION_QUERIES=3, MINE_QUERIES=4,
+        RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=1,
+        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid")
+    trainer = script.ICLTrainer()
+    trainer.train()
+    candidate = trainer.train_rows[0]["candidates"][0]
+    assert candidate["eval_mode"] == "vqa" and 0 < candidate["gt_prob"] < 1
+
+
+@pytest.mark.parametrize("pooling", ["mean", "pooled"])
+def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, pooling):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    folder = save_random(BertModel(config), tmp_path / "bert", tiny_tokenizer())
+    script = icl(EMBEDDING=folder, EMBEDDING_POOLING=pooling, READER_BATCH_SIZE=2)
+    embedder = script.HubEmbedder(folder, torch.device("cpu"))
+    texts = ["a", "a longer text", "third"]
+    together = embedder.texts(texts)
+    assert together.shape == (3, 16)
+    for text, vector in zip(texts, together):
+        assert np.allclose(embedder.texts([text])[0], vector, atol=1e-4)
+    trainer = script.ICLTrainer()
+    assert trainer.corpus.sizes == (16, 32)
+
+
+def test_a_clip_models_vectors_are_of_image_and_text(icl, readers, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 259, "max_position_embeddings": 77, "eos_token_id": 1}
+    config = CLIPConfig(
+        text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    folder = save_random(CLIPModel(config), tmp_path / "clip", tiny_tokenizer(), pictures)
+    script = icl(EMBEDDING=folder)
+    embedder = script.HubEmbedder(folder, torch.device("cpu"))
+    rows = [{"text": "what", "image": f"{readers}/{n}.png"} for n in (1, 11)]
+    one, other = embedder.examples(rows)
+    alone, = embedder.examples([{"text": "what", "image": None}])
+    assert one.shape == (8,) and not np.allclose(one, other, atol=1e-3)
+    assert np.linalg.norm(one - alone) == pytest.approx(1, abs=1e-4)  # the image's, of length 1
+
+
+# ---------------------------------------------------------------- mining
+
+def test_minings_log_probabilities_equal_trainings(trained):
+    script, trainer, folder = trained
+    policy = script.load_pointer(folder / "rce/policy", trainer.corpus.sizes)
+    miner = script.Miner(trainer.corpus, policy, trainer.reader, print)
+    groups = miner.mine(trainer.splits["train"][:7], 2)
+    trainer.policy.load_state_dict(policy.state_dict())
+    rows = [{"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
+             "rewards": script.shaped_rewards(g.candidates)} for g in groups]
+    trainer.train_rows, trainer.state.cursor = rows, 0
+    batch = trainer.next_batch()
+    trainer.policy.eval()
+    inputs = batch.vectors, trainer.corpus.vectors, batch.pool, batch.pointers
+    logprobs = script.list_logprobs(trainer.policy(*inputs), batch.pointers)
+    beams = 0
+    for candidates, values in zip(batch.lists, logprobs.tolist()):
+        for c, value in zip(candidates, values):
+            assert c["logprob"] == pytest.approx(value, abs=1e-4)
+            if c["beam_score"] is not None:
+                beams += 1
+                assert c["beam_score"] == pytest.approx(value, abs=1e-4)
+    assert beams
+
+
+def test_lists_are_distinct_in_order_and_keep_every_source(icl):
+    script = icl(BEAMS=4, POOL_SIZE=4, RANDOM=40, RETRIEVED=2, EVAL_SHOTS=(1, 2))
+    trainer = script.ICLTrainer()
+    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    pointers = [c["pointer"] for c in group.candidates]
+    assert len(set(pointers)) == len(pointers) and len({frozenset(p) for p in pointers}) < len(pointers)
+    sources = {source for c in group.candidates for source in c["source"]}
+    assert sources == {"beam", "sample", "retrieval", "random"}
+    assert sum(len(c["source"]) for c in group.candidates) == 4 + 3 + 2 + 40
+    assert all(len(c["source"]) == len(c["temperature"]) for c in group.candidates)
+    many = [c for c in group.candidates if "random" in c["source"] and "beam" in c["source"]]
+    assert many and all(c["beam_score"] is not None for c in many)
+
+
+def test_random_lists_try_the_whole_pool_not_its_first_few(icl):
+    """The source drew random pointers from as many candidates as a vector has numbers."""
+    script = icl(BEAMS=0, SAMPLES=0, RETRIEVED=0, RANDOM=30, POOL_SIZE=60)
+    trainer = script.ICLTrainer()
+    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    assert {j for c in group.candidates for j in c["pointer"]} == set(range(60))
+
+
+def test_no_pool_holds_the_query_or_another_row_that_asks_the_same(icl, world, tmp_path):
+    rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([*rows, rows[1].upper(), rows[2]]) + "\n")
+    script = icl(POOL_SIZE=200, TRAIN_DATASET={
+        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    trainer = script.ICLTrainer()
+    for query in (*trainer.splits["train"], *trainer.splits["validation"]):
+        asked = [trainer.demos[j]["text"].lower() for j in trainer.corpus.pool_of(query).tolist()]
+        assert query["text"].lower() not in asked and len(asked) > 90
+
+
+def test_held_out_queries_are_neither_demonstrations_nor_trained_on(trained):
+    script, trainer, folder = trained
+    demos = {demo["id"] for demo in trainer.demos}
+    validation = {query["id"] for query in trainer.splits["validation"]}
+    assert len(validation) == 12 and not demos & validation
+    assert not {row["id"] for row in trainer.train_rows} & validation
+
+
+def test_held_out_pools_are_the_same_under_every_seed_and_training_ones_not(icl):
+    found = []
+    for seed in (1, 2):
+        trainer = icl(SEED=seed, RESUME="no").ICLTrainer()
+        first = min(trainer.splits["train"], key=lambda row: row["number"])
+        queries = first, trainer.splits["test"][0]
+        found.append([trainer.corpus.pool_of(query).tolist() for query in queries])
+    assert found[0][0] != found[1][0] and found[0][1] == found[1][1]
+
+
+def test_similar_pools_hold_the_most_similar(icl):
+    trainer = icl(POOL="similarity", POOL_SIZE=5).ICLTrainer()
+    query = trainer.splits["test"][0]
+    scores = trainer.corpus.demo_vectors @ torch.tensor(query["vector"])
+    pool = trainer.corpus.pool_of(query)
+    assert scores[pool].min() >= scores[[j for j in range(len(scores)) if j not in pool]].max() - 1e-6
+
+
+def test_kept_are_the_best_by_gt_prob_some_others_and_the_policys_own(icl):
+    script = icl(KEEP_TOP=3, KEEP_RANDOM=2)
+    trainer = script.ICLTrainer()
+    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    trainer.miner.score_gold([group])
+    every = list(group.candidates)
+    own = max((c for c in every if c["beam_score"] is not None), key=lambda c: c["beam_score"])
+    own["gt_prob"] = 0.0
+    trainer.miner.choose_kept(group)
+    best = sorted((c["gt_prob"] for c in every), reverse=True)[:3]
+    assert sorted((c["gt_prob"] for c in group.candidates), reverse=True)[:3] == best
+    assert any(c is own for c in group.candidates) and len(group.candidates) in (5, 6)
+
+
+def test_recombined_lists_are_made_of_the_best_ones_members(icl):
+    script = icl(LOCAL_TOP=2, LOCAL=100)
+    trainer = script.ICLTrainer()
+    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    trainer.miner.score_gold([group])
+    before = list(group.candidates)
+    members = {j for c in sorted(before, key=script.gold_first)[:2] for j in c["pointer"]}
+    trainer.miner.recombine(group, 2)
+    new = group.candidates[len(before):]
+    assert new and all(set(c["pointer"]) <= members and c["source"] == ["local"] for c in new)
+    assert not {c["pointer"] for c in new} & {c["pointer"] for c in before}
+
+
+def test_a_reader_that_raises_marks_the_list_and_it_is_not_trained_on(icl, capsys):
+    script = icl(STAGE="mine")
+
+    class Broken(script.VoteReader):
+        def answer(self, query, demonstrations):
+            if query["number"] % 3 == 0 and "card_topic" in [d["answer"] for d in demonstrations]:
+                raise RuntimeError("cannot see")
+            return super().answer(query, demonstrations)
+
+    class Trainer(script.ICLTrainer):
+        def load_reader(self):
+            return Broken(self.demos)
+
+    Trainer().train()
+    assert "cannot see" in capsys.readouterr().out
+    records = json.loads((script.candidates_path()).read_text())
+    del records["_meta"]
+    failed = [c for r in records.values() for c in r["pointer_candidates"] if c["eval_failed"]]
+    assert failed and all(c["vqa_correct"] is None and "RuntimeError" in c["eval_error"] for c in failed)
+    trainer = script.ICLTrainer()
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    kept = [c for g in groups for c in script.usable(g.candidates)]
+    assert len(kept) == sum(len(g.candidates) for g in groups) - len(failed)
+
+
+def test_a_reader_that_always_raises_ends_the_run_with_a_sentence(icl):
+    script = icl()
+
+    class Trainer(script.ICLTrainer):
+        def load_reader(self):
+            reader = script.VoteReader(self.demos)
+            reader.answer = None
+            return reader
+
+    with pytest.raises(script.UserError, match=r"answer\(\) failed for every one of \d+ lists: TypeError"):
+        Trainer().train()
+
+
+def test_a_probability_above_one_is_an_error_that_names_the_query(icl):
+    script = icl()
+    with pytest.raises(script.UserError, match="gave 1.5 for train.csv:7: it must be from 0 to 1"):
+        script.take_gold({}, 1.5, {"id": "train.csv:7"})
+
+
+# ---------------------------------------------------------------- files
+
+def test_json_comes_back_as_it_was_written(trained, tmp_path):
+    script, trainer, folder = trained
+    groups = trainer.miner.mine(trainer.splits["train"][:3], 2)
+    for group in groups:
+        group.candidates[0].update(eval_failed=True, eval_error="x", hard=None)
+    records = {str(g.query["number"]): script.group_record(g, trainer.demos) for g in groups}
+    path = tmp_path / "candidates.json"
+    script.write_candidates(path, records, {"program": "x"})
+    again = script.read_candidates(path, trainer.splits, trainer.demos)
+    for one, other in zip(groups, again):
+        assert one.query is other.query and one.pool.tolist() == other.pool.tolist()
+        assert [dict(c) for c in one.candidates] == other.candidates
+    assert {str(g.query["number"]): script.group_record(g, trainer.demos) for g in again} == records
+
+
+def source_file(tmp_path, numbers, **changed):
+    """A file as the seeds' own program wrote it: no pools, fallback marks."""
+    records = {}
+    for n in numbers:
+        others = [m for m in numbers if m != n]
+        lists = []
+        for i in range(4):
+            lists.append({
+                "pointer": [others[i], others[i + 1]], "gen_method": "beam" if i else "random",
+                "beam_score": -i, "logprob_score": -i, "vqa_pred_answer": "a", "vqa_correct": i % 2,
+                "vqa_acc_score": 0.6 * (i % 2), "vqa_eval_mode": "fallback" if i == 3 else "file"})
+        lists[0].update(changed)
+        records[str(n)] = {"pointer_candidates": lists}
+    path = tmp_path / "source.json"
+    path.write_text(json.dumps(records))
+    return str(path)
+
+
+def test_files_of_the_source_are_read_and_trained_on(icl, tmp_path):
+    numbers = list(range(5, 40))
+    script = icl(CANDIDATES=source_file(tmp_path, numbers), REWARD_MODE="hard_plus_soft", RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    assert len(trainer.demos) == 120 and {q["number"] for q in trainer.splits["train"]} < set(numbers)
+    trainer.train()
+    row = trainer.train_rows[0]
+    assert row["rewards"] == pytest.approx([0.0, 1.6, 0.0, 1.6])
+    first = row["candidates"][1]
+    pool = [trainer.demos[j]["number"] for j in row["pool"]]
+    others = [m for m in numbers if m != row["query"]["number"]]
+    assert set(pool) == set(range(5, 11)) - {row["query"]["number"]}  # whatever a list points to
+    assert [pool[j] for j in first["pointer"]] == others[1:3]
+
+
+def test_lists_that_the_sources_fallback_marked_can_be_left_out(icl, tmp_path):
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), SKIP_FALLBACK=True)
+    trainer = script.ICLTrainer()
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    assert all(len(script.usable(group.candidates)) == 3 for group in groups)
+
+
+def test_the_older_beam_format_is_read_with_its_scores(icl, tmp_path):
+    records = {}
+    for n in range(30):
+        lists = [[n + 1, n + 2, n], [n + 3, n + 1, n]]
+        records[str(n)] = {"id_list": lists, "score_list": [0.5, -0.25]}
+    (tmp_path / "old.json").write_text(json.dumps(records))
+    script = icl(CANDIDATES=str(tmp_path / "old.json"), REWARD_MODE="legacy", RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    trainer.train()
+    row = trainer.train_rows[0]
+    n = row["query"]["number"]
+    chosen = [[trainer.demos[row["pool"][j]]["number"] for j in c["pointer"]] for c in row["candidates"]]
+    assert chosen == [[n + 1, n + 2], [n + 3, n + 1]] and row["rewards"] == [0.5, -0.25]
+
+
+@pytest.mark.parametrize("changed, says", [
+    ({"pointer": [7, 99]}, "7, 99.*99, which is not in the query's pool"),
+    ({"pointer": [7, 7]}, "names a demonstration twice"),
+    ({"vqa_correct": 3}, "vqa_correct is 3"),
+    ({"pointer": None}, "cannot be read")])
+def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, changed, says):
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
+    trainer = script.ICLTrainer()
+    path = tmp_path / "source.json"
+    records = json.loads(path.read_text())
+    for record in records.values():
+        record["candidate_pool_ids"] = list(range(5, 60))
+    records["6"]["pointer_candidates"][0].update(changed)
+    path.write_text(json.dumps(records))
+    with pytest.raises(script.UserError, match=f"query 6.*{says}"):
+        script.read_candidates(path, trainer.splits, trainer.demos)
+
+
+def test_a_query_that_the_data_does_not_have_is_an_error(trained, tmp_path):
+    script, trainer, folder = trained
+    records = json.loads((folder / "candidates.json").read_text())
+    key = next(key for key in records if key != "_meta")
+    records[key]["query"]["text"] = "another"
+    (tmp_path / "x.json").write_text(json.dumps(records))
+    with pytest.raises(script.UserError, match=f"query {key}: there is no such query in the data"):
+        script.read_candidates(tmp_path / "x.json", trainer.splits, trainer.demos)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "size"])
+def test_a_checkpoint_with_a_wrong_weight_is_an_error(trained, tmp_path, fault):
+    from safetensors.torch import load_file, save_file
+
+    script, trainer, folder = trained
+    trainer.policy.save_pretrained(tmp_path / "policy")
+    weights = load_file(tmp_path / "policy/model.safetensors")
+    if fault == "missing":
+        del weights["gate.bias"]
+    elif fault == "unexpected":
+        weights["gate.more"] = torch.zeros(2)
+    sizes = (trainer.corpus.sizes[0], 3) if fault == "size" else trainer.corpus.sizes
+    save_file(weights, tmp_path / "policy/model.safetensors", {"format": "pt"})
+    says = {"missing": "missing weights .gate.bias", "unexpected": "unexpected weights .gate.more",
+            "size": "reads vectors of"}
+    with pytest.raises(script.UserError, match=says[fault]):
+        script.load_pointer(tmp_path / "policy", sizes)
+
+
+# ---------------------------------------------------------------- RCE, then GRPO
+
+def test_grpos_first_ratio_is_one_since_old_means_where_grpo_starts(trained):
+    """The source took them from before RCE."""
+    script, trainer, folder = trained
+    records = [r for r in untimed(folder / "logs/metrics.jsonl") if "ratio_max" in r]
+    assert len(records) == 4 and records[0]["ratio_max"] < 1e-5 and records[-1]["ratio_max"] > 1e-5
+    assert records[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_grpo_starts_from_the_best_policy_of_rce_and_freezes_the_projections(trained):
+    script, trainer, folder = trained
+    before = script.load_pointer(folder / "rce/policy", trainer.corpus.sizes).state_dict()
+    after = script.load_pointer(folder / "step_12/policy", trainer.corpus.sizes).state_dict()
+    reference = script.load_pointer(folder / "step_12/reference", trainer.corpus.sizes).state_dict()
+    for key in before:
+        assert torch.equal(before[key], reference[key])
+        assert torch.equal(before[key], after[key]) == ("projection" in key), key
+
+
+def test_grpo_begins_with_an_optimizer_of_its_own(icl):
+    script = icl(GRPO_EPOCHS=1, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
+    moments = []
+
+    class Trainer(script.ICLTrainer):
+        def begin_grpo(self):
+            moments.append(len(self.optimizers["policy"].state))
+            super().begin_grpo()
+            moments.append(len(self.optimizers["policy"].state))
+
+    Trainer().train()
+    assert moments[0] > 0 and moments[1] == 0
+
+
+def test_dropout_is_on_in_rce_and_off_in_grpo(icl):
+    script = icl(GRPO_EPOCHS=1, DROPOUT=0.5, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
+    modes = []
+
+    class Trainer(script.ICLTrainer):
+        def record(self, batch, metrics):
+            modes.append((self.state.stage, self.policy.training, self.reference.training))
+            super().record(batch, metrics)
+
+    Trainer().train()
+    assert set(modes) == {("rce", True, False), ("grpo", False, False)}
+
+
+def test_every_list_counts_and_rewards_are_normalised_once(trained):
+    """The source kept five lists and normalised twice."""
+    script, trainer, folder = trained
+    trainer.state.stage, trainer.state.cursor = "grpo", 0
+    trainer.train_rows = [
+        {**row, "candidates": row["candidates"][:6], "rewards": [3.0, 0.0, 0.0, 1.0, 0.0, 0.0]}
+        for row in trainer.train_rows]
+    batch = trainer.next_batch()
+    assert batch.present.sum(1).tolist() == [len(c) for c in batch.lists]
+    rewards = torch.tensor(batch.rewards[0])
+    assert batch.advantages[0].tolist() == pytest.approx(
+        ((rewards - rewards.mean()) / rewards.std()).tolist(), rel=1e-3)
+
+
+def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
+    script = icl(GRPO_EPOCHS=1, ON_POLICY=True, GROUP_SIZE=3, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
+    trainer = script.ICLTrainer()
+    trainer.train()
+    records = untimed(trainer.run.folder / "logs/metrics.jsonl")
+    ratios = [r["ratio_max"] for r in records if "ratio_max" in r]
+    assert len(ratios) == 4 and max(ratios) == 0
+    samples = [json.loads(line) for line in open(trainer.run.folder / "logs/samples.jsonl")]
+    assert samples[-1]["source"] == ["sample"] and samples[0]["source"] != ["sample"]
+
+
+def test_validation_queries_and_flat_ones_are_not_trained_on(trained):
+    script, trainer, folder = trained
+    groups = script.read_candidates(folder / "candidates.json", trainer.splits, trainer.demos)
+    for c in groups[-1].candidates:
+        c.update(hard=0, gt_prob=0.25)
+    trainer.choose_rows(groups)
+    asked = {row["id"] for row in trainer.train_rows}
+    assert groups[-1].query["id"] not in asked
+    assert asked == {g.query["id"] for g in groups[12:-1]}
+
+
+def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
+    """Above similarity on queries that it has not seen."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+    write_rows(tmp_path / "train.csv", 500, 3)
+    write_rows(tmp_path / "test.csv", 100, 4)
+    script = toy(
+        tmp_path, tmp_path, MINE_QUERIES=None, RCE_EPOCHS=5, BATCH_SIZE=16, HIDDEN_SIZE=32, POOL_SIZE=12,
+        LEARNING_RATE=5e-3, EMBEDDING_SIZE=25, RANDOM=12, LOCAL=20, SAVE_EVERY_N_STEPS=0)
+    script.ICLTrainer().train()
+    found = json.loads((tmp_path / "run/eval_test.json").read_text())["shots"]["2"]
+    accuracy = found["accuracy"]
+    assert accuracy["random"] < accuracy["similarity"] < accuracy["RCE"] <= accuracy["oracle"]
+    assert found["share_of_gap"] > 0.4
+
+
+# ---------------------------------------------------------------- evaluation
+
+def test_the_test_compares_at_each_number_of_shots(trained):
+    script, trainer, folder = trained
+    found = json.loads((folder / "eval_test.json").read_text())
+    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO", "imitation"]
+    wanted += ["rerank by gt_prob", "oracle"]
+    assert found["queries"] == 12 and list(found["shots"]) == ["1", "2"]
+    for at in found["shots"].values():
+        assert list(at["accuracy"]) == wanted and at["accuracy"]["oracle"] == max(at["accuracy"].values())
+        assert set(at["intervals_of_gains"]) == set(wanted) - {"RCE + GRPO"}
+
+
+def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):
+    script = icl()
+    results = {2: {"similarity": np.array([0.0, 0, 1, 0]), "RCE": np.array([1.0, 0, 1, 0]),
+                   "oracle": np.array([1.0, 1, 1, 0])}}
+    found = script.test_figures(results, "RCE")["shots"]["2"]
+    assert found["gain_over_similarity"] == 0.25 and found["share_of_gap"] == pytest.approx(0.5)
+    low, high = found["intervals_of_gains"]["oracle"]
+    assert low < -0.25 < high <= 0  # paired: RCE is never above the oracle
+
+
+def test_select_gives_rows_of_the_training_data(trained, world):
+    script, trainer, folder = trained
+    rows = trainer.select("where is my card please", 3)
+    assert len(rows) == 3 and all(row in trainer.demos for row in rows)
+    vector = trainer.corpus.embed_query(trainer.splits["test"][0]["text"])
+    assert np.allclose(vector, trainer.splits["test"][0]["vector"], atol=1e-5)
+
+
+# ---------------------------------------------------------------- data and embeddings
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_rows_are_read_from_each_kind_of_file_with_one_gold_or_ten(icl, tmp_path, kind):
+    import pyarrow
+    import pyarrow.parquet
+
+    golds = "red" if kind == "csv" else ["blue", "red", "red"]
+    rows = [{"q": f"what {n}", "a": golds} for n in range(3)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        path.write_text("q,a\n" + "".join(f'"what {n}","red"\n' for n in range(3)))
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    script = icl()
+    found = script.load_examples({"path": str(path), "type": kind, "input": "q", "output": "a"}, "X", "train")
+    assert [row["text"] for row in found] == ["what 0", "what 1", "what 2"]
+    assert found[1]["golds"] == (["red"] if kind == "csv" else golds) and found[1]["answer"] == "red"
+    assert found[2]["number"] == 2
+
+
+def test_vectors_of_a_file_are_those_of_the_rows(icl, tmp_path):
+    draw = np.random.default_rng(0)
+    tables = draw.normal(size=(120, 9)), draw.normal(size=(12, 9))
+    np.save(tmp_path / "train.npy", tables[0])
+    torch.save(torch.tensor(tables[1]), tmp_path / "test.pt")
+    script = icl(TRAIN_VECTORS=str(tmp_path / "train.npy"), TEST_VECTORS=str(tmp_path / "test.pt"))
+    trainer = script.ICLTrainer()
+    for row in (*trainer.demos, *trainer.splits["validation"], *trainer.splits["test"]):
+        own = tables[row["split"] == "test"][row["number"]]
+        assert np.allclose(row["vector"], own / np.linalg.norm(own), atol=1e-6)
+    assert trainer.corpus.sizes == (9, 9)
+    np.save(tmp_path / "train.npy", tables[0][:50])
+    with pytest.raises(script.UserError, match="must be 120 rows|must be 1.. rows"):
+        script.ICLTrainer(resume_from_checkpoint="no")
+
+
+def test_embeddings_are_kept_and_made_anew_when_the_texts_change(icl, world, tmp_path, capsys):
+    script = icl()
+    script.ICLTrainer()
+    assert "Embedded" in capsys.readouterr().out
+    script.ICLTrainer()
+    assert "Embedded" not in capsys.readouterr().out
+    kept, = (tmp_path / "run").glob("embeddings_*.npz")
+    kept.write_bytes(b"broken")
+    script.ICLTrainer()
+    assert "cannot be read" in capsys.readouterr().out
+    icl(EMBEDDING_SIZE=7).ICLTrainer()
+    assert "Embedded 132 texts" in capsys.readouterr().out
+
+
+def test_a_candidates_vector_holds_its_answers(icl):
+    trainer = icl().ICLTrainer()
+    by_answer = {}
+    for demo in trainer.demos:
+        by_answer.setdefault(demo["answer"], set()).add(demo["candidate_vector"][12:].tobytes())
+    assert all(len(vectors) == 1 for vectors in by_answer.values())
+    assert len(set.union(*by_answer.values())) == 6
+
+
+# ---------------------------------------------------------------- runs and errors
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing of the program catches it."""
+
+
+def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(world, tmp_path, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+    options = {"GRPO_EPOCHS": 1, "RESUME": "yes", "SAVE_EVERY_N_STEPS": 2, "EVAL_SHOTS": (2,)}
+    whole = toy(world, tmp_path / "whole", **options)
+    whole.ICLTrainer().train()
+    mined = []
+    for stop in ("mine 2", "step 5", "step 10", None):
+        script = toy(world, tmp_path / "broken", **options)
+        trainer = script.ICLTrainer()
+        mine, update = trainer.miner.mine, trainer.update
+
+        def mine_or_die(queries, shots, mine=mine, stop=stop):
+            if stop == "mine 2" and len(mined) == 2:
+                raise Killed
+            mined.append(shots)
+            return mine(queries, shots)
+
+        def update_or_die(batch, update=update, trainer=trainer, stop=stop):
+            if stop == f"step {trainer.run.step}":
+                raise Killed
+            return update(batch)
+
+        trainer.miner.mine, trainer.update = mine_or_die, update_or_die
+        if stop:
+            with pytest.raises(Killed):
+                trainer.train()
+            trainer.run.lock.release()
+        else:
+            trainer.train()
+    assert mined[:4] == [2] * 4  # 52 queries in parts of 16: none is mined twice
+    runs = [tmp_path / name / "run" for name in ("whole", "broken")]
+    names = ["candidates.json", "eval_test.json"]
+    names += [f"{part}/policy/model.safetensors" for part in ("rce", "best")]
+    names += [f"step_12/{part}/model.safetensors" for part in ("policy", "reference")]
+    for name in names:
+        one, other = (run / name for run in runs)
+        assert one.read_bytes() == other.read_bytes(), name
+    assert_same_state(*(run / "step_12/training_state.pt" for run in runs))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        one, other = (untimed(run / "logs" / name) for run in runs)
+        assert one == other and len(one) > 10
+
+
+def test_a_changed_setting_never_joins_parts_that_were_mined_under_another(icl):
+    script = icl(STAGE="mine", RESUME="yes")
+    trainer = script.ICLTrainer()
+    mine = trainer.miner.mine
+    calls = []
+
+    def once(queries, shots):
+        calls.append(1)
+        if len(calls) > 1:
+            raise Killed
+        return mine(queries, shots)
+
+    trainer.miner.mine = once
+    with pytest.raises(Killed):
+        trainer.train()
+    trainer.run.lock.release()
+    script = icl(STAGE="mine", RESUME="yes", KEEP_TOP=5)
+    with pytest.raises(script.UserError, match="was mined with KEEP_TOP = 4, it is 5 now"):
+        script.ICLTrainer().train()
+
+
+def test_stages_one_by_one_give_what_all_at_once_gives(icl, trained, tmp_path, capsys):
+    for stage in ("mine", "check", "train"):
+        script = icl(STAGE=stage, GRPO_EPOCHS=1, RERANK=2, IMITATION=True, RESUME="yes")
+        script.ICLTrainer().train()
+    said = capsys.readouterr().out
+    assert said.count("Verdict: ") >= 2
+    script, trainer, folder = trained
+    for name in ("candidates.json", "eval_test.json", "best/policy/model.safetensors"):
+        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
+
+
+def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
+    script = icl(RCE_EPOCHS=1, EVAL_SHOTS=(2,))
+    script.ICLTrainer().train()
+    path = tmp_path / "run/candidates.json"
+    path.write_text(path.read_text() + " ")
+    script = icl(RESUME="yes", RCE_EPOCHS=3)
+    with pytest.raises(script.UserError, match="is not the file this run was trained on"):
+        script.ICLTrainer().train()
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"POOL_SIZE": 1}, "POOL_SIZE = 1 holds fewer than the 2"),
+    ({"HEADS": 3}, "HIDDEN_SIZE = 8 must be a multiple of HEADS = 3"),
+    ({"EVAL_SHOTS": ()}, "EVAL_SHOTS"),
+    ({"SAMPLE_TEMPERATURES": [0.0]}, "SAMPLE_TEMPERATURES"),
+    ({"TRAIN_VECTORS": "x.npy"}, "belong together"),
+    ({"REWARD_MODE": "best"}, "REWARD_MODE = 'best' is unknown"),
+    ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
+    ({"STAGE": "train"}, "run STAGE=mine first"),
+    ({"READER": "/nowhere"}, "READER = '/nowhere': there is no such folder"),
+    ({"EMBEDDING": "/nowhere"}, "EMBEDDING = '/nowhere': there is no such folder"),
+    ({"BEAMS": 0, "SAMPLES": 0, "RETRIEVED": 0, "RANDOM": 0}, "nothing proposes a list")])
+def test_what_a_user_can_mend_is_said_in_one_sentence(icl, constants, says):
+    script = icl(**constants)
+    with pytest.raises(script.UserError, match=says) as error:
+        script.ICLTrainer().train()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, says", [
+    ("text,category\na\n", "line 2: it has not as many fields"), ("text,category\nq,\n", "line 2.*is empty"),
+    ("words,category\nq,x\n", "no value for column 'text'"), ("text,category\n", "the data set is empty")])
+def test_a_faulty_csv_is_named_with_its_line(icl, tmp_path, text, says):
+    script = icl()
+    (tmp_path / "x.csv").write_text(text)
+    spec = {"path": str(tmp_path / "x.csv"), "type": "csv", "input": "text", "output": "category"}
+    with pytest.raises(script.UserError, match=says):
+        script.load_examples(spec, "TRAIN_DATASET", "train")
+
+
+def test_the_shipped_data_is_what_its_program_says(tmp_path):
+    facts = json.loads((ROOT / "data/banking77/facts.json").read_text())
+    for name in ("train.csv", "test.csv"):
+        rows = list(csv.DictReader(open(ROOT / "data/banking77" / name, newline="", encoding="utf-8")))
+        assert len(rows) == facts[name]["rows"] and len({row["category"] for row in rows}) == 77
+    assert "CC BY 4.0" in (ROOT / "data/banking77/LICENCE.md").read_text()
