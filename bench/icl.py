@@ -29,6 +29,8 @@ VARIANTS = {  # constants, and names of the faults below
     "best five picked before normalising": (MOVING, ("five",)),
     "z-score never (raw rewards)": (MOVING, ("never",)),
     "z-score twice": (MOVING, ("twice",)),
+    "dropout on": (MOVING, ("dropout",)),
+    "old from before RCE, best five": (MOVING, ("before", "five")),
     "old from before RCE, best five, dropout": (MOVING, ("before", "five", "dropout")),
 }
 

@@ -143,7 +143,7 @@ SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that adv
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 0.2  # weight of the KL in the loss
+KL_COEF = 2.0  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
@@ -302,10 +302,7 @@ class RecTrainer:
         self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
-        if self.state.stage == "sft" and bool(SFT_AVERAGE) != (self.learner is not self.actor):
-            was = "without" if SFT_AVERAGE else "with"
-            todo = "resume as it was, or start afresh with RESUME=no"
-            raise UserError(f"SFT_AVERAGE = {SFT_AVERAGE}: {self.run.checkpoint} was made {was} it; {todo}")
+        check_average(self)
         self.plan_steps()
 
     def load_models(self):
@@ -321,12 +318,8 @@ class RecTrainer:
             self.reference = load_model(AutoModelForCausalLM, at / "reference", "RESUME", self.device)
         self.reference.requires_grad_(False)
         self.models = {"policy": self.actor, "reference": self.reference}  # saved, by its folder's name
-        self.learner = self.actor  # what SFT updates
         rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
-        if at and (at / "learner").is_dir():
-            self.learner = load_model(AutoModelForCausalLM, at / "learner", "RESUME", self.device)
-        elif SFT_AVERAGE and STAGE != "rl" and not at:
-            self.learner = copy.deepcopy(self.actor)
+        self.learner = load_learner(at, self.actor)  # what SFT updates
         if self.learner is not self.actor:
             self.models["learner"] = self.learner
         self.optimizers = {"policy": make_optimizer(self.learner, rate)}
@@ -3357,6 +3350,22 @@ def load_actor(checkpoint, catalogue, device):
         model.resize_token_embeddings(len(tokenizer))
     check_group(catalogue)
     return tokenizer, model.eval()
+
+
+def load_learner(checkpoint, actor):
+    """Without SFT_AVERAGE, and in GRPO, the actor itself."""
+    if checkpoint and (checkpoint / "learner").is_dir():
+        return load_model(AutoModelForCausalLM, checkpoint / "learner", "RESUME", actor.device)
+    if SFT_AVERAGE and STAGE != "rl" and not checkpoint:
+        return copy.deepcopy(actor)
+    return actor
+
+
+def check_average(trainer):
+    if trainer.state.stage == "sft" and bool(SFT_AVERAGE) != (trainer.learner is not trainer.actor):
+        was = "without" if SFT_AVERAGE else "with"
+        todo = "resume as it was, or start afresh with RESUME=no"
+        raise UserError(f"SFT_AVERAGE = {SFT_AVERAGE}: {trainer.run.checkpoint} was made {was} it; {todo}")
 
 
 @torch.no_grad()

@@ -3047,49 +3047,53 @@ def test_lines(figures):
 
 
 def draw_results(figures, records, folder, title):
-    """icl_results.png: accuracy by shots, pick against oracle over epochs, effective lists, what GRPO did."""
+    """icl_results.png: accuracy by shots, pick against oracle over time, the weights' effective number and,
+    where there was one, what GRPO did."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")
     figure.suptitle(title)
-    (by_shots, over_time, effective), (weight, kl, spread) = figure.subplots(2, 3)
+    panels = {  # what is drawn of metrics.jsonl: label, phase, {metric: its name}
+        "accuracy, validation queries": ("eval", {
+            "pick_accuracy": "the policy's pick", "oracle_accuracy": "oracle among the mined"}),
+        "lists that weigh, exp(entropy of the weights)": ("train", {"effective_lists": None}),
+        "weight on the best list": ("train", {"weight_on_best": None}),
+        "KL to the policy of RCE (nats a choice)": ("train", {"kl": None}),
+        "deviation of rewards within a query": ("train", {"advantage_spread": None})}
+    if not any("kl" in record for record in records):  # no GRPO
+        panels = dict(list(panels.items())[:3])
+    by_shots, *others = figure.subplots(2, (len(panels) + 1) // 2).flatten()
     shots = [int(key) for key in figures["shots"]]
     for n, method in enumerate(next(iter(figures["shots"].values()))["accuracy"]):
         values = [found["accuracy"][method] for found in figures["shots"].values()]
         trained = method.startswith(("RCE", "imitation", "rerank"))
         by_shots.plot(shots, values, "o-" if trained else "o--", color=f"C{n}", label=method)
     by_shots.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02))
-    series = [
-        (over_time, "pick_accuracy", "eval", "the policy's pick"),
-        (over_time, "oracle_accuracy", "eval", "oracle among the mined"),
-        (effective, "effective_lists", "train", None), (weight, "weight_on_best", "train", None),
-        (kl, "kl", "train", None), (spread, "advantage_spread", "train", None)]
-    labels = {
-        over_time: "accuracy, validation queries", effective: "lists that weigh, exp(entropy of the weights)",
-        weight: "weight on the best list", kl: "KL to the policy of RCE (nats a choice)",
-        spread: "deviation of rewards within a query"}
-    for axis, key, phase, label in series:
-        points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-        if points:
-            x, y = np.array(points, dtype=float).T
-            color = f"C{len(axis.lines)}"
-            if phase == "eval":
-                axis.plot(x, y, "o-", color=color, label=label)
-            else:
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"mean of {window} steps")
-        else:
-            axis.text(0.5, 0.5, "no GRPO (GRPO_EPOCHS = 0)", ha="center", transform=axis.transAxes)
-        axis.set(xlabel="training step", ylabel=labels[axis])
     by_shots.legend(fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.08))
-    for axis in (by_shots, over_time, effective, weight, kl, spread):
-        axis.grid(alpha=0.3)
-        if axis is not by_shots and axis.get_legend_handles_labels()[0]:
+    for axis, (label, (phase, metrics)) in zip(others, panels.items()):
+        for n, (key, name) in enumerate(metrics.items()):
+            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+            if points:
+                draw_points(axis, points, phase, f"C{n}", name)
+        axis.set(xlabel="training step", ylabel=label)
+        if axis.lines:
             axis.legend(fontsize=8)
+    for axis in (by_shots, *others):
+        axis.grid(alpha=0.3)
     figure.savefig(folder / "icl_results.png.tmp", format="png", dpi=100)
     os.replace(folder / "icl_results.png.tmp", folder / "icl_results.png")
+
+
+def draw_points(axis, points, phase, color, name):
+    """Evaluations as points; what each step gives faint, a rolling mean on top."""
+    x, y = np.array(points, dtype=float).T
+    if phase == "eval":
+        axis.plot(x, y, "o-", color=color, label=name)
+        return
+    window = max(1, len(y) // 12)
+    rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+    axis.plot(x, y, color=color, alpha=0.25)
+    axis.plot(x, rolling, color=color, label=f"mean of {window} steps")
 
 
 def train_main():
