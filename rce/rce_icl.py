@@ -1802,7 +1802,7 @@ def load_examples(spec, constant, split, limit=None):
     for line, record in read_csv_records(spec, where) if spec["type"] == "csv" else read_records(
             spec, columns, where):
         at = f"{where} line {line}"
-        row = read_row({**spec, "path": spec["path"]}, record, columns, at)
+        row = read_row(spec, record, columns, at)
         golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
         if not all(gold.strip() for gold in golds):
             raise UserError(f"{at}: column {spec['output']!r} is empty: write an answer, or delete the line")
@@ -2448,6 +2448,8 @@ class Miner:
         """Add LOCAL lists of members of the LOCAL_TOP best: a right list often has one bad member."""
         ranked = sorted(group.candidates, key=gold_first)[:LOCAL_TOP]
         members = list(dict.fromkeys(j for c in ranked for j in c["pointer"]))
+        while math.perm(len(members), shots) > 50_000:  # long lists: of fewer members, the best ones
+            members.pop()
         known = {tuple(c["pointer"]) for c in group.candidates}
         new = [pointer for pointer in itertools.permutations(members, shots) if pointer not in known]
         order = torch.randperm(len(new), generator=query_stream(group.query, "local")).tolist()

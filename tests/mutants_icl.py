@@ -157,4 +157,6 @@ MUTANTS = [
     (ICL, "    means = torch.as_tensor(differences)[picks].mean(1).sort().values",
      "    means = torch.as_tensor(differences).expand(BOOTSTRAP, -1).mean(1)",
      IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand"),
+    (ICL, "        while math.perm(len(members), shots) > 50_000:", "        while False:",
+     IN_ICL + "long_lists_are_recombined_of_fewer_members"),
 ]

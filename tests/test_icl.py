@@ -551,6 +551,26 @@ def test_recombined_lists_are_made_of_the_best_ones_members(icl):
     assert not {c["pointer"] for c in new} & {c["pointer"] for c in before}
 
 
+def test_long_lists_are_recombined_of_fewer_members(icl, monkeypatch):
+    """Six of the 24 members of four lists can be ordered in 97 million ways."""
+    script = icl(LOCAL_TOP=4, LOCAL=5)
+    trainer = script.ICLTrainer()
+    lists = [script.new_candidate(range(6 * n, 6 * n + 6)) for n in range(4)]
+    for n, candidate in enumerate(lists):
+        candidate["gt_prob"] = 1 - 0.1 * n
+    group = script.SimpleNamespace(query=trainer.splits["train"][0], candidates=list(lists))
+    permutations = itertools.permutations
+
+    def counted(members, shots):
+        assert math.perm(len(members), shots) <= 50_000
+        return permutations(members, shots)
+
+    monkeypatch.setattr(script.itertools, "permutations", counted)
+    trainer.miner.recombine(group, 6)
+    new = group.candidates[4:]
+    assert len(new) == 5 and all(set(c["pointer"]) <= set(range(8)) for c in new)
+
+
 def test_a_reader_that_raises_marks_the_list_and_it_is_not_trained_on(icl, capsys):
     script = icl(STAGE="mine")
 
