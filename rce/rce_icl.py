@@ -164,7 +164,6 @@ EVAL_EVERY_N_STEPS = 160  # 0: only before and after each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # lists a step written to samples.jsonl
-REWARD_TIMEOUT: float | None = 600.0  # seconds, for a reader of your own: one batch of its answers; None: any
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
 SEED = 1
@@ -186,7 +185,6 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
     "DROPOUT": (0, 0.9),
     "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT": (1e-3, 1e6),
     "STAGE": ["all", "mine", "check", "train"],
     "EMBEDDING_POOLING": ["mean", "pooled"],
     "POOL": ["random", "similarity"],
