@@ -154,6 +154,10 @@ SEED = 1
 USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
+# Processes: torchrun --nproc_per_node=2 rce/rce.py
+EXACT_SUMS = True  # of gradients: the same bits on any number of processes, for 8 bytes a parameter
+PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
+
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
     "NUM_EPOCHS ROUNDS PLATEAU_PATIENCE EVAL_SAMPLES KEEP_LAST_N_CHECKPOINTS MAX_STEPS": (1, 1e12),
@@ -166,7 +170,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "TAU TAU_END": (1e-6, 1e6),
     "TEMPERATURE": (1e-3, 1e3),
     "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT": (1e-3, 1e6),
+    "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "STAGE": ["all", "mine", "check", "train"],
     "DTYPE": ["float32", "bfloat16"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -326,7 +330,7 @@ class RCETrainer:
         if STAGE == "check":
             return check_newest_candidates()
         with self.run.opened(self.introduction()):
-            if self.run.checkpoint:  # perhaps an earlier one: its future is given up
+            if self.run.checkpoint and rank() == 0:  # perhaps an earlier one: its future is given up
                 move_aside(candidates_after(self.state.round), OUTPUT_DIR, self.run.say)
             self.run.save()  # what the first round mines from
             while self.state.round <= self.rounds and self.run.goes_on():
@@ -424,17 +428,17 @@ class RCETrainer:
         scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
         for optimizer in self.optimizers.values():
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
-        metrics = defaultdict(float)
-        every = torch.arange(len(batch.rows), device=self.device)
+        metrics = {}  # of the whole step; share is a micro-batch's
         tokens = batch.response_mask.sum()
+        micros = every_micro_batch(self.actor, batch)
         with run.timed("update"), recomputing(self.models.values()):
-            for rows in micro_batches(batch, every, rows_at_once(self.actor, batch)):
+            for rows, share in summed([self.actor], micros, metrics):
                 mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())]
                 logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
                 loss = rce_loss(logprobs, mask, batch.weights[rows], batch.prompts, LENGTH_NORMALISE)
                 backward(self.actor, loss)
-                metrics["policy_loss"] += loss.item()
-                metrics["entropy"] += ((entropy.detach() * mask).sum() / tokens).item()
+                share["policy_loss"] = loss.item()
+                share["entropy"] = ((entropy.detach() * mask).sum() / tokens).item()
             ids = [row["id"] for row in batch.rows]
             norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], run, ids)
         return {**metrics, "grad_norm": norms[0], "learning_rate": LEARNING_RATE * scale}
@@ -490,23 +494,25 @@ class RCETrainer:
         records = []
         started = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
-        for i in range(0, len(rows), BATCH_SIZE):
-            part = folder / f"{i:08d}.parquet"
-            found = read_part(part, facts, self.run.say)
-            if found is None:
-                found = self.mine_part(rows[i:i + BATCH_SIZE])
-                write_parquet(found, part, facts)
-            records += found
-            done = min(i + BATCH_SIZE, len(rows))
+        for i in range(0, len(rows), BATCH_SIZE * processes()):
+            done = min(i + BATCH_SIZE * processes(), len(rows))
+            parts = {n: folder / f"{n:08d}.parquet" for n in range(i, done, BATCH_SIZE)}
+            found = first_says(lambda: {n: read_part(parts[n], facts, self.run.say) for n in parts})
+            lacking = [n for n in parts if found[n] is None]
+            for n, mined in zip(lacking, dealt(lacking, lambda n: self.mine_part(rows[n:n + BATCH_SIZE]))):
+                found[n] = mined
+                warn_of_failures(mined, self.run.say)
+                first_says(lambda: write_parquet(mined, parts[n], facts))
+            records += [c for n in parts for c in found[n]]
             right = len({c["prompt_id"] for c in records if c["hard"]})
             left = (time.perf_counter() - started) / done * (len(rows) - done)
             mined = f"mined {done}/{len(rows)} prompts, {len(records)} candidates"
             line = f"Round {self.state.round}: {mined}, {right} prompts with a right one"
             self.run.show(line, f"{tqdm.format_interval(left)} left in mining")
-            if self.run.stop_signal:
+            if self.run.listen():
                 return False
-        write_parquet(records, path, facts)
-        shutil.rmtree(folder)
+        first_says(lambda: write_parquet(records, path, facts))
+        first_says(lambda: shutil.rmtree(folder))
         return True
 
     def round_rows(self):
@@ -595,17 +601,10 @@ class RCETrainer:
         digest = hashlib.sha256(words.encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    @torch.no_grad()
     def token_logprobs(self, prompts, responses):
         """Log-probabilities of the responses' ids under the policy, a float32 tensor (rows, R) on the CPU, 0
         after each end."""
-        batch = pack(prompts, responses, self.pad_id, self.device)
-        logprobs = torch.zeros_like(batch.response_mask)
-        every = torch.arange(len(responses), device=self.device)
-        for rows in micro_batches(batch, every, rows_at_once(self.actor, batch)):
-            found, _ = response_logprobs(self.actor, batch, rows, TEMPERATURE)
-            logprobs[rows, :found.shape[1]] = found
-        return logprobs.cpu()
+        return all_logprobs(self.actor, pack(prompts, responses, self.pad_id, self.device)).cpu()
 
     def sequence_logprobs(self, prompts, responses):
         return self.token_logprobs(prompts, responses).double().sum(1).tolist()
@@ -641,9 +640,6 @@ class RCETrainer:
         failed = [c["eval_error"] for c in candidates if c["eval_failed"]]
         if len(failed) == len(candidates):
             raise UserError(f"the reward failed for every one of {len(failed)} candidates: {failed[0]}")
-        if failed:
-            many = f"{len(failed)} of {len(candidates)} candidates, kept but not trained on"
-            self.run.say(f"WARNING: the reward failed for {many}: {failed[0]}")
 
     def parts_of(self, candidates, by_id):
         """[{name: value}] of the reward's parts, one a candidate; what the reward raises comes through."""
@@ -681,11 +677,15 @@ class RCETrainer:
 
     # ------------------------------------------------------------ rewards
 
-    def rewards_of(self, prompts, responses, answers):
-        """compute_rewards(), checked, and the parts it left behind."""
-        self.reward_parts = {}
-        scores = call_reward("compute_rewards", self.compute_rewards, prompts, responses, answers)
-        return scores.to(self.device), self.reward_parts
+    def rewards_of(self, *columns):
+        """compute_rewards() of prompts, responses and answers, those of BATCH_SIZE prompts at a time; its
+        scores, checked, and the parts it left behind."""
+        def score(*some):
+            self.reward_parts = {}
+            return call_reward("compute_rewards", self.compute_rewards, *some), self.reward_parts
+
+        scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, *columns)
+        return scores.to(self.device), parts
 
     def compute_rewards(self, prompts, responses, answers):
         """Score of each response, (rows,); edit or override freely. self.reward_parts is what is logged."""
@@ -751,9 +751,12 @@ class RCETrainer:
         scores, parts = self.rewards_of(many, batch.responses, golds)
         return {**metrics, **response_metrics(batch, scores, parts)}
 
-    def accuracy(self, prompts, responses, answers):
-        """Whether each response is right, (rows,), in float64."""
-        return call_reward("ACCURACY_FUNCTION", self.accuracy_function, prompts, responses, answers).double()
+    def accuracy(self, *columns):
+        """Whether each response is right, (rows,), in float64; of prompts, responses and answers."""
+        def score(*some):
+            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *some), {}
+
+        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, *columns)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to one prompt text; greedy=False samples from the global random stream."""
@@ -1206,17 +1209,19 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
     """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy. A batch whose tensors are
     (rows, R): R is the longest response, response_mask is 1 up to and with the first EOS."""
-    parts = []
     eos_ids = end_ids(model, tokenizer)
     pad_id = padding_id(model, tokenizer)
-    for i in range(0, len(prompts), BATCH_SIZE):
+
+    def some(i):
         chunk = None
         if uniform is not None:
             chunk = uniform[i * group_size:(i + BATCH_SIZE) * group_size].to(model.device)
-        some = prompts[i:i + BATCH_SIZE]
         with autocast(model):
-            parts.append(generate(
-                model, some, chunk, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE, eos_ids, pad_id))
+            return generate(
+                model, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS,
+                temperature or TEMPERATURE, eos_ids, pad_id)
+
+    parts = dealt(range(0, len(prompts), BATCH_SIZE), some)
     ids, lengths, logprobs, entropies = (torch.cat(x) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
@@ -1319,6 +1324,37 @@ def response_values(model, batch, rows):
 
 
 @torch.no_grad()
+def by_micro_batches(say, batch, micros):
+    """say(rows) (micro-batch, R) of all rows, as one tensor (rows, R); the micro-batches are dealt out."""
+    found = torch.zeros_like(batch.response_mask)
+    for rows, values in zip(micros, dealt(micros, say)):
+        found[rows, :values.shape[1]] = values
+    return found
+
+
+def every_micro_batch(model, batch):
+    """The micro-batches of all rows of a batch."""
+    every = torch.arange(len(batch.response_lengths), device=model.device)
+    return micro_batches(batch, every, rows_at_once(model, batch))
+
+
+def all_logprobs(model, batch, micros=None, temperature=None):
+    """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
+    def say(rows):
+        return response_logprobs(model, batch, rows, temperature or TEMPERATURE)[0]
+
+    return by_micro_batches(say, batch, micros or every_micro_batch(model, batch))
+
+
+def all_values(model, batch):
+    """What a model of one label says before each response token of a batch, (rows, R), without a gradient."""
+    def say(rows):
+        return response_values(model, batch, rows)
+
+    return by_micro_batches(say, batch, every_micro_batch(model, batch))
+
+
+@torch.no_grad()
 def classify(model, tokenizer, prompts, responses):
     """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
     pairs = zip(prompts, responses)
@@ -1369,23 +1405,108 @@ def recomputing(models):
 def backward(model, loss):
     """loss.backward(), by kernels whose sums always come in one order where the device has them (see
     try_strict_kernels)."""
-    if not getattr(model, "strict", False):
-        return loss.backward()
-    torch.use_deterministic_algorithms(True)
+    strict = getattr(model, "strict", False)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         loss.backward()
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)
+    if model.__dict__.get("gradient_sum"):
+        model.gradient_sum.add()
 
 
-@torch.no_grad()
-def rescore(model, batch, micros):
-    """Log-probabilities (rows, R) of the responses by the update's own path, in its own micro-batches."""
-    found = batch.logprobs.clone()
-    for rows in micros:
-        logprobs, _ = response_logprobs(model, batch, rows, TEMPERATURE)
-        found[rows, :logprobs.shape[1]] = logprobs
-    return found
+class GradientSum:
+    """The sum of a model's gradients over micro-batches and processes, which is the same to the last bit in
+    whatever order and on however many processes it is added up: adding 1.5 * 2**k to a number in float64 and
+    taking it away again leaves a multiple of 2**(k - 52), and sums of those are exact below 2**k. Source:
+    Demmel and Nguyen 2013, "Fast reproducible floating-point summation". k follows the last optimizer step's
+    gradients. Costs 8 bytes a parameter during the update; EXACT_SUMS = False adds up in float32."""
+
+    room = 8  # a gradient may be 2**room times the last one's before the step's sum is taken again
+
+    def __init__(self, model):
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def begin(self):
+        self.exponent = getattr(self.model, "sum_exponent", 0)  # the last sum was below 2**exponent
+        self.greatest = {}  # of each part, before it was rounded
+        if EXACT_SUMS:
+            self.model.gradient_sum = self
+            self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def add(self):
+        """Take over what a backward pass has left in .grad."""
+        offset = 1.5 * 2.0 ** (self.exponent + self.room + 1)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        greatest = torch.nn.utils.get_total_norm(gradients, math.inf).item() if gradients else 0.0
+        self.greatest[self.part] = self.greatest.get(self.part, 0.0) + greatest
+        for total, parameter in zip(self.sums, self.parameters):
+            if parameter.grad is not None:
+                total += parameter.grad.double().add_(offset).sub_(offset)
+                parameter.grad = None
+
+    def fits(self, greatest):
+        """Whether the sum of parts of at most so much, by their numbers, was exact and fine enough; else it
+        is to be taken again, for which it is remembered now."""
+        bound = sum(greatest[part] for part in sorted(greatest))
+        if not EXACT_SUMS or bound == 0 or not math.isfinite(bound):
+            return True
+        self.model.sum_exponent = math.frexp(bound)[1]
+        return -2 * self.room <= self.model.sum_exponent - self.exponent <= self.room
+
+    def finish(self):
+        """Put the sum over all processes into .grad, zeros where nothing has come."""
+        if not EXACT_SUMS:
+            self.sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        waiting = []
+        if processes() > 1:
+            waiting = [dist.all_reduce(total, async_op=True) for total in self.sums]
+        for work in waiting:
+            work.wait()
+        for total, parameter in zip(self.sums, self.parameters):
+            parameter.grad = total.float()
+        self.leave()
+
+    def leave(self):
+        self.model.gradient_sum = None
+        self.sums = None
+
+
+def summed(models, parts, metrics):
+    """Go through the parts of one optimizer step that are this process's: yields each with a dict for what it
+    measures, whose body calls backward(). Afterwards each model's gradients are the sums over all parts, and
+    metrics holds those of what was measured; of names that end in _max the greatest."""
+    mine = list(enumerate(parts))[rank()::processes()]
+    sums = [GradientSum(model) for model in models]
+    try:
+        fits = False
+        while not fits:
+            shares = {}
+            for total in sums:
+                total.begin()
+            for number, part in mine:
+                for total in sums:
+                    total.part = number
+                shares[number] = {}
+                yield part, shares[number]
+            found = exchange((shares, [total.greatest for total in sums]))
+            shares = {number: share for some, _ in found for number, share in some.items()}
+            greatest = [{k: v for _, some in found for k, v in some[i].items()} for i in range(len(sums))]
+            fits = all([total.fits(bounds) for total, bounds in zip(sums, greatest)])
+        for total in sums:
+            total.finish()
+    finally:
+        for total in sums:
+            total.leave()
+    for number in sorted(shares):
+        for key, value in shares[number].items():
+            if key.endswith("_max"):
+                metrics[key] = max(metrics.get(key, value), value)
+            else:
+                metrics[key] = metrics.get(key, 0.0) + value
 
 
 def check_first_ratio(steps, step):
@@ -1988,6 +2109,17 @@ def call_reward(name, function, prompts, responses, answers):
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
     return check_scores(name, values, len(responses))
+
+
+def dealt_rewards(score, size, *columns):
+    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a time,
+    which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
+    def work(i):
+        scores, parts = score(*(column[i:i + size] for column in columns))
+        return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
+
+    scores, parts = zip(*dealt(range(0, len(columns[0]), size), work))
+    return torch.cat(scores), {key: torch.cat([some[key] for some in parts]) for key in parts[0]}
 # ==== end of block: data and rewards
 
 
@@ -1999,6 +2131,7 @@ import ast
 import csv
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -2011,17 +2144,24 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import filelock
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
 
 class UserError(Exception):
     """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+
+
+class ErrorElsewhere(Exception):
+    """Another process of this run has failed, or is gone."""
 
 
 def constants():
@@ -2085,12 +2225,117 @@ def check_constants():
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is."""
+    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
+    processes that torchrun began meet here."""
+    join_processes()
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    name = found if DEVICE == "auto" else DEVICE
+    if name == "cuda" and processes() > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', rank())}"
     try:
-        return torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
+        device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+        raise UserError(f"DEVICE = {name!r} is not here; auto takes {found}, one for each process") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+# ---------------------------------------------------------------- processes
+
+def rank():
+    """Which of the processes this is, from 0, which alone asks, writes and prints."""
+    return int(os.environ.get("RANK", 0))
+
+
+def processes():
+    """How many of them make this run: torchrun --nproc_per_node=N."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join_processes():
+    """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
+    if processes() == 1 or dist.is_initialized():
+        return
+    if "PROCESS_TIMEOUT" not in globals():
+        raise UserError("it runs as one process: start it with python, not torchrun")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # One agent keeps its store over a restart, with the addresses of processes that are gone; several agents
+    # take a new one, and count restarts each by itself
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    try:
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
+        dist.init_process_group(
+            backend, store=store, timeout=wait, world_size=processes(), rank=rank())
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
+    must_agree("constants", json.dumps(constants(), default=plain_name))
+
+
+def exchange(value=None, error=None):
+    """What every process gives, a list by rank: plain types and tensors, each on the own device. Where one
+    gives an error instead, or is gone, it is raised on all."""
+    if not dist.is_initialized():
+        return [value]
+    data = io.BytesIO()
+    torch.save((error, value), data)
+    found = [None] * processes()
+    try:
+        dist.all_gather_object(found, data.getvalue())
+    except RuntimeError as lost:
+        gone = f"another process of this run is gone, or was silent for {PROCESS_TIMEOUT:g} s"
+        raise ErrorElsewhere(f"{gone} ({first_line(lost)})") from None
+
+    def here(storage, location):
+        return storage.cuda() if location.startswith("cuda") else storage
+
+    found = [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in found]
+    for number, (failed, _) in enumerate(found):
+        if failed and not error:
+            raise ErrorElsewhere(f"process {number}: {failed}")
+    return [value for _, value in found]
+
+
+def first_says(function):
+    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    return exchange(function() if rank() == 0 else None)[0]
+
+
+_DEALING = []  # not empty: this process is at its share, which is its own alone
+
+
+def dealt(parts, work):
+    """[work(part)] in the order of the parts: each is done by one process and told to all."""
+    parts = list(parts)
+    if _DEALING or processes() == 1:
+        return [work(part) for part in parts]
+    _DEALING.append(work)
+    try:
+        mine = [work(part) for part in parts[rank()::processes()]]
+    finally:
+        _DEALING.pop()
+    everyone = exchange(mine)
+    return [everyone[i % len(everyone)][i // len(everyone)] for i in range(len(parts))]
+
+
+def must_agree(what, value):
+    """Raise on all processes where one has another value: they would make another run each."""
+    found = exchange(value)
+    for number, other in enumerate(found):
+        if other != found[0]:
+            raise UserError(f"process {number} has other {what} than process 0, and must have the same")
+
+
+def digest_of(tensors):
+    """One number for the bytes of tensors."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def seed_everything(seed):
@@ -2194,7 +2439,11 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". What
+    torchrun has started again goes on with what it had begun."""
+    begun = Path(output_dir) / ".torchrun"
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and list_checkpoints(output_dir):
+        resume = "yes" if begun.exists() and begun.read_text() == launch_name() else resume
     if resume not in ("ask", "yes", "no"):
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
@@ -2205,7 +2454,7 @@ def choose_checkpoint(resume, output_dir, say):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
         say(f"Found checkpoint: {folder}")
-        if resume == "yes" or not sys.stdin or not sys.stdin.isatty():
+        if resume == "yes" or processes() > 1 or not sys.stdin or not sys.stdin.isatty():
             say("Resuming from it (RESUME=no starts afresh)")
             return folder
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
@@ -2229,6 +2478,11 @@ def move_aside(paths, output_dir, say):
     say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
+def launch_name():
+    """What torchrun calls this launch, the same after a restart of its own; empty without it."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def run_facts(device):
     """Versions, git commit and device, for training_config.json."""
     commit = None
@@ -2241,18 +2495,22 @@ def run_facts(device):
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "git_commit": commit,
+        "processes": processes(),
         "threads": torch.get_num_threads(),
         "device": name}
 
 
+_WAYS = ("sampled_by", "scored_by", "sum_exponent")
+
+
 def get_ways(model):
-    """What check_models() found, for a checkpoint: the same way after a resume, whatever the trained weights
-    would choose."""
-    return {key: getattr(model, key) for key in ("sampled_by", "scored_by") if hasattr(model, key)}
+    """What check_models() and the sums of gradients found, for a checkpoint: the same way after a resume,
+    whatever the trained weights would choose."""
+    return {key: getattr(model, key) for key in _WAYS if hasattr(model, key)}
 
 
 def set_ways(model, ways):
-    for key in ("sampled_by", "scored_by"):
+    for key in _WAYS:
         if key in (ways or {}):
             setattr(model, key, ways[key])
 
@@ -2328,7 +2586,7 @@ class Run:
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_bytes", "wandb_id")
+        "log_bytes", "wandb_id", "threads")
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
         self.name = name
@@ -2347,8 +2605,10 @@ class Run:
         self.skipped = 0  # optimizer steps in a row that were not finite
         self.log_bytes = {}
         self.wandb_id = None
+        self.threads = torch.get_num_threads()  # a sum's last bits depend on it
         self.evaluation = {}  # the last one's metrics
-        self.stop_signal = None
+        self.signal = None  # that this process has got
+        self.stop_signal = None  # that all have agreed to stop by
         self.last_word = None  # what finish() says in place of its own
         self.times = {}
         self.log = None
@@ -2359,11 +2619,17 @@ class Run:
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
         self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, thread_local=False)
+        chosen = first_says(lambda: self.choose(resume or RESUME))
+        self.checkpoint = Path(chosen) if chosen else None
+        seed_everything(SEED)
+
+    def choose(self, resume):
+        """The path of the checkpoint to go on from, or None; the folder is this run's from here on."""
         if self.folder.is_dir():
             self.take_lock()
             restore_folder(self.folder / "best")
-        self.checkpoint = choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say)
-        seed_everything(SEED)
+        found = choose_checkpoint(resume, OUTPUT_DIR, self.say)
+        return found and str(found)
 
     # ------------------------------------------------------------ what the Trainer calls
 
@@ -2377,6 +2643,7 @@ class Run:
         self.tokenizer = tokenizer
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
+        must_agree("weights", self.weights_digest())
 
     @contextmanager
     def opened(self, headline):
@@ -2386,18 +2653,30 @@ class Run:
         handlers = self.catch_signals()
         try:
             yield self
+            self.listen()
             self.save()
             self.finish()
+            exchange()  # who ends first would take the others with it
         finally:
             self.bar.close()
             self.lock.release()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
+    def listen(self):
+        """Whether a signal has come to one of the processes; all call it at the same places. There they find
+        out, too, whether one has drawn random numbers that the others have not."""
+        signals, drawn = zip(*exchange((self.signal or 0, digest_of([torch.get_rng_state()]))))
+        if len(set(drawn)) > 1:
+            todo = "a reward function that draws them from torch needs a generator of its own"
+            raise UserError(f"the processes have drawn different random numbers: {todo}")
+        self.stop_signal = max(signals) or None
+        return self.stop_signal is not None
+
     def goes_on(self):
         """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
-        return not self.stop_signal and not out_of_patience and self.step < self.total_steps
+        return not self.listen() and not out_of_patience and self.step < self.total_steps
 
     def steps(self, evaluate, until=math.inf):
         """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
@@ -2431,15 +2710,17 @@ class Run:
         speed = {f"{unit}_per_second": count / sum(self.times.values())}
         self.write_metrics("train", {**metrics, **speed, **seconds})
         self.times = {}
-        for sample in samples:
-            self.samples_file.write(json.dumps({"step": self.step, **sample}) + "\n")
-        self.samples_file.flush()
+        if rank() == 0:
+            self.samples_file.writelines(json.dumps({"step": self.step, **x}) + "\n" for x in samples)
+            self.samples_file.flush()
         started, first = self.clock
         left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
         self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
 
     def append(self, name, rows):
         """Rows, dicts of the same keys, to one of the csv logs, each with the step before them."""
+        if rank() > 0:
+            return
         writer = csv.DictWriter(self.csv_files[name], ["step", *rows[0]])
         if not self.csv_files[name].tell():
             writer.writeheader()
@@ -2455,6 +2736,8 @@ class Run:
 
     def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
+        if rank() > 0:
+            return
         text = printable(text)
         if terminal:
             tqdm.write(text)
@@ -2466,6 +2749,8 @@ class Run:
             self.unlogged.append(text)
 
     def write_metrics(self, phase, metrics):
+        if rank() > 0:
+            return
         # NaN is not JSON
         metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self.metrics_file.write(json.dumps({"phase": phase, "step": self.step, **metrics}) + "\n")
@@ -2497,14 +2782,20 @@ class Run:
 
     def save(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
+        must_agree("weights", self.weights_digest())
         folder = self.folder / f"step_{self.step}"
-        if folder.exists():
+        if rank() > 0 or folder.exists():
             return
         self.say(f"Saving {folder}")
         write_folder(folder, self.fill_checkpoint)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
+
+    def weights_digest(self):
+        """Of every process's own copy; nothing where there is one."""
+        every = [p for model in self.models.values() for p in model.parameters()]
+        return digest_of(every) if processes() > 1 else None
 
     # ------------------------------------------------------------ evaluation
 
@@ -2527,7 +2818,9 @@ class Run:
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            write_folder(self.folder / "best", lambda folder: self.fill_best(folder, metrics), manifest=False)
+            if rank() == 0:
+                fill = partial(self.fill_best, metrics=metrics)
+                write_folder(self.folder / "best", fill, manifest=False)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
@@ -2579,6 +2872,17 @@ class Run:
         owner.write_text(str(os.getpid()))
 
     def open_files(self, headline):
+        if rank() == 0:
+            self.open_folder()
+        self.say(headline)
+        hidden = rank() > 0 or not sys.stderr.isatty()
+        self.bar = tqdm(
+            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
+            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started = time.perf_counter()
+        self.clock = (self.started, self.step)
+
+    def open_folder(self):
         """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the
         files."""
         logs = self.folder / "logs"
@@ -2606,6 +2910,8 @@ class Run:
         self.samples_file = open(logs / "samples.jsonl", "a")
         self.csv_files = {name: open(logs / name, "a", newline="") for name in self.csv_files}
         self.log.writelines(text + "\n" for text in self.unlogged)
+        if launch_name():
+            (self.folder / ".torchrun").write_text(launch_name())
         config = {"constants": constants(), **run_facts(self.device)}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
         if USE_WANDB:
@@ -2614,12 +2920,6 @@ class Run:
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
-        self.say(headline)
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=not sys.stderr.isatty(), dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
 
     def cut_logs(self, logs):
         """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
@@ -2666,6 +2966,10 @@ class Run:
             raise UserError(f"{made}: a resumed run needs the same data (RESUME=no starts afresh)")
         for key in self.saved:
             setattr(self, key, saved["run"][key])
+        if self.threads != torch.get_num_threads():
+            was = f"Threads a process were {self.threads}, are {torch.get_num_threads()}"
+            self.say(f"{was}: from here on the run is the same to rounding only (set OMP_NUM_THREADS)")
+            self.threads = torch.get_num_threads()
         vars(self.state).update(saved["state"])
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
             set_ways(model, saved["ways"].get(name))
@@ -2709,10 +3013,11 @@ class Run:
     def catch_signals(self):
         """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
         def handler(number, frame):
-            if self.stop_signal and number == signal.SIGINT:
+            if self.signal and number == signal.SIGINT:
                 os._exit(130)
-            self.stop_signal = number
-            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+            self.signal = number
+            if rank() == 0:
+                print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
         if threading.current_thread() is not threading.main_thread():
             return {}  # there signals are somebody else's
@@ -2741,7 +3046,7 @@ class Run:
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
     SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
-    1."""
+    1. An error of one process ends all of them; the first says so."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -2749,21 +3054,37 @@ def run_main(trainer_class):
         sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
-    except (UserError, OSError, MemoryError, RuntimeError) as error:
-        # torch has no type for it on the CPU
-        on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-        out_of_memory = on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        of_a_reward = hasattr(error, "__notes__")
-        if of_a_reward or not out_of_memory and not isinstance(error, (UserError, OSError)):
-            raise
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-        elif out_of_memory:
-            less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
-            text = f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
-        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
+    except ErrorElsewhere as error:
+        complain(error)
         sys.exit(2)
+    except Exception as error:
+        text = sentence_of(error)
+        with suppress(ErrorElsewhere):
+            exchange(error=text or f"{type(error).__name__}: {first_line(error)}")
+        if text is None:
+            raise
+        complain(text)
+        sys.exit(2)
+
+
+def complain(text):
+    if rank() == 0:
+        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
+
+
+def sentence_of(error):
+    """What the user can do about an error; None where a traceback says more."""
+    # torch has no type for it on the CPU
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if hasattr(error, "__notes__"):  # a reward function's
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
+        return f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
 # ==== end of block: the run
 
 
@@ -3058,6 +3379,13 @@ def read_parquet(path):
         raise UserError(f"{path} cannot be read as parquet ({first_line(error)})") from None
 
 
+def warn_of_failures(candidates, say):
+    failed = [c["eval_error"] for c in candidates if c["eval_failed"]]
+    if failed:
+        many = f"{len(failed)} of {len(candidates)} candidates, kept but not trained on"
+        say(f"WARNING: the reward failed for {many}: {failed[0]}")
+
+
 def read_part(path, facts, say):
     """The records of a part that an earlier start mined, None where there is none or it is broken."""
     if not path.exists():
@@ -3206,6 +3534,8 @@ def write_check_up(groups, path, title, say):
         shown = f"{value:>8,}" if isinstance(value, int) else f"{value:>8.3f}"
         table.append(f"    {key:<40} {shown}")
     say("\n".join([title, *table, f"  Verdict: {verdict}"]))
+    if rank() > 0:
+        return figures
     with open(path.with_suffix(".csv.tmp"), "w", newline="") as file:
         csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
     os.replace(path.with_suffix(".csv.tmp"), path.with_suffix(".csv"))
@@ -3245,6 +3575,8 @@ def draw_check_up(groups, figures, title, path):
 
 def check_newest_candidates():
     """The check-up of CANDIDATES, or of the newest candidates in OUTPUT_DIR."""
+    if processes() > 1:
+        raise UserError("STAGE=check runs as one process: start it with python, not torchrun")
     found = sorted(Path(OUTPUT_DIR).glob("candidates_round_*.parquet"), key=round_of)
     path = Path(CANDIDATES) if CANDIDATES else found[-1] if found else None
     if path is None or not path.is_file():

@@ -715,7 +715,7 @@ class ICLTrainer:
             if done % (10 * MINE_BATCH_SIZE) == 0 or done == len(queries):
                 line = f"Mined {done}/{len(queries)} queries of {path.stem}, {right} with a right list"
                 self.run.show(line, f"{tqdm.format_interval(left)} left in mining")
-            if self.run.stop_signal:
+            if self.run.listen():
                 return False
         join_parts(path, parts, facts)
         return True
@@ -982,6 +982,17 @@ def call_reward(name, function, prompts, responses, answers):
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
     return check_scores(name, values, len(responses))
+
+
+def dealt_rewards(score, size, *columns):
+    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a time,
+    which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
+    def work(i):
+        scores, parts = score(*(column[i:i + size] for column in columns))
+        return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
+
+    scores, parts = zip(*dealt(range(0, len(columns[0]), size), work))
+    return torch.cat(scores), {key: torch.cat([some[key] for some in parts]) for key in parts[0]}
 # ==== end of block: data and rewards
 
 
@@ -993,6 +1004,7 @@ import ast
 import csv
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -1005,17 +1017,24 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import filelock
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
 
 class UserError(Exception):
     """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+
+
+class ErrorElsewhere(Exception):
+    """Another process of this run has failed, or is gone."""
 
 
 def constants():
@@ -1079,12 +1098,117 @@ def check_constants():
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is."""
+    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
+    processes that torchrun began meet here."""
+    join_processes()
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    name = found if DEVICE == "auto" else DEVICE
+    if name == "cuda" and processes() > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', rank())}"
     try:
-        return torch.zeros(1, device=found if DEVICE == "auto" else DEVICE).device
+        device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {DEVICE!r} is not here; auto takes {found}") from None
+        raise UserError(f"DEVICE = {name!r} is not here; auto takes {found}, one for each process") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+# ---------------------------------------------------------------- processes
+
+def rank():
+    """Which of the processes this is, from 0, which alone asks, writes and prints."""
+    return int(os.environ.get("RANK", 0))
+
+
+def processes():
+    """How many of them make this run: torchrun --nproc_per_node=N."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join_processes():
+    """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
+    if processes() == 1 or dist.is_initialized():
+        return
+    if "PROCESS_TIMEOUT" not in globals():
+        raise UserError("it runs as one process: start it with python, not torchrun")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # One agent keeps its store over a restart, with the addresses of processes that are gone; several agents
+    # take a new one, and count restarts each by itself
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    try:
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
+        dist.init_process_group(
+            backend, store=store, timeout=wait, world_size=processes(), rank=rank())
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
+    must_agree("constants", json.dumps(constants(), default=plain_name))
+
+
+def exchange(value=None, error=None):
+    """What every process gives, a list by rank: plain types and tensors, each on the own device. Where one
+    gives an error instead, or is gone, it is raised on all."""
+    if not dist.is_initialized():
+        return [value]
+    data = io.BytesIO()
+    torch.save((error, value), data)
+    found = [None] * processes()
+    try:
+        dist.all_gather_object(found, data.getvalue())
+    except RuntimeError as lost:
+        gone = f"another process of this run is gone, or was silent for {PROCESS_TIMEOUT:g} s"
+        raise ErrorElsewhere(f"{gone} ({first_line(lost)})") from None
+
+    def here(storage, location):
+        return storage.cuda() if location.startswith("cuda") else storage
+
+    found = [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in found]
+    for number, (failed, _) in enumerate(found):
+        if failed and not error:
+            raise ErrorElsewhere(f"process {number}: {failed}")
+    return [value for _, value in found]
+
+
+def first_says(function):
+    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    return exchange(function() if rank() == 0 else None)[0]
+
+
+_DEALING = []  # not empty: this process is at its share, which is its own alone
+
+
+def dealt(parts, work):
+    """[work(part)] in the order of the parts: each is done by one process and told to all."""
+    parts = list(parts)
+    if _DEALING or processes() == 1:
+        return [work(part) for part in parts]
+    _DEALING.append(work)
+    try:
+        mine = [work(part) for part in parts[rank()::processes()]]
+    finally:
+        _DEALING.pop()
+    everyone = exchange(mine)
+    return [everyone[i % len(everyone)][i // len(everyone)] for i in range(len(parts))]
+
+
+def must_agree(what, value):
+    """Raise on all processes where one has another value: they would make another run each."""
+    found = exchange(value)
+    for number, other in enumerate(found):
+        if other != found[0]:
+            raise UserError(f"process {number} has other {what} than process 0, and must have the same")
+
+
+def digest_of(tensors):
+    """One number for the bytes of tensors."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def seed_everything(seed):
@@ -1188,7 +1312,11 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask"."""
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". What
+    torchrun has started again goes on with what it had begun."""
+    begun = Path(output_dir) / ".torchrun"
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and list_checkpoints(output_dir):
+        resume = "yes" if begun.exists() and begun.read_text() == launch_name() else resume
     if resume not in ("ask", "yes", "no"):
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
@@ -1199,7 +1327,7 @@ def choose_checkpoint(resume, output_dir, say):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
         say(f"Found checkpoint: {folder}")
-        if resume == "yes" or not sys.stdin or not sys.stdin.isatty():
+        if resume == "yes" or processes() > 1 or not sys.stdin or not sys.stdin.isatty():
             say("Resuming from it (RESUME=no starts afresh)")
             return folder
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
@@ -1223,6 +1351,11 @@ def move_aside(paths, output_dir, say):
     say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
+def launch_name():
+    """What torchrun calls this launch, the same after a restart of its own; empty without it."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def run_facts(device):
     """Versions, git commit and device, for training_config.json."""
     commit = None
@@ -1235,18 +1368,22 @@ def run_facts(device):
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "git_commit": commit,
+        "processes": processes(),
         "threads": torch.get_num_threads(),
         "device": name}
 
 
+_WAYS = ("sampled_by", "scored_by", "sum_exponent")
+
+
 def get_ways(model):
-    """What check_models() found, for a checkpoint: the same way after a resume, whatever the trained weights
-    would choose."""
-    return {key: getattr(model, key) for key in ("sampled_by", "scored_by") if hasattr(model, key)}
+    """What check_models() and the sums of gradients found, for a checkpoint: the same way after a resume,
+    whatever the trained weights would choose."""
+    return {key: getattr(model, key) for key in _WAYS if hasattr(model, key)}
 
 
 def set_ways(model, ways):
-    for key in ("sampled_by", "scored_by"):
+    for key in _WAYS:
         if key in (ways or {}):
             setattr(model, key, ways[key])
 
@@ -1322,7 +1459,7 @@ class Run:
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_bytes", "wandb_id")
+        "log_bytes", "wandb_id", "threads")
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
         self.name = name
@@ -1341,8 +1478,10 @@ class Run:
         self.skipped = 0  # optimizer steps in a row that were not finite
         self.log_bytes = {}
         self.wandb_id = None
+        self.threads = torch.get_num_threads()  # a sum's last bits depend on it
         self.evaluation = {}  # the last one's metrics
-        self.stop_signal = None
+        self.signal = None  # that this process has got
+        self.stop_signal = None  # that all have agreed to stop by
         self.last_word = None  # what finish() says in place of its own
         self.times = {}
         self.log = None
@@ -1353,11 +1492,17 @@ class Run:
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
         self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, thread_local=False)
+        chosen = first_says(lambda: self.choose(resume or RESUME))
+        self.checkpoint = Path(chosen) if chosen else None
+        seed_everything(SEED)
+
+    def choose(self, resume):
+        """The path of the checkpoint to go on from, or None; the folder is this run's from here on."""
         if self.folder.is_dir():
             self.take_lock()
             restore_folder(self.folder / "best")
-        self.checkpoint = choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say)
-        seed_everything(SEED)
+        found = choose_checkpoint(resume, OUTPUT_DIR, self.say)
+        return found and str(found)
 
     # ------------------------------------------------------------ what the Trainer calls
 
@@ -1371,6 +1516,7 @@ class Run:
         self.tokenizer = tokenizer
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
+        must_agree("weights", self.weights_digest())
 
     @contextmanager
     def opened(self, headline):
@@ -1380,18 +1526,30 @@ class Run:
         handlers = self.catch_signals()
         try:
             yield self
+            self.listen()
             self.save()
             self.finish()
+            exchange()  # who ends first would take the others with it
         finally:
             self.bar.close()
             self.lock.release()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
+    def listen(self):
+        """Whether a signal has come to one of the processes; all call it at the same places. There they find
+        out, too, whether one has drawn random numbers that the others have not."""
+        signals, drawn = zip(*exchange((self.signal or 0, digest_of([torch.get_rng_state()]))))
+        if len(set(drawn)) > 1:
+            todo = "a reward function that draws them from torch needs a generator of its own"
+            raise UserError(f"the processes have drawn different random numbers: {todo}")
+        self.stop_signal = max(signals) or None
+        return self.stop_signal is not None
+
     def goes_on(self):
         """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
-        return not self.stop_signal and not out_of_patience and self.step < self.total_steps
+        return not self.listen() and not out_of_patience and self.step < self.total_steps
 
     def steps(self, evaluate, until=math.inf):
         """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
@@ -1425,15 +1583,17 @@ class Run:
         speed = {f"{unit}_per_second": count / sum(self.times.values())}
         self.write_metrics("train", {**metrics, **speed, **seconds})
         self.times = {}
-        for sample in samples:
-            self.samples_file.write(json.dumps({"step": self.step, **sample}) + "\n")
-        self.samples_file.flush()
+        if rank() == 0:
+            self.samples_file.writelines(json.dumps({"step": self.step, **x}) + "\n" for x in samples)
+            self.samples_file.flush()
         started, first = self.clock
         left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
         self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
 
     def append(self, name, rows):
         """Rows, dicts of the same keys, to one of the csv logs, each with the step before them."""
+        if rank() > 0:
+            return
         writer = csv.DictWriter(self.csv_files[name], ["step", *rows[0]])
         if not self.csv_files[name].tell():
             writer.writeheader()
@@ -1449,6 +1609,8 @@ class Run:
 
     def say(self, text, terminal=True):
         """One line to the terminal, above the bar, and to the log file."""
+        if rank() > 0:
+            return
         text = printable(text)
         if terminal:
             tqdm.write(text)
@@ -1460,6 +1622,8 @@ class Run:
             self.unlogged.append(text)
 
     def write_metrics(self, phase, metrics):
+        if rank() > 0:
+            return
         # NaN is not JSON
         metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self.metrics_file.write(json.dumps({"phase": phase, "step": self.step, **metrics}) + "\n")
@@ -1491,14 +1655,20 @@ class Run:
 
     def save(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
+        must_agree("weights", self.weights_digest())
         folder = self.folder / f"step_{self.step}"
-        if folder.exists():
+        if rank() > 0 or folder.exists():
             return
         self.say(f"Saving {folder}")
         write_folder(folder, self.fill_checkpoint)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
+
+    def weights_digest(self):
+        """Of every process's own copy; nothing where there is one."""
+        every = [p for model in self.models.values() for p in model.parameters()]
+        return digest_of(every) if processes() > 1 else None
 
     # ------------------------------------------------------------ evaluation
 
@@ -1521,7 +1691,9 @@ class Run:
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            write_folder(self.folder / "best", lambda folder: self.fill_best(folder, metrics), manifest=False)
+            if rank() == 0:
+                fill = partial(self.fill_best, metrics=metrics)
+                write_folder(self.folder / "best", fill, manifest=False)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
@@ -1573,6 +1745,17 @@ class Run:
         owner.write_text(str(os.getpid()))
 
     def open_files(self, headline):
+        if rank() == 0:
+            self.open_folder()
+        self.say(headline)
+        hidden = rank() > 0 or not sys.stderr.isatty()
+        self.bar = tqdm(
+            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
+            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
+        self.started = time.perf_counter()
+        self.clock = (self.started, self.step)
+
+    def open_folder(self):
         """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the
         files."""
         logs = self.folder / "logs"
@@ -1600,6 +1783,8 @@ class Run:
         self.samples_file = open(logs / "samples.jsonl", "a")
         self.csv_files = {name: open(logs / name, "a", newline="") for name in self.csv_files}
         self.log.writelines(text + "\n" for text in self.unlogged)
+        if launch_name():
+            (self.folder / ".torchrun").write_text(launch_name())
         config = {"constants": constants(), **run_facts(self.device)}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
         if USE_WANDB:
@@ -1608,12 +1793,6 @@ class Run:
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
-        self.say(headline)
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=not sys.stderr.isatty(), dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
 
     def cut_logs(self, logs):
         """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
@@ -1660,6 +1839,10 @@ class Run:
             raise UserError(f"{made}: a resumed run needs the same data (RESUME=no starts afresh)")
         for key in self.saved:
             setattr(self, key, saved["run"][key])
+        if self.threads != torch.get_num_threads():
+            was = f"Threads a process were {self.threads}, are {torch.get_num_threads()}"
+            self.say(f"{was}: from here on the run is the same to rounding only (set OMP_NUM_THREADS)")
+            self.threads = torch.get_num_threads()
         vars(self.state).update(saved["state"])
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
             set_ways(model, saved["ways"].get(name))
@@ -1703,10 +1886,11 @@ class Run:
     def catch_signals(self):
         """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
         def handler(number, frame):
-            if self.stop_signal and number == signal.SIGINT:
+            if self.signal and number == signal.SIGINT:
                 os._exit(130)
-            self.stop_signal = number
-            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+            self.signal = number
+            if rank() == 0:
+                print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
         if threading.current_thread() is not threading.main_thread():
             return {}  # there signals are somebody else's
@@ -1735,7 +1919,7 @@ class Run:
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
     SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
-    1."""
+    1. An error of one process ends all of them; the first says so."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -1743,21 +1927,37 @@ def run_main(trainer_class):
         sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
-    except (UserError, OSError, MemoryError, RuntimeError) as error:
-        # torch has no type for it on the CPU
-        on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-        out_of_memory = on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        of_a_reward = hasattr(error, "__notes__")
-        if of_a_reward or not out_of_memory and not isinstance(error, (UserError, OSError)):
-            raise
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-        elif out_of_memory:
-            less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
-            text = f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
-        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
+    except ErrorElsewhere as error:
+        complain(error)
         sys.exit(2)
+    except Exception as error:
+        text = sentence_of(error)
+        with suppress(ErrorElsewhere):
+            exchange(error=text or f"{type(error).__name__}: {first_line(error)}")
+        if text is None:
+            raise
+        complain(text)
+        sys.exit(2)
+
+
+def complain(text):
+    if rank() == 0:
+        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
+
+
+def sentence_of(error):
+    """What the user can do about an error; None where a traceback says more."""
+    # torch has no type for it on the CPU
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if hasattr(error, "__notes__"):  # a reward function's
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
+        return f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
 # ==== end of block: the run
 
 

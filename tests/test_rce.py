@@ -1019,7 +1019,7 @@ def test_parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again(r
     trainer = script.RCETrainer()
     trainer.run.open_files(trainer.introduction())
     trainer.run.save()
-    trainer.run.stop_signal = signal.SIGTERM
+    trainer.run.signal = signal.SIGTERM
     assert not trainer.mine(out / "candidates_round_1.parquet")
     trainer.run.lock.release()
     done = run("STAGE=mine", f"OUTPUT_DIR={out}", "GROUP_SIZE=5")
@@ -1579,7 +1579,7 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
         given(script, trainer.train_rows[:4], out / f"candidates_round_{number}.parquet")
     again = script.RCETrainer()
     assert again.run.checkpoint == out / "step_0"
-    again.run.stop_signal = signal.SIGTERM  # before its first step
+    again.run.signal = signal.SIGTERM  # before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists() and not (out / "candidates_round_2.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet"))
@@ -1692,7 +1692,7 @@ def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from
     for name in ("1.parquet.tmp", "1.csv.tmp", "2.parquet.tmp"):  # half written
         (out / f"candidates_round_{name}").write_bytes(b"PAR1")
     again = script.RCETrainer()
-    again.run.stop_signal = signal.SIGTERM  # before its first step
+    again.run.signal = signal.SIGTERM  # before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet.tmp"))
