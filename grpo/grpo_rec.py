@@ -715,12 +715,15 @@ class RecTrainer:
 import bisect
 import inspect
 import math
+import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import (
     AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer)
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
@@ -783,7 +786,46 @@ def load_model(auto_class, path, constant, device, new_head=False):
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
         if layer_windows(model) is not None:  # others look at the name, and would leave their own masks out
             model.set_attn_implementation("shared_prompts")  # attend(), below; a user's own models keep sdpa
-    return model.eval().to(device)  # and it stays so: dropout is off in rollout and update alike
+    model.eval()  # and it stays so: dropout is off in rollout and update alike
+    return shard(model, device) if globals().get("SHARD") == "fsdp2" else model.to(device)
+
+
+def shard(model, device):
+    """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
+    parts come when one is read, in the update."""
+    compute = torch.bfloat16 if DTYPE == "bfloat16" else None
+    policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)  # keeps Packed's hint
+    mesh = init_device_mesh(device.type, (processes(),))
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
+    for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
+        part.set_force_sum_reduction_for_comms(True)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))  # or a layer takes itself for it all
+    model.reset_iter_state()
+    return model
+
+
+@contextmanager
+def whole(*models):
+    """Inside the block each process has all parameters of sharded models, and may read and sample with them
+    as often as it likes: nothing waits for another process. Decoding is as fast as a model's that was never
+    sharded, where it was a third of that. Others' models stay as they are."""
+    models = [m for m in models if isinstance(m, FSDPModule) and not m.__dict__.get("is_whole")]
+    for model in models:
+        model.is_whole = True
+        model.set_reshard_after_forward(False)
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+    try:
+        yield
+    finally:
+        for model in models:
+            model.reset_iter_state()  # a prefetch that is left over would wait for the others
+            model.set_reshard_after_forward(True)
+            model.is_whole = False
 
 
 def load_tokenizer(path, constant):
@@ -1135,7 +1177,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
                 model, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS,
                 temperature or TEMPERATURE, eos_ids, pad_id)
 
-    parts = dealt(range(0, len(prompts), BATCH_SIZE), some)
+    with whole(model):
+        parts = dealt(range(0, len(prompts), BATCH_SIZE), some)
     ids, lengths, logprobs, entropies = (torch.cat(x) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
@@ -1252,12 +1295,13 @@ def every_micro_batch(model, batch):
     return micro_batches(batch, every, rows_at_once(model, batch))
 
 
-def all_logprobs(model, batch, micros=None, temperature=None):
+def all_logprobs(model, batch, micros=None):
     """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
     def say(rows):
-        return response_logprobs(model, batch, rows, temperature or TEMPERATURE)[0]
+        return response_logprobs(model, batch, rows, TEMPERATURE)[0]
 
-    return by_micro_batches(say, batch, micros or every_micro_batch(model, batch))
+    with whole(model):
+        return by_micro_batches(say, batch, micros or every_micro_batch(model, batch))
 
 
 def all_values(model, batch):
@@ -1265,7 +1309,8 @@ def all_values(model, batch):
     def say(rows):
         return response_values(model, batch, rows)
 
-    return by_micro_batches(say, batch, every_micro_batch(model, batch))
+    with whole(model):
+        return by_micro_batches(say, batch, every_micro_batch(model, batch))
 
 
 @torch.no_grad()
@@ -1318,15 +1363,18 @@ def recomputing(models):
 
 def backward(model, loss):
     """loss.backward(), by kernels whose sums always come in one order where the device has them (see
-    try_strict_kernels)."""
+    try_strict_kernels); the gradient becomes a part of the step's sum (see summed)."""
+    total = model.__dict__.get("gradient_sum")
+    if total and total.part is None:
+        loss = 0 * loss
     strict = getattr(model, "strict", False)
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         loss.backward()
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if model.__dict__.get("gradient_sum"):
-        model.gradient_sum.add()
+    if total and total.exact:
+        total.add()
 
 
 class GradientSum:
@@ -1334,22 +1382,26 @@ class GradientSum:
     whatever order and on however many processes it is added up: adding 1.5 * 2**k to a number in float64 and
     taking it away again leaves a multiple of 2**(k - 52), and sums of those are exact below 2**k. Source:
     Demmel and Nguyen 2013, "Fast reproducible floating-point summation". k follows the last optimizer step's
-    gradients. Costs 8 bytes a parameter during the update; EXACT_SUMS = False adds up in float32."""
+    gradients. Costs 8 bytes a parameter during the update; with EXACT_SUMS = False, or sharded, float32
+    sums."""
 
-    room = 8  # a gradient may be 2**room times the last one's before the step's sum is taken again
+    room = 8  # a sum may be 2**room times the last one before it is taken again
 
     def __init__(self, model):
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.sharded = isinstance(model, FSDPModule)
+        self.exact = EXACT_SUMS and not self.sharded and model.device.type != "mps"  # has no float64
+        self.part = None  # the number of the part that backward() is of; None: of a process without work
+        self.model.gradient_sum = self
 
     def begin(self):
         self.exponent = getattr(self.model, "sum_exponent", 0)  # the last sum was below 2**exponent
         self.greatest = {}  # of each part, before it was rounded
-        if EXACT_SUMS:
-            self.model.gradient_sum = self
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.exact:
             self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
 
     def add(self):
         """Take over what a backward pass has left in .grad."""
@@ -1363,38 +1415,35 @@ class GradientSum:
                 parameter.grad = None
 
     def fits(self, greatest):
-        """Whether the sum of parts of at most so much, by their numbers, was exact and fine enough; else it
-        is to be taken again, for which it is remembered now."""
+        """Whether the sum of parts of at most so much, by their numbers, is exact and fine enough; else it is
+        to be taken again, with what is known now."""
         bound = sum(greatest[part] for part in sorted(greatest))
-        if not EXACT_SUMS or bound == 0 or not math.isfinite(bound):
+        if bound == 0 or not math.isfinite(bound):
             return True
         self.model.sum_exponent = math.frexp(bound)[1]
         return -2 * self.room <= self.model.sum_exponent - self.exponent <= self.room
 
     def finish(self):
         """Put the sum over all processes into .grad, zeros where nothing has come."""
-        if not EXACT_SUMS:
+        if not self.exact:
             self.sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         waiting = []
-        if processes() > 1:
+        if processes() > 1 and not self.sharded:  # FSDP2 has added up already
             waiting = [dist.all_reduce(total, async_op=True) for total in self.sums]
         for work in waiting:
             work.wait()
         for total, parameter in zip(self.sums, self.parameters):
             parameter.grad = total.float()
-        self.leave()
-
-    def leave(self):
-        self.model.gradient_sum = None
-        self.sums = None
 
 
 def summed(models, parts, metrics):
     """Go through the parts of one optimizer step that are this process's: yields each with a dict for what it
-    measures, whose body calls backward(). Afterwards each model's gradients are the sums over all parts, and
-    metrics holds those of what was measured; of names that end in _max the greatest."""
+    measures, to a body that calls backward(). Afterwards the models' gradients are the sums over all parts,
+    and metrics holds those of what was measured; of names that end in _max the greatest."""
     mine = list(enumerate(parts))[rank()::processes()]
     sums = [GradientSum(model) for model in models]
+    if any(total.sharded for total in sums) and len(mine) < math.ceil(len(parts) / processes()):
+        mine.append((None, parts[0]))  # FSDP2 waits for all processes in each part
     try:
         fits = False
         while not fits:
@@ -1406,6 +1455,7 @@ def summed(models, parts, metrics):
                     total.part = number
                 shares[number] = {}
                 yield part, shares[number]
+            shares.pop(None, None)
             found = exchange((shares, [total.greatest for total in sums]))
             shares = {number: share for some, _ in found for number, share in some.items()}
             greatest = [{k: v for _, some in found for k, v in some[i].items()} for i in range(len(sums))]
@@ -1413,8 +1463,8 @@ def summed(models, parts, metrics):
         for total in sums:
             total.finish()
     finally:
-        for total in sums:
-            total.leave()
+        for model in models:
+            model.gradient_sum = None
     for number in sorted(shares):
         for key, value in shares[number].items():
             if key.endswith("_max"):
@@ -1442,7 +1492,7 @@ def clip_and_step(optimizers, loss, run, ids):
     norms = []
     for optimizer in optimizers:
         norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
-        norms.append(norm.item())
+        norms.append(full(norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
@@ -1594,9 +1644,11 @@ def check_models(readers, trained, rows, pad_id, say):
     a backward pass."""
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     constant, actor = next(iter(readers.items()))
-    batch = choose_sampling(actor, constant, prompts, pad_id)
+    with whole(actor):
+        batch = choose_sampling(actor, constant, prompts, pad_id)
     for constant, model in readers.items():
-        choose_scoring(model, constant, batch)
+        with whole(model):
+            choose_scoring(model, constant, batch)
     if actor.device.type == "cuda":
         try_strict_kernels(trained, batch, say)
 
@@ -2067,6 +2119,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
 
@@ -2169,10 +2223,13 @@ def processes():
 
 def join_processes():
     """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
-    if processes() == 1 or dist.is_initialized():
+    sharded = globals().get("SHARD") == "fsdp2"
+    if processes() == 1 and not sharded or dist.is_initialized():
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
+    if "MASTER_ADDR" not in os.environ:
+        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -2242,6 +2299,39 @@ def must_agree(what, value):
     for number, other in enumerate(found):
         if other != found[0]:
             raise UserError(f"process {number} has other {what} than process 0, and must have the same")
+
+
+def full(tensor):
+    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state(model):
+    """The weights of a sharded model, whole, for save_pretrained(); None for others, which have them."""
+    if not isinstance(model, FSDPModule):
+        return None
+    found = {}  # tied weights stay one tensor
+    state = model.state_dict(keep_vars=True)
+    return {key: found.setdefault(id(x), full(x.detach())) for key, x in state.items()}
+
+
+def full_optimizer_state(optimizer):
+    """Its state_dict(), whole."""
+    saved = optimizer.state_dict()
+    each = {number: {key: full(x) for key, x in some.items()} for number, some in saved["state"].items()}
+    return {**saved, "state": each}
+
+
+def load_optimizer(optimizer, saved):
+    """Load what full_optimizer_state() gave, each process its part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, some in saved["state"].items():
+        like = parameters[number]
+        if isinstance(like, DTensor):
+            for key in (key for key, x in some.items() if x.shape == like.shape and x.dim()):
+                whole = some[key].to(like.device)
+                some[key] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    optimizer.load_state_dict(saved)
 
 
 def digest_of(tensors):
@@ -2698,18 +2788,22 @@ class Run:
         """Write step_N/ whole or not at all, prune, redraw the plots."""
         must_agree("weights", self.weights_digest())
         folder = self.folder / f"step_{self.step}"
-        if rank() > 0 or folder.exists():
+        if first_says(folder.exists):
+            return
+        weights = {name: full_state(model) for name, model in self.models.items()}
+        optimizers = {name: full_optimizer_state(optimizer) for name, optimizer in self.optimizers.items()}
+        if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_folder(folder, partial(self.fill_checkpoint, weights=weights, optimizers=optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
 
     def weights_digest(self):
-        """Of every process's own copy; nothing where there is one."""
+        """Of this process's own copies; nothing where there is one, or each has its part."""
         every = [p for model in self.models.values() for p in model.parameters()]
-        return digest_of(every) if processes() > 1 else None
+        return digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))
 
     # ------------------------------------------------------------ evaluation
 
@@ -2732,8 +2826,8 @@ class Run:
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
+            fill = partial(self.fill_best, metrics=metrics, weights=full_state(self.models["policy"]))
             if rank() == 0:
-                fill = partial(self.fill_best, metrics=metrics)
                 write_folder(self.folder / "best", fill, manifest=False)
 
     def begin_part(self):
@@ -2756,12 +2850,13 @@ class Run:
         if self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
 
-    def save_model(self, model, folder):
-        for part in filter(None, (model, self.tokenizer)):
-            part.save_pretrained(folder)
+    def save_model(self, model, folder, weights=None):
+        model.save_pretrained(folder, state_dict=weights)
+        if self.tokenizer:
+            self.tokenizer.save_pretrained(folder)
 
-    def fill_best(self, folder, metrics):
-        self.save_model(self.models["policy"], folder / "policy")
+    def fill_best(self, folder, metrics, weights):
+        self.save_model(self.models["policy"], folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -2846,9 +2941,9 @@ class Run:
                 lost = f"has lost {size - has} bytes since the checkpoint"
                 self.say(f"WARNING: {path} {lost}; what they said is gone")
 
-    def fill_checkpoint(self, folder):
+    def fill_checkpoint(self, folder, weights, optimizers):
         for name, model in self.models.items():
-            self.save_model(model, folder / name)
+            self.save_model(model, folder / name, weights[name])
         files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
         logs = [Path(file.name) for file in files]
         for path in logs:
@@ -2859,7 +2954,7 @@ class Run:
             "run": {key: getattr(self, key) for key in self.saved},
             "state": vars(self.state),
             "ways": {name: get_ways(model) for name, model in self.models.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": optimizers,
             "rng": [get_rng_state()],
         }, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
@@ -2888,7 +2983,7 @@ class Run:
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
             set_ways(model, saved["ways"].get(name))
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(saved["optimizers"][name])
+            load_optimizer(optimizer, saved["optimizers"][name])
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         constants_now = json.loads(json.dumps(constants(), default=plain_name))

@@ -1026,6 +1026,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
 
@@ -1128,10 +1130,13 @@ def processes():
 
 def join_processes():
     """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
-    if processes() == 1 or dist.is_initialized():
+    sharded = globals().get("SHARD") == "fsdp2"
+    if processes() == 1 and not sharded or dist.is_initialized():
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
+    if "MASTER_ADDR" not in os.environ:
+        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -1201,6 +1206,39 @@ def must_agree(what, value):
     for number, other in enumerate(found):
         if other != found[0]:
             raise UserError(f"process {number} has other {what} than process 0, and must have the same")
+
+
+def full(tensor):
+    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state(model):
+    """The weights of a sharded model, whole, for save_pretrained(); None for others, which have them."""
+    if not isinstance(model, FSDPModule):
+        return None
+    found = {}  # tied weights stay one tensor
+    state = model.state_dict(keep_vars=True)
+    return {key: found.setdefault(id(x), full(x.detach())) for key, x in state.items()}
+
+
+def full_optimizer_state(optimizer):
+    """Its state_dict(), whole."""
+    saved = optimizer.state_dict()
+    each = {number: {key: full(x) for key, x in some.items()} for number, some in saved["state"].items()}
+    return {**saved, "state": each}
+
+
+def load_optimizer(optimizer, saved):
+    """Load what full_optimizer_state() gave, each process its part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, some in saved["state"].items():
+        like = parameters[number]
+        if isinstance(like, DTensor):
+            for key in (key for key, x in some.items() if x.shape == like.shape and x.dim()):
+                whole = some[key].to(like.device)
+                some[key] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    optimizer.load_state_dict(saved)
 
 
 def digest_of(tensors):
@@ -1657,18 +1695,22 @@ class Run:
         """Write step_N/ whole or not at all, prune, redraw the plots."""
         must_agree("weights", self.weights_digest())
         folder = self.folder / f"step_{self.step}"
-        if rank() > 0 or folder.exists():
+        if first_says(folder.exists):
+            return
+        weights = {name: full_state(model) for name, model in self.models.items()}
+        optimizers = {name: full_optimizer_state(optimizer) for name, optimizer in self.optimizers.items()}
+        if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_folder(folder, partial(self.fill_checkpoint, weights=weights, optimizers=optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
 
     def weights_digest(self):
-        """Of every process's own copy; nothing where there is one."""
+        """Of this process's own copies; nothing where there is one, or each has its part."""
         every = [p for model in self.models.values() for p in model.parameters()]
-        return digest_of(every) if processes() > 1 else None
+        return digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))
 
     # ------------------------------------------------------------ evaluation
 
@@ -1691,8 +1733,8 @@ class Run:
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
+            fill = partial(self.fill_best, metrics=metrics, weights=full_state(self.models["policy"]))
             if rank() == 0:
-                fill = partial(self.fill_best, metrics=metrics)
                 write_folder(self.folder / "best", fill, manifest=False)
 
     def begin_part(self):
@@ -1715,12 +1757,13 @@ class Run:
         if self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
 
-    def save_model(self, model, folder):
-        for part in filter(None, (model, self.tokenizer)):
-            part.save_pretrained(folder)
+    def save_model(self, model, folder, weights=None):
+        model.save_pretrained(folder, state_dict=weights)
+        if self.tokenizer:
+            self.tokenizer.save_pretrained(folder)
 
-    def fill_best(self, folder, metrics):
-        self.save_model(self.models["policy"], folder / "policy")
+    def fill_best(self, folder, metrics, weights):
+        self.save_model(self.models["policy"], folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -1805,9 +1848,9 @@ class Run:
                 lost = f"has lost {size - has} bytes since the checkpoint"
                 self.say(f"WARNING: {path} {lost}; what they said is gone")
 
-    def fill_checkpoint(self, folder):
+    def fill_checkpoint(self, folder, weights, optimizers):
         for name, model in self.models.items():
-            self.save_model(model, folder / name)
+            self.save_model(model, folder / name, weights[name])
         files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
         logs = [Path(file.name) for file in files]
         for path in logs:
@@ -1818,7 +1861,7 @@ class Run:
             "run": {key: getattr(self, key) for key in self.saved},
             "state": vars(self.state),
             "ways": {name: get_ways(model) for name, model in self.models.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": optimizers,
             "rng": [get_rng_state()],
         }, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
@@ -1847,7 +1890,7 @@ class Run:
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
             set_ways(model, saved["ways"].get(name))
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(saved["optimizers"][name])
+            load_optimizer(optimizer, saved["optimizers"][name])
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         constants_now = json.loads(json.dumps(constants(), default=plain_name))

@@ -119,7 +119,7 @@ MUTANTS = [
     (GRPO, 'if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":',
      'if not steps and LOSS_TYPE == "gspo":',
      IN_GRPO + "gspo_in_float32_takes_the_samplers_own"),
-    (GRPO, "batch.logprobs = rescore(", "batch.logprobs = batch.sampled_logprobs = rescore(",
+    (GRPO, "batch.logprobs = all_logprobs(", "batch.logprobs = batch.sampled_logprobs = all_logprobs(",
      IN_GRPO + "gspo_clips_nothing_on_policy_in_bfloat16"),
 
     # gold answers and what precedes them

@@ -49,9 +49,9 @@ MUTANTS = [
      IN_SAFETY + "a_reward_that_ends_in_time_leaves_no_limit_behind"),
     (PPO, "        if not _CALLING:\n", "        if True:\n",
      IN_SAFETY + "a_reward_that_hangs_ends_the_program_and_shows_where[calls_another]"),
-    (PPO, "if of_a_reward or not out_of_memory", "if not out_of_memory",
+    (PPO, "if hasattr(error, \"__notes__\"):  # a reward", "if False:  # a reward",
      IN_SAFETY + "what_a_reward_raises_is_never_taken_for_the_machines"),
-    (PPO, "out_of_memory = on_cpu or isinstance", "out_of_memory = isinstance",
+    (PPO, "if on_cpu or isinstance", "if isinstance",
      IN_SAFETY + "what_a_reward_raises_is_never_taken_for_the_machines"),
 
     # the attention has a name of its own

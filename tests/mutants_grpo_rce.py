@@ -69,8 +69,8 @@ MUTANTS = [
      IN_RCE + "the_schedule_reaches_the_optimizer"),
 
     # temperature
-    (GRPO, "response_logprobs(self.reference, batch, rows, TEMPERATURE)",
-     "response_logprobs(self.reference, batch, rows, 1.0)",
+    (GRPO, "response_logprobs(model, batch, rows, TEMPERATURE)[0]",
+     "response_logprobs(model, batch, rows, 1.0)[0]",
      IN_GRPO + "at_another_temperature_sampler_reference_and_update_agree"),
     (GRPO, "logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)",
      "logprobs, entropy = response_logprobs(self.actor, batch, micro, 1.0)",
@@ -80,8 +80,8 @@ MUTANTS = [
     (RCE, "entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)",
      "entropy = response_logprobs(self.actor, batch, rows, 1.0)",
      IN_RCE + "at_another_temperature_the_loss_is_of_the_tempered_policy"),
-    (RCE, "found, _ = response_logprobs(self.actor, batch, rows, TEMPERATURE)",
-     "found, _ = response_logprobs(self.actor, batch, rows, 1.0)",
+    (RCE, "response_logprobs(model, batch, rows, TEMPERATURE)[0]",
+     "response_logprobs(model, batch, rows, 1.0)[0]",
      IN_RCE + "at_another_temperature_a_candidates_logprob_is_of_the_tempered_policy"),
     (RCE, "prompts, uniform, count, temperature)", "prompts, uniform, count)",
      IN_RCE + "samples_are_drawn_at_their_own_temperature"),
@@ -419,7 +419,7 @@ MUTANTS = [
      IN_RCE + "a_model_that_scores_otherwise_than_it_answers_is_refused"),
     (RCE, "if mined_with.get(key) != facts[key]:", "if False:",
      IN_RCE + "parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again"),
-    (RCE, "if self.run.checkpoint:  # perhaps", "if False:  # perhaps",
+    (RCE, "if self.run.checkpoint and rank() == 0:  # perhaps", "if False:  # perhaps",
      IN_RCE + "candidates_of_a_round_given_up_are_put_aside"),
 
     # RCE: rounds, what is trained on
