@@ -114,6 +114,7 @@ SFT_EPOCHS = 20
 SFT_BATCH_SIZE = 64  # histories an optimizer step
 SFT_LEARNING_RATE = 3e-3
 SFT_STITCH = 0.0  # chance, at each item, that a sequence goes on as another did after it: augments small data
+SFT_SIBLINGS = 0.0  # stitched: items of the same codes but the last come next as if so often logged
 SFT_AVERAGE = 0.0  # decay of the running mean of SFT's weights, which is the policy; 0: the weights are
 SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
 
@@ -178,9 +179,8 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "EVAL_BEAMS": (20, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
     "SFT_PATIENCE REFERENCE_SYNC_STEPS SASREC_EPOCHS": (0, 2**62),
-    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT": (-1e6, 1e6),
-    "ENTROPY_COEF": (-1e6, 1e6),
+    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD SFT_SIBLINGS": (0, 1e6),
+    "VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
     "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY SFT_STITCH": (0, 1),
     "SFT_AVERAGE": (0, 0.9999),
     "VALID_FRACTION": (1e-6, 0.9),
@@ -288,7 +288,7 @@ class RecTrainer:
         self.load_models()
         self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.say)
         self.sft_rows = self.prompter.sft_rows(self.train_rows, self.run.say)
-        self.goes_on = places_after(self.sft_rows)
+        self.goes_on = places_after(self.sft_rows, self.prompter.lists)
         for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
             row["ids"] = self.prompter.ids(row["history"])
         check_models({"ACTOR_MODEL": self.actor}, [self.actor], self.train_rows, self.pad_id, self.run.say)
@@ -3368,21 +3368,26 @@ def sft_batch(rows, trie, pad_id, device):
     return batch
 
 
-def places_after(sft_rows):
-    """{item: [(row of SFT, the place of what came next in it)]}, of what is to be learnt."""
-    found = defaultdict(list)
+def places_after(sft_rows, codes):
+    """For each item of codes two lists of places [(row of SFT, where in it)], of what is to be learnt: what
+    came after it; where an item stands that shares all its codes but the last, a sibling or itself."""
+    after = defaultdict(list)
+    siblings = defaultdict(list)
     for row in sft_rows:
         before = [row["first"], *row["items"]]
         for at, learn in enumerate(row["learn"]):
             if learn and before[at] is not None:
-                found[before[at]].append((row, at))
-    return found
+                after[before[at]].append((row, at))
+                siblings[tuple(codes[row["items"][at]][:-1])].append((row, at))
+    return [(after[item], siblings[tuple(some[:-1])]) for item, some in enumerate(codes)]
 
 
 def stitch(row, after):
     """A row of SFT whose sequence goes on, at each item with the chance SFT_STITCH, as some sequence did
     after the same item: each pair of neighbours is one that was logged, what stands before it is not. With
-    few users to learn from, a model remembers them by the items further back."""
+    few users to learn from, a model remembers them by the items further back. Most pairs to come were never
+    logged: an item's siblings count as SFT_SIBLINGS places after it, each as often as it was bought, so they
+    come next the more the less is known of the item."""
     if row["first"] is None:
         return row
     last = row["first"]
@@ -3391,8 +3396,12 @@ def stitch(row, after):
     items = []
     learn = []
     while len(items) < MAX_HISTORY:
-        if after[last] and torch.rand(()) < SFT_STITCH:
-            source, at = after[last][int(torch.randint(len(after[last]), ()))]
+        places, siblings = after[last]
+        weight = SFT_SIBLINGS if siblings else 0.0
+        if (places or weight) and torch.rand(()) < SFT_STITCH:
+            if weight and torch.rand(()) * (len(places) + weight) >= len(places):
+                places = siblings
+            source, at = places[int(torch.randint(len(places), ()))]
         if at == len(source["items"]):
             break
         last = source["items"][at]
@@ -3709,6 +3718,8 @@ def check_sizes():
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
+    if SFT_SIBLINGS and not SFT_STITCH:
+        raise UserError(f"SFT_SIBLINGS = {SFT_SIBLINGS} does nothing without SFT_STITCH: set one otherwise")
     if REPLACEMENT and CANDIDATES == "beam":
         raise UserError("REPLACEMENT = True does nothing with CANDIDATES = 'beam': set one of them otherwise")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):

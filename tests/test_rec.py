@@ -398,7 +398,7 @@ def test_a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_log
     trainer = trainer_of(module)
     kept = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # the others stand for a test's
     rows = trainer.prompter.sft_rows(kept, print)
-    after = module.places_after(rows)
+    after = module.places_after(rows, trainer.prompter.lists)
     logged = Counter((row["history"][-1], row["target"]) for row in kept)
     torch.manual_seed(0)
     found = Counter()
@@ -416,7 +416,7 @@ def test_a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_log
     for row in rows * 10:
         some = module.stitch(row, after)
         before = [row["first"], *some["items"]]
-        assert all(learn or not after[item] for item, learn in zip(before, some["learn"]))
+        assert all(learn or not after[item][0] for item, learn in zip(before, some["learn"]))
     for item in {first for first, _ in logged}:
         of_item = {pair: count for pair, count in logged.items() if pair[0] == item}
         met = sum(found[pair] for pair in of_item)
@@ -438,10 +438,44 @@ def test_without_stitching_a_sequence_stays_what_it_is(rec):
     module = rec(SFT_STITCH=0.0)
     trainer = trainer_of(module)
     rows = trainer.sft_rows
-    assert [module.stitch(row, module.places_after(rows)) for row in rows] == rows
+    codes = trainer.prompter.lists
+    assert [module.stitch(row, module.places_after(rows, codes)) for row in rows] == rows
     module.SFT_STITCH = 1.0
     by_title = {**rows[0], "first": None}
-    assert module.stitch(by_title, module.places_after([*rows, by_title])) == by_title
+    assert module.stitch(by_title, module.places_after([*rows, by_title], codes)) == by_title
+
+
+def test_siblings_come_next_as_if_logged_so_often(rec):
+    module = rec(SFT_STITCH=1.0, SFT_SIBLINGS=2.0)
+    trainer = trainer_of(module)
+    rows = [row for row in trainer.sft_rows if row["first"] not in (0, 5)]
+    for row in rows:  # nothing is known of what comes after item 5
+        row["learn"] = [
+            learn and item not in (0, 5) for learn, item in zip(row["learn"], [row["first"], *row["items"]])]
+    bought = Counter(item for row in rows for item, learn in zip(row["items"], row["learn"]) if learn)
+    after = module.places_after(rows, trainer.prompter.lists)
+    torch.manual_seed(0)
+    pairs = Counter()
+    for row in rows * 100:
+        some = module.stitch(row, after)
+        assert all(some["learn"][:-1]) and len(some["items"]) == len(some["learn"]) <= module.MAX_HISTORY
+        pairs.update(zip([row["first"], *some["items"]], some["items"]))
+    logged = Counter()
+    for row in rows:
+        before = [row["first"], *row["items"]]
+        logged.update(pair for pair, learn in zip(zip(before, before[1:]), row["learn"]) if learn)
+    for last, place in enumerate(PLACES):
+        siblings = [item for item, other in enumerate(PLACES) if other[:2] == place[:2]]
+        known = sum(count for (first, _), count in logged.items() if first == last)
+        assert (known == 0) == (last in (0, 5))
+        near = sum(bought[item] for item in siblings)
+        met = sum(count for (first, _), count in pairs.items() if first == last)
+        for item in range(len(PLACES)):
+            share = logged[last, item]
+            if near:
+                share += 2.0 * (item in siblings) * bought[item] / near
+            share /= known + (2.0 if near else 0.0) or 1.0
+            assert abs(pairs[last, item] / met - share) < 0.03 + 4 * (share * (1 - share) / met) ** 0.5
 
 
 def test_the_policy_of_sft_is_the_running_mean_of_what_is_learnt(rec, tmp_path):
@@ -687,6 +721,7 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
     ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': No such file"),
     ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': No such file"),
     ({"HEADS": 3}, "must be an even multiple of HEADS"),
+    ({"SFT_SIBLINGS": 1.0}, "SFT_SIBLINGS = 1.0 does nothing without SFT_STITCH"),
     ({"SFT_STITCH": 0.5, "PROMPT_TEMPLATE": "{history} 7", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")},
      "SFT_STITCH = 0.5 needs whole sequences, and something stands behind the history: ' 7"),
 ])
@@ -821,7 +856,7 @@ def words(world, out, **constants):
     constants = {
         **SMALL, **world, "OUTPUT_DIR": out, "MAX_STEPS": 6, "SFT_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2,
         "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2, "SASREC_EPOCHS": 1,
-        "CANDIDATES": "sample", "SFT_STITCH": 0.5, "SFT_AVERAGE": 0.9,
+        "CANDIDATES": "sample", "SFT_STITCH": 0.5, "SFT_SIBLINGS": 1.0, "SFT_AVERAGE": 0.9,
         **constants}
     return [f"{key}={value}" for key, value in constants.items()]
 
