@@ -705,6 +705,7 @@ def load_prompts(datasets, constant, limit, tokenizer, readers, say):
     if not rows and constant == "TRAIN_DATASETS":
         todo = "raise MAX_PROMPT_TOKENS or give it data"
         raise UserError(f"{constant} leaves no prompt to train on: {todo}")
+    must_agree(f"rows in {constant}", [[row["id"], row["ids"], row["answer"]] for row in rows])
     return rows
 
 
@@ -2006,7 +2007,7 @@ def join_processes():
             backend, store=store, timeout=wait, world_size=processes(), rank=rank())
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
-    must_agree("constants", json.dumps(constants(), default=plain_name))
+    must_agree("constants", constants())
 
 
 def exchange(value=None, error=None):
@@ -2056,8 +2057,8 @@ def dealt(parts, work):
 
 
 def must_agree(what, value):
-    """Raise on all processes where one has another value: they would make another run each."""
-    found = exchange(value)
+    """Raise on all processes where one has another value, of JSON: they would make another run each."""
+    found = exchange(hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest())
     for number, other in enumerate(found):
         if other != found[0]:
             raise UserError(f"process {number} has other {what} than process 0, and must have the same")

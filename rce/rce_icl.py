@@ -1151,7 +1151,7 @@ def join_processes():
             backend, store=store, timeout=wait, world_size=processes(), rank=rank())
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
-    must_agree("constants", json.dumps(constants(), default=plain_name))
+    must_agree("constants", constants())
 
 
 def exchange(value=None, error=None):
@@ -1201,8 +1201,8 @@ def dealt(parts, work):
 
 
 def must_agree(what, value):
-    """Raise on all processes where one has another value: they would make another run each."""
-    found = exchange(value)
+    """Raise on all processes where one has another value, of JSON: they would make another run each."""
+    found = exchange(hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest())
     for number, other in enumerate(found):
         if other != found[0]:
             raise UserError(f"process {number} has other {what} than process 0, and must have the same")
