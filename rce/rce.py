@@ -74,6 +74,10 @@ CANDIDATES: str | None = None  # a parquet of candidates to use in the first rou
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 REWARD_MODEL: str | None = None  # one-label sequence classifier; None: reward functions alone
+LORA_RANK = 0  # 0: whole models are trained; else adapters of this rank (2106.09685), on frozen weights
+LORA_ALPHA = 32.0  # an adapter's product counts LORA_ALPHA / LORA_RANK
+LORA_TARGETS = "all-linear"  # which layers get one: all-linear (but the heads), or names: q_proj,v_proj
+BASE_DTYPE = "float32"  # float32 | bfloat16: of the weights under an adapter
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
@@ -170,10 +174,12 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "VALIDATION_FRACTION": (0, 0.9),
     "TAU TAU_END": (1e-6, 1e6),
     "TEMPERATURE": (1e-3, 1e3),
+    "LORA_RANK": (0, 65536),
+    "LORA_ALPHA": (1e-6, 1e6),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "STAGE": ["all", "mine", "check", "train"],
-    "DTYPE": ["float32", "bfloat16"],
+    "DTYPE BASE_DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "CHEAP_SIGNAL": ["gt_prob", "logprob"],
@@ -311,9 +317,9 @@ class RCETrainer:
     def load_models(self):
         """The actor comes from the checkpoint when there is one."""
         at = self.run.checkpoint
-        actor = at / "policy" if at else ACTOR_MODEL
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.actor = load_model(AutoModelForCausalLM, actor, "ACTOR_MODEL", self.device)
+        self.actor = load_trained(
+            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy")
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.eos_ids = end_ids(self.actor, self.tokenizer)
         self.models = {"policy": self.actor}  # what is saved, by its folder's name
@@ -805,6 +811,7 @@ class RCETrainer:
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import bisect
 import inspect
+import json
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -813,6 +820,7 @@ from types import SimpleNamespace
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import (
@@ -854,13 +862,16 @@ def load_config(path, constant):
     return config
 
 
-def load_model(auto_class, path, constant, device, new_head=False):
-    """The model in float32 and evaluation mode, every weight accounted for. With new_head, weights outside
-    the base model may be left over or absent; the absent ones start at zero."""
+def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
+    """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
+    may be left over or absent; the absent ones start at zero."""
+    if (Path(path) / "adapter_config.json").exists():
+        whole_ones = "take the best/policy of its run, where it is merged with its base"
+        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: {whole_ones}")
     config = load_config(path, constant)
     if new_head:
         config.num_labels = 1
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    options = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     wrong = missing | set(info["unexpected_keys"])
@@ -879,6 +890,122 @@ def load_model(auto_class, path, constant, device, new_head=False):
             model.set_attn_implementation("shared_prompts")  # attend(), below; a user's own models keep sdpa
     model.eval()  # and it stays so: dropout is off in rollout and update alike
     return shard(model, device) if globals().get("SHARD") == "fsdp2" else model.to(device)
+
+
+def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
+    """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
+    weights are frozen; an adapter on them, the saved one or one that changes nothing yet, is trained, and a
+    new head."""
+    if BASE_DTYPE != "float32" and (DTYPE != BASE_DTYPE or not LORA_RANK):
+        needs = "is for frozen weights and computes in it: it needs LORA_RANK and the same DTYPE"
+        raise UserError(f"BASE_DTYPE = {BASE_DTYPE!r} {needs}")
+    if LORA_RANK and globals().get("SHARD") == "fsdp2":
+        todo = "SHARD = 'fsdp2' shards whole models alone: set one of the two"
+        raise UserError(f"LORA_RANK = {LORA_RANK}: {todo}")
+    if saved and bool(LORA_RANK) != (saved / "adapter_config.json").exists():
+        made = f"{saved} was made {'without' if LORA_RANK else 'with'} an adapter"
+        raise UserError(f"LORA_RANK = {LORA_RANK}: {made}: resume it as it was, or set RESUME=no")
+    if not LORA_RANK:
+        return load_model(auto_class, saved or path, constant, device, new_head and not saved)
+    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, BASE_DTYPE))
+    model.base_digest = bits_digest(model.parameters())
+    if Path(path).exists():
+        model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
+    add_adapter(model, constant, new_head)
+    if saved:
+        load_adapter(model, saved)
+    return model
+
+
+def add_adapter(model, constant, new_head):
+    """Freeze the model and put an adapter on it, in float32, that changes nothing yet; a head stays whole."""
+    try:
+        import peft
+    except ImportError as error:
+        todo = "pip install -r requirements.txt"
+        raise UserError(f"LORA_RANK = {LORA_RANK} needs peft ({first_line(error)}): {todo}") from None
+    outside = [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    heads = [name for name in outside if new_head and list(getattr(model, name).parameters())]
+    targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
+    config = peft.LoraConfig(
+        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
+        exclude_modules=heads or None, modules_to_save=heads or None,
+        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
+    names = [name for name, _ in model.named_modules()]
+    absent = [] if targets == LORA_TARGETS else [
+        target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    try:
+        if absent:
+            linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+            raise ValueError(f"{constant} has no layer {absent[0]!r}, but {', '.join(sorted(linear))}")
+        model.add_adapter(config)
+    except ValueError as error:
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error)}") from None
+    held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    for name, layer in model.named_modules():
+        if hasattr(layer, "get_delta_weight") and held.count(id(layer.get_base_layer().weight)) > 1:
+            tied = f"{name} shares its weight with another layer of {constant}, and could not be merged"
+            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {tied}: leave it out")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
+    model.eval()
+
+
+@torch.no_grad()
+def load_adapter(model, saved):
+    """Fill the model's adapter from a checkpoint's folder."""
+    state = load_file(saved / "adapter_model.safetensors")
+    then = json.loads((saved / "adapter_config.json").read_text())
+    own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
+    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
+    if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
+        made = "was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"
+        raise UserError(f"{saved} {made}: resume it as it was, or set RESUME=no")
+    for name, x in own.items():
+        x.copy_(state[name])
+
+
+@contextmanager
+def without_adapter(model):
+    """Inside the block the model is what it was before it got an adapter, if it has one."""
+    adapted = hasattr(model, "peft_config")
+    if adapted:
+        model.disable_adapters()
+    try:
+        yield
+    finally:
+        if adapted:
+            model.enable_adapters()
+
+
+@contextmanager
+def in_float32(model):
+    """Inside the block weights in bfloat16 are in float32 while their layer computes: one layer's at a time,
+    since the whole model may not fit."""
+    narrow = {id(p): p for p in model.parameters() if p.dtype == torch.bfloat16}
+
+    def cast(module, dtype):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in narrow:
+                parameter.data = parameter.data.to(dtype)
+
+    def widen(module, inputs):
+        cast(module, torch.float32)
+
+    def shrink(module, inputs, outputs):
+        cast(module, torch.bfloat16)
+
+    hooks = [module.register_forward_pre_hook(widen) for module in model.modules() if narrow]
+    hooks += [module.register_forward_hook(shrink) for module in model.modules() if narrow]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in narrow.values():
+            parameter.data = parameter.data.bfloat16()
 
 
 def shard(model, device):
@@ -1434,7 +1561,8 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     fused = model.device.type != "mps"
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
 
 
 @contextmanager
@@ -1599,7 +1727,9 @@ def clip_and_step(optimizers, loss, run, ids):
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
     name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    name = f"{name}: {actor.num_parameters():,} parameters on {actor.device}, {DTYPE}"
+    trained = sum(p.numel() for p in actor.parameters() if p.requires_grad)
+    adapted = f", {trained:,} of them trained," if LORA_RANK else ""
+    name = f"{name}: {actor.num_parameters():,} parameters{adapted} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
     return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
@@ -1736,10 +1866,10 @@ def check_models(readers, trained, rows, pad_id, say):
     a backward pass."""
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     constant, actor = next(iter(readers.items()))
-    with whole(actor):
+    with whole(actor), in_float32(actor):
         batch = choose_sampling(actor, constant, prompts, pad_id)
     for constant, model in readers.items():
-        with whole(model):
+        with whole(model), in_float32(model):
             choose_scoring(model, constant, batch)
     if actor.device.type == "cuda":
         try_strict_kernels(trained, batch, say)
@@ -2186,6 +2316,7 @@ def dealt_rewards(score, size, *columns):
 # resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
 # in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
 import ast
+import copy
 import csv
 import difflib
 import hashlib
@@ -2434,6 +2565,31 @@ def digest_of(tensors):
     return total.hexdigest()
 
 
+def bits_digest(tensors):
+    """One number for the bits of weights, quick on any device: sums of them as integers have no order."""
+    whole_numbers = {2: torch.int16, 4: torch.int32}
+    flat = (x.detach().flatten() for x in tensors)
+    return digest_of(x.view(whole_numbers[x.element_size()]).sum(dtype=torch.int64) for x in flat)
+
+
+def merged(model):
+    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
+    loads it. The other weights are shared. A model without one is itself."""
+    if not hasattr(model, "peft_config"):
+        return model
+    copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
+    for name, layer in list(copied.named_modules()):
+        if hasattr(layer, "get_delta_weight"):
+            base = layer.get_base_layer()
+            weight = base.weight.detach().float() + layer.get_delta_weight("default").detach()
+            base.weight = torch.nn.Parameter(weight)
+            copied.set_submodule(name, base)
+    copied.config.dtype = torch.float32
+    copied._hf_peft_config_loaded = False
+    del copied.peft_config
+    return copied
+
+
 def seed_everything(seed):
     """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
     (a prompt shared by its responses) are added in whatever order the threads come, and no two runs are
@@ -2596,7 +2752,7 @@ def run_facts(device):
         "device": name}
 
 
-_WAYS = ("sampled_by", "scored_by", "sum_exponent")
+_WAYS = ("sampled_by", "scored_by", "sum_exponent", "base_digest")
 
 
 def get_ways(model):
@@ -2948,7 +3104,7 @@ class Run:
             self.tokenizer.save_pretrained(folder)
 
     def fill_best(self, folder, metrics, weights):
-        self.save_model(self.models["policy"], folder / "policy", weights)
+        self.save_model(merged(self.models["policy"]), folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -3073,7 +3229,11 @@ class Run:
             self.threads = torch.get_num_threads()
         vars(self.state).update(saved["state"])
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
-            set_ways(model, saved["ways"].get(name))
+            ways = saved["ways"].get(name) or {}
+            if ways.get("base_digest") != getattr(model, "base_digest", None):
+                other = "is an adapter of other weights than those in the folder that was named to it"
+                raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
+            set_ways(model, ways)
         for name, optimizer in self.optimizers.items():
             load_optimizer(optimizer, saved["optimizers"][name])
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on

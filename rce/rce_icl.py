@@ -1001,6 +1001,7 @@ def dealt_rewards(score, size, *columns):
 # resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
 # in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
 import ast
+import copy
 import csv
 import difflib
 import hashlib
@@ -1249,6 +1250,31 @@ def digest_of(tensors):
     return total.hexdigest()
 
 
+def bits_digest(tensors):
+    """One number for the bits of weights, quick on any device: sums of them as integers have no order."""
+    whole_numbers = {2: torch.int16, 4: torch.int32}
+    flat = (x.detach().flatten() for x in tensors)
+    return digest_of(x.view(whole_numbers[x.element_size()]).sum(dtype=torch.int64) for x in flat)
+
+
+def merged(model):
+    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
+    loads it. The other weights are shared. A model without one is itself."""
+    if not hasattr(model, "peft_config"):
+        return model
+    copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
+    for name, layer in list(copied.named_modules()):
+        if hasattr(layer, "get_delta_weight"):
+            base = layer.get_base_layer()
+            weight = base.weight.detach().float() + layer.get_delta_weight("default").detach()
+            base.weight = torch.nn.Parameter(weight)
+            copied.set_submodule(name, base)
+    copied.config.dtype = torch.float32
+    copied._hf_peft_config_loaded = False
+    del copied.peft_config
+    return copied
+
+
 def seed_everything(seed):
     """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
     (a prompt shared by its responses) are added in whatever order the threads come, and no two runs are
@@ -1411,7 +1437,7 @@ def run_facts(device):
         "device": name}
 
 
-_WAYS = ("sampled_by", "scored_by", "sum_exponent")
+_WAYS = ("sampled_by", "scored_by", "sum_exponent", "base_digest")
 
 
 def get_ways(model):
@@ -1763,7 +1789,7 @@ class Run:
             self.tokenizer.save_pretrained(folder)
 
     def fill_best(self, folder, metrics, weights):
-        self.save_model(self.models["policy"], folder / "policy", weights)
+        self.save_model(merged(self.models["policy"]), folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -1888,7 +1914,11 @@ class Run:
             self.threads = torch.get_num_threads()
         vars(self.state).update(saved["state"])
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
-            set_ways(model, saved["ways"].get(name))
+            ways = saved["ways"].get(name) or {}
+            if ways.get("base_digest") != getattr(model, "base_digest", None):
+                other = "is an adapter of other weights than those in the folder that was named to it"
+                raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
+            set_ways(model, ways)
         for name, optimizer in self.optimizers.items():
             load_optimizer(optimizer, saved["optimizers"][name])
             optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on

@@ -1,0 +1,350 @@
+"""LoRA: an adapter alone is trained, saved and resumed; the weights under it are the reference."""
+import builtins
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import NATS, TINY, TRAINERS, assert_same_state, load_script, read, small, untimed
+from safetensors.torch import load_file
+from test_rec import rec  # noqa: F401, a fixture
+
+RANK = {"LORA_RANK": 4, "LEARNING_RATE": 1e-3}
+SIX = {"MAX_STEPS": 6, "SAVE_EVERY_N_STEPS": 3, "EVAL_EVERY_N_STEPS": 3}
+MORE = {  # a trainer's own, so that six steps are many and cheap
+    "ppo/ppo.py": {"KL_COEF": 0.1},
+    "grpo/grpo.py": {"KL_COEF": 0.1},
+    "rce/rce.py": {"ROUNDS": 1, "MINE_PROMPTS": 24, "GROUP_SIZE": 3, "BEAMS": 0, "BATCH_SIZE": 1}}
+
+
+def make(path, out, **constants):
+    """A trainer of a fresh module with an adapter, writing to out; it draws no pictures."""
+    given = {**small(path), **MORE[path], **RANK, "OUTPUT_DIR": str(out), **constants}
+    module = load_script(path, **given)
+    trainer = getattr(module, TRAINERS[path])()
+    trainer.run.draw_plots = lambda: None
+    return module, trainer
+
+
+@pytest.fixture(scope="module", params=TRAINERS, ids=["ppo", "grpo", "rce"])
+def six(request, tmp_path_factory):
+    """What six steps made of each trainer, with what was said."""
+    out = tmp_path_factory.mktemp("six") / "run"
+    module, trainer = make(request.param, out, **SIX)
+    trainer.train()
+    return SimpleNamespace(path=request.param, module=module, trainer=trainer, actor=trainer.actor, out=out)
+
+
+def adapter_of(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def some_responses(six):
+    """A batch of responses to a few prompts."""
+    ids = [row["ids"] for row in six.trainer.eval_rows]
+    uniform = torch.rand(2 * len(ids), 32, generator=torch.Generator().manual_seed(3))
+    return six.module.respond(six.actor, six.trainer.tokenizer, ids, uniform, 2)
+
+
+def plain(six, path=TINY / "policy"):
+    """A model of a folder, without an adapter, as the trainer reads it."""
+    module = six.module
+    model = module.load_model(module.AutoModelForCausalLM, str(path), "ACTOR_MODEL", torch.device("cpu"))
+    module.set_ways(model, module.get_ways(six.actor))
+    return model
+
+
+def logprobs(six, model, batch):
+    return six.module.all_logprobs(model, batch)
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def test_off_by_default_and_then_peft_is_not_asked_for(each, monkeypatch):
+    def without_peft(name, *more):
+        if name == "peft":
+            raise ImportError("No module named 'peft'")
+        return real(name, *more)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", without_peft)
+    module, trainer = each()
+    assert module.LORA_RANK == 0
+    for model in trainer().models.values():
+        assert all(p.requires_grad for p in model.parameters()) and not hasattr(model, "peft_config")
+    module.LORA_RANK = 4
+    with pytest.raises(module.UserError, match="LORA_RANK = 4 needs peft .*: pip install"):
+        trainer()
+
+
+def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six):
+    base = plain(six).state_dict()
+    frozen = {name: p for name, p in six.actor.named_parameters() if not p.requires_grad}
+    assert len(frozen) == len(dict(plain(six).named_parameters()))
+    for name, parameter in frozen.items():
+        assert torch.equal(parameter, base[name.replace(".base_layer", "")]), name
+    trained = adapter_of(six.actor)
+    assert all("lora_" in name and p.dtype == torch.float32 and p.any() for name, p in trained.items())
+    held = six.trainer.optimizers["policy"].param_groups[0]["params"]
+    assert [id(p) for p in held] == [id(p) for p in trained.values()]
+    assert any("self_attn.q_proj" in name for name in trained) and not any("lm_head" in n for n in trained)
+    said = next((six.out / "logs").glob("training_*.log")).read_text()
+    assert f"{sum(p.numel() for p in held):,} of them trained" in said
+
+
+def test_a_new_adapter_changes_nothing_and_the_first_ratio_is_one(six):
+    """What check_models() puts in the place of zeros is taken away again."""
+    records = [r for r in read(six.out / "logs/metrics.jsonl") if r["phase"] == "train"]
+    if six.path != "rce/rce.py":
+        assert records[0]["ratio_max_first"] < NATS
+    out = six.out.with_name("new")
+    _, trainer = make(six.path, out)
+    fresh = adapter_of(trainer.actor)
+    assert all(p.any() == ("lora_A" in name) for name, p in fresh.items())
+    batch = some_responses(six)
+    assert torch.equal(logprobs(six, trainer.actor, batch), logprobs(six, plain(six), batch))
+
+
+def test_the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back(six):
+    batch = some_responses(six)
+    wanted = logprobs(six, plain(six), batch)
+    flags = {name: p.requires_grad for name, p in six.actor.named_parameters()}
+    adapted = logprobs(six, six.actor, batch)
+    with six.module.without_adapter(six.actor):
+        assert torch.equal(logprobs(six, six.actor, batch), wanted)
+    assert torch.equal(logprobs(six, six.actor, batch), adapted) and not torch.equal(adapted, wanted)
+    assert flags == {name: p.requires_grad for name, p in six.actor.named_parameters()}
+    if six.path != "rce/rce.py":
+        assert six.trainer.reference is six.actor
+        six.trainer.score(batch := with_rows(six, batch))
+        assert torch.equal(batch.ref_logprobs, wanted)
+
+
+def with_rows(six, batch):
+    batch.rows = [row for row in six.trainer.eval_rows for _ in range(2)]
+    return batch
+
+
+def test_a_reference_of_its_own_stays_a_model_of_its_own(six, tmp_path):
+    if six.path == "rce/rce.py":
+        return
+    _, trainer = make(six.path, tmp_path / "run", REFERENCE_MODEL=str(TINY / "policy"))
+    assert trainer.reference is not trainer.actor and not hasattr(trainer.reference, "peft_config")
+    assert "REFERENCE_MODEL" in trainer.readers
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def test_six_steps_equal_three_and_three_to_the_byte(six, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(six.out, out)
+    for folder in ("step_6", "best"):
+        shutil.rmtree(out / folder)
+    _, trainer = make(six.path, out, **SIX, RESUME="yes")
+    assert trainer.run.step == 3
+    trainer.train()
+    assert untimed(out / "logs/metrics.jsonl") == untimed(six.out / "logs/metrics.jsonl")
+    assert_same_state(out / "step_6/training_state.pt", six.out / "step_6/training_state.pt")
+    for name in six.trainer.models:
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            a, b = (folder / "step_6" / name / file for folder in (out, six.out))
+            assert a.read_bytes() == b.read_bytes(), file
+
+
+def test_a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names(six):
+    from peft import AutoPeftModelForCausalLM
+
+    folder = six.out / "step_6/policy"
+    assert not (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(TINY / "policy") and config["r"] == 4
+    ids = torch.tensor([six.trainer.eval_rows[0]["ids"]])
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    six.actor.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids).logits, six.actor(ids).logits)
+    finally:
+        six.actor.set_attn_implementation("shared_prompts")
+
+
+def test_best_is_merged_and_plain_and_nothing_is_merged_in_place(six, tmp_path):
+    before = {name: x.clone() for name, x in six.actor.state_dict().items()}
+    six.trainer.run.fill_best(tmp_path, {}, None)
+    names = {path.name for path in (tmp_path / "policy").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert "adapter_config.json" not in names
+    held = [set(load_file(folder / "policy/model.safetensors")) for folder in (tmp_path, TINY)]
+    assert held[0] == held[1]
+    after = six.actor.state_dict()
+    assert all(torch.equal(x, after[name]) for name, x in before.items()) and set(before) == set(after)
+    batch = some_responses(six)
+    adapted = logprobs(six, six.actor, batch)
+    apart = (logprobs(six, plain(six, tmp_path / "policy"), batch) - adapted).abs().max()
+    assert apart < NATS < (logprobs(six, plain(six), batch) - adapted).abs().max()
+
+
+def test_the_critics_head_is_trained_whole_and_saved(tmp_path):
+    from peft import AutoPeftModelForTokenClassification
+
+    module, trainer = make("ppo/ppo.py", tmp_path / "run", MAX_STEPS=2)
+    assert not any(p.any() for name, p in trainer.critic.named_parameters() if "score" in name)
+    trainer.train()
+    head = trainer.critic.score.modules_to_save["default"].weight
+    assert head.any() and not trainer.critic.score.original_module.weight.any()
+    held = [id(p) for p in trainer.optimizers["critic"].param_groups[0]["params"]]
+    assert id(head) in held and held == [id(p) for p in adapter_of(trainer.critic).values()]
+    folder = tmp_path / "run/step_2/critic"
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert torch.equal(saved["base_model.model.score.weight"], head)
+    assert not any("score" in name and "lora" in name for name in saved)
+    ids = torch.tensor([trainer.eval_rows[0]["ids"]])
+    loaded = AutoPeftModelForTokenClassification.from_pretrained(folder, num_labels=1).eval()
+    trainer.critic.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trainer.critic(ids).logits)
+    _, again = make("ppo/ppo.py", tmp_path / "run", RESUME="yes")
+    assert torch.equal(again.critic.score.modules_to_save["default"].weight, head)
+
+
+# ---------------------------------------------------------------- grpo_rec.py: its second stage
+
+
+def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
+    for constants in ({}, {"STAGE": "rl", "REFERENCE_SYNC_STEPS": 1}):
+        module = rec(LORA_RANK=4, **constants)
+        with pytest.raises(module.UserError, match="LORA_RANK = 4 is for STAGE=rl with REFERENCE_SYNC"):
+            module.RecTrainer()
+    rec(STAGE="sft").RecTrainer().train()
+    given = {"STAGE": "rl", "LORA_RANK": 4, "LEARNING_RATE": 1e-3, "MAX_STEPS": 4, "SAVE_EVERY_N_STEPS": 2}
+    module = rec(**given, RESUME="no")
+    trainer = module.RecTrainer()
+    assert trainer.reference is trainer.actor and set(trainer.models) == {"policy"}
+    trainer.train()
+    out = tmp_path / "run"
+    taught = load_file(out / "sft/policy/model.safetensors")
+    frozen = {n: p for n, p in trainer.actor.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(p, taught[name.replace(".base_layer", "")]) for name, p in frozen.items())
+    assert all(p.any() for p in adapter_of(trainer.actor).values())
+    records = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"]
+    assert records[0]["kl"] == 0 < records[-1]["kl"] and records[0]["ratio_max_first"] < NATS
+    wanted = (out / "step_4/policy/adapter_model.safetensors").read_bytes()
+    assert (out / "best/policy/model.safetensors").exists()
+    shutil.rmtree(out / "step_4")
+    again = rec(**given, RESUME="yes").RecTrainer()
+    assert again.run.step == 2
+    again.train()
+    assert (out / "step_4/policy/adapter_model.safetensors").read_bytes() == wanted
+
+
+# ---------------------------------------------------------------- memory: a base in bfloat16, recomputing
+
+
+def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
+    module, trainer = make("grpo/grpo.py", tmp_path / "run", BASE_DTYPE="bfloat16", DTYPE="bfloat16")
+    before = {n: p.clone() for n, p in trainer.actor.named_parameters() if not p.requires_grad}
+    assert {p.dtype for p in before.values()} == {torch.bfloat16}
+    assert {p.dtype for p in adapter_of(trainer.actor).values()} == {torch.float32}
+    trainer.train()
+    after = dict(trainer.actor.named_parameters())
+    assert all(torch.equal(p, after[name]) for name, p in before.items())
+    trainer.run.fill_best(tmp_path, {}, None)
+    merged = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    layer = trainer.actor.model.layers[0].self_attn.q_proj
+    wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    assert merged.dtype == torch.float32 and torch.equal(merged, wanted)  # bfloat16 would swallow most of it
+    loaded = module.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert loaded.dtype == torch.float32
+
+
+def test_the_check_of_a_model_in_bfloat16_is_in_float32_and_leaves_it_as_it_was(grpo):
+    module = grpo()
+    model = module.load_model(
+        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu"),
+        dtype=torch.bfloat16)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad(), module.in_float32(model):
+        found = model(ids).logits
+    assert found.dtype == torch.float32
+    assert all(p.dtype == torch.bfloat16 and torch.equal(p, before[n]) for n, p in model.named_parameters())
+    torch.testing.assert_close(found, model.float()(ids).logits.detach())
+
+
+def test_recomputing_gives_the_same_adapter(tmp_path):
+    trained = []
+    for name, recompute in (("one", False), ("two", True)):
+        _, trainer = make("grpo/grpo.py", tmp_path / name, GRADIENT_CHECKPOINTING=recompute, MAX_STEPS=1)
+        trainer.train()
+        trained.append(adapter_of(trainer.actor))
+    for name, a in trained[0].items():
+        torch.testing.assert_close(a, trained[1][name], msg=name)
+
+
+# ---------------------------------------------------------------- what is refused, in a sentence
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"LORA_TARGETS": "q_proj, nope"}, "'q_proj, nope': ACTOR_MODEL has no layer 'nope', but down_proj, "),
+    ({"LORA_TARGETS": "mlp"}, "LORA_TARGETS = 'mlp': Target module .* is not supported"),
+    ({"LORA_TARGETS": "embed_tokens"}, "embed_tokens shares its weight with another layer of ACTOR_MODEL"),
+    ({"LORA_RANK": 0, "BASE_DTYPE": "bfloat16", "DTYPE": "bfloat16"}, "BASE_DTYPE .* needs LORA_RANK"),
+    ({"BASE_DTYPE": "bfloat16"}, "BASE_DTYPE = 'bfloat16' .* the same DTYPE"),
+    ({"BASE_DTYPE": "float16"}, "BASE_DTYPE = 'float16' is unknown"),
+    ({"LORA_RANK": -1}, "LORA_RANK = -1 is out of range"),
+    ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
+    ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: .*LORA_RANK"),
+])
+def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
+    with pytest.raises(Exception, match=says) as error:
+        make("grpo/grpo.py", tmp_path / "run", **constants)
+    assert type(error.value).__name__ == "UserError" and "\n" not in str(error.value)
+
+
+def test_sharding_is_refused(grpo):
+    module = grpo(LORA_RANK=4, SHARD="fsdp2")
+    with pytest.raises(module.UserError, match="LORA_RANK = 4: SHARD = 'fsdp2' shards whole models alone"):
+        module.load_trained(module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", None)
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"LORA_RANK": 8}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+    ({"LORA_ALPHA": 8.0}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+    ({"LORA_TARGETS": "q_proj"}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+    ({"LORA_RANK": 0}, "LORA_RANK = 0: .*step_6/policy was made with an adapter"),
+])
+def test_a_resumed_run_needs_its_own_adapter(six, tmp_path, constants, says):
+    if six.path != "grpo/grpo.py":
+        return
+    with pytest.raises(Exception, match=says):
+        make(six.path, tmp_path / "run", RESUME=str(six.out / "step_6"), **constants)
+
+
+def test_a_whole_models_checkpoint_is_not_resumed_with_an_adapter(tmp_path):
+    _, trainer = make("grpo/grpo.py", tmp_path / "run", LORA_RANK=0, MAX_STEPS=1)
+    trainer.train()
+    with pytest.raises(Exception, match="LORA_RANK = 4: .*step_1/policy was made without an adapter"):
+        make("grpo/grpo.py", tmp_path / "run", RESUME="yes")
+
+
+def test_a_base_that_has_changed_under_its_adapter_is_told(six, tmp_path):
+    if six.path != "grpo/grpo.py":
+        return
+    other = tmp_path / "other"
+    shutil.copytree(TINY / "policy", other)
+    same = str(six.out / "step_6")
+    make(six.path, tmp_path / "run", RESUME=same, ACTOR_MODEL=str(other))  # moved, and the same
+    model = plain(six, other)
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1e-4
+    model.save_pretrained(other)
+    with pytest.raises(Exception, match="step_6/policy is an adapter of other weights than"):
+        make(six.path, tmp_path / "run", RESUME=same, ACTOR_MODEL=str(other))
+
+
+def test_an_adapters_folder_is_no_model(six, tmp_path):
+    with pytest.raises(Exception, match="is an adapter, not a model: take the best/policy of its run"):
+        make(six.path, tmp_path / "run", ACTOR_MODEL=str(six.out / "step_6/policy"), LORA_RANK=0)
