@@ -63,10 +63,10 @@ def logprobs(six, model, batch):
 
 
 def test_off_by_default_and_then_peft_is_not_asked_for(each, monkeypatch):
-    def without_peft(name, *more):
+    def without_peft(name, *more, **options):
         if name == "peft":
             raise ImportError("No module named 'peft'")
-        return real(name, *more)
+        return real(name, *more, **options)
 
     real = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", without_peft)
