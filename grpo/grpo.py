@@ -702,7 +702,8 @@ def add_adapter(model, constant, new_head):
             raise ValueError(f"{constant} has no layer {absent[0]!r}, but {', '.join(sorted(linear))}")
         model.add_adapter(config)
     except ValueError as error:
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error)}") from None
+        said = first_line(error).rstrip("(")
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {said}") from None
     held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name, layer in model.named_modules():
         if hasattr(layer, "get_delta_weight") and held.count(id(layer.get_base_layer().weight)) > 1:
@@ -2336,17 +2337,16 @@ def bits_digest(tensors):
 
 def merged(model):
     """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
-    loads it. The other weights are shared. A model without one is itself."""
+    loads it. Other weights are shared if they are in float32. A model without an adapter is itself."""
     if not hasattr(model, "peft_config"):
         return model
-    copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    copied = copy.deepcopy(model, {id(p): p for p in frozen if p.dtype == torch.float32}).float()
     for name, layer in list(copied.named_modules()):
         if hasattr(layer, "get_delta_weight"):
             base = layer.get_base_layer()
-            weight = base.weight.detach().float() + layer.get_delta_weight("default").detach()
-            base.weight = torch.nn.Parameter(weight)
+            base.weight = torch.nn.Parameter((base.weight + layer.get_delta_weight("default")).detach())
             copied.set_submodule(name, base)
-    copied.config.dtype = torch.float32
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied

@@ -26,11 +26,10 @@ MUTANTS = [
     # what is saved
     (RCE, "        x.copy_(state[name])", "        pass",
      IN_LORA + "six_steps_equal_three_and_three_to_the_byte[rce]"),
-    (GRPO, "copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})",
-     "copied = model",
-     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
-    (GRPO, "    copied.config.dtype = torch.float32\n", "",
+    (GRPO, "p for p in frozen if p.dtype == torch.float32}).float()", "p for p in frozen}).float()",
      IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
+    (GRPO, "    copied = copy.deepcopy(model, {", "    copied = model\n    copy.deepcopy(model, {",
+     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
 
     # what is refused
     (GRPO, 'ways.get("base_digest") != getattr(model, "base_digest", None)', "False",
