@@ -1400,12 +1400,17 @@ def clip_and_step(optimizers, loss, run, ids):
 
 # ---------------------------------------------------------------- what is logged
 
+def size_of(model):
+    """How many parameters a model has and, with an adapter, how many of them are trained."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapted = f", {trained:,} of them trained," if LORA_RANK else ""
+    return f"{model.num_parameters():,} parameters{adapted}"
+
+
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
     name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    trained = sum(p.numel() for p in actor.parameters() if p.requires_grad)
-    adapted = f", {trained:,} of them trained," if LORA_RANK else ""
-    name = f"{name}: {actor.num_parameters():,} parameters{adapted} on {actor.device}, {DTYPE}"
+    name = f"{name}: {size_of(actor)} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
     return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"

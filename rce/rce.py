@@ -780,7 +780,7 @@ class RCETrainer:
     def introduction(self):
         """What a run begins with, on the terminal."""
         name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-        name = f"{name}: {self.actor.num_parameters():,} parameters on {self.device}, {DTYPE}"
+        name = f"{name}: {size_of(self.actor)} on {self.device}, {DTYPE}"
         prompts = f"{len(self.rows)} prompts to mine, {len(self.eval_rows)} held out"
         which = f"round {min(self.state.round, self.rounds)} of {self.rounds}"
         steps = f"steps {self.run.step} to {self.run.total_steps} at most"
@@ -1725,12 +1725,17 @@ def clip_and_step(optimizers, loss, run, ids):
 
 # ---------------------------------------------------------------- what is logged
 
+def size_of(model):
+    """How many parameters a model has and, with an adapter, how many of them are trained."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapted = f", {trained:,} of them trained," if LORA_RANK else ""
+    return f"{model.num_parameters():,} parameters{adapted}"
+
+
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
     name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    trained = sum(p.numel() for p in actor.parameters() if p.requires_grad)
-    adapted = f", {trained:,} of them trained," if LORA_RANK else ""
-    name = f"{name}: {actor.num_parameters():,} parameters{adapted} on {actor.device}, {DTYPE}"
+    name = f"{name}: {size_of(actor)} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
     return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
