@@ -1844,8 +1844,8 @@ def check_token_rewards(name, values, responses, width):
         except (TypeError, ValueError, RuntimeError):
             numbers = torch.tensor(math.nan)
         if numbers.shape != (count,) or not numbers.isfinite().all():
-            returned = f"{len(value)} values" if hasattr(value, "__len__") else f"{value!r}"
             must = f"must return {count} finite numbers for response {i}, one for each of its response_ids"
+            returned = f"{len(value)}, {repr(value)[:60]}" if hasattr(value, "__len__") else f"{value!r}"
             raise UserError(f"{name} {must}, or one number a response; it returned {returned}")
         found[i, :count] = numbers
     return found
