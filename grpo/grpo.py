@@ -1697,7 +1697,7 @@ def load_rows(datasets, constant, limit=None):
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
     for name, column in extra.items():
-        if rows and all(row["prompt"].facts[name] is None for row in rows):
+        if constant == "TRAIN_DATASETS" and all(row["prompt"].facts[name] is None for row in rows):
             raise UserError(f"{constant}: no row has the column {column!r} of EXTRA_COLUMNS")
     return rows[:limit]
 
@@ -1718,7 +1718,7 @@ def read_row(spec, record, columns, where, chats=False):
     answer = look_up(record, spec["output"]) if spec.get("output") else None
     last = answer[-1] if chats and isinstance(answer, list) and answer else None
     if isinstance(last, dict) and "role" in last:
-        answer = last.get("content")
+        answer = last.get("content") or answer
     golds = answer if isinstance(answer, list) else [answer]
     if answer is not None and not (golds and all(map(is_plain, golds))):
         must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)

@@ -123,6 +123,13 @@ def test_a_chat_that_is_none_is_named_with_its_line(tmp_path, chat, says):
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_an_answer_of_messages_without_a_text_is_named(tmp_path):
+    for completion in ([{"role": "assistant", "content": None}], [{"role": "assistant"}], [{"text": "1"}]):
+        data = data_set(tmp_path / "a.jsonl", {"q": [USER], "a": completion}, input="q", output="a")
+        with pytest.raises(PPO.UserError, match="a.jsonl line 1: 'a' holds .*: write a text"):
+            PPO.load_rows([data], "TRAIN_DATASETS")
+
+
 def test_a_text_knows_its_row_wherever_it_goes():
     text = PPO.with_facts(PPO.read_prompt(TURNS, "here"), index=3)
     again = copy.deepcopy(PPO.with_facts(text, more=4))
@@ -330,6 +337,8 @@ def test_a_column_that_cannot_be_handed_on_is_named(ppo, tmp_path, columns, says
         script = ppo(TRAIN_DATASETS=data, EXTRA_COLUMNS=columns)
         with pytest.raises(script.UserError, match=f"^{says}"):
             script.load_rows(data, "TRAIN_DATASETS")
+        if "levle" in columns:  # held-out rows may lack it
+            assert script.load_rows(data, "EVAL_DATASETS")[0]["prompt"].facts == {"levle": None}
 
 
 def test_parquet_reads_the_further_columns_too_and_no_others(ppo, tmp_path, monkeypatch):
