@@ -25,7 +25,7 @@ MUTANTS = [
     (PPO, "    messages = without_nulls(value.tolist()", "    messages = list(value.tolist()",
      IN_CHATS + "nulls_that_parquet_puts_into_records_are_taken_out_again"),
     (PPO, '        answer = last.get("content") or answer\n', "        pass\n",
-     IN_CHATS + "rows_as_trl_and_verl_publish_them_are_read_as_they_are[jsonl-ppo]"),
+     IN_CHATS + "rows_as_trl_and_verl_publish_them_are_read_as_they_are[ppo-jsonl]"),
     (PPO, 'answer = last.get("content") or answer\n', 'answer = last.get("content")\n',
      IN_CHATS + "an_answer_of_messages_without_a_text_is_named"),
     (PPO, '    if messages[-1]["role"] == "assistant":\n', "    if False:\n",
@@ -67,9 +67,9 @@ MUTANTS = [
      IN_DENSE + "a_run_logs_the_sums"),
 
     # SHOW
-    (GRPO, "texts.append(paint(2, key)", "texts.append(paint(1, key)",
+    (PPO, "texts.append(paint(2, key)", "texts.append(paint(1, key)",
      IN_SHOW + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
-    (PPO, "            value = printable(value if isinstance(value, str) else json.dumps(value))\n",
+    (GRPO, "            value = printable(value if isinstance(value, str) else json.dumps(value))\n",
      "            value = value if isinstance(value, str) else json.dumps(value)\n",
      IN_SHOW + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
     (GRPO, 'facts.append(printable(f"{key} {value}"))', 'facts.append(f"{key} {value}")',
@@ -78,9 +78,8 @@ MUTANTS = [
      IN_SHOW + "a_step_and_the_worst_or_best_can_be_asked_for"),
     (GRPO, "        samples = [sample for sample in samples if not math.isnan(reward_of(sample))]\n", "",
      IN_SHOW + "a_step_and_the_worst_or_best_can_be_asked_for"),
-    (GRPO, "            with suppress(ValueError, RecursionError):\n", "            with suppress(OSError):\n",
+    (GRPO, "with suppress(ValueError, RecursionError):", "with suppress(OSError):",
      IN_SHOW + "a_run_in_progress_and_a_spoilt_file_are_shown_as_far_as_they_go"),
-    (GRPO, "    except BrokenPipeError:  # `| head` has read enough; what is left goes nowhere\n",
-     "    except KeyError:\n",
+    (GRPO, "    except BrokenPipeError:", "    except KeyError:",
      IN_SHOW + "a_reader_that_has_seen_enough_ends_it_quietly"),
 ]

@@ -59,8 +59,10 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(shown, tmp_path):
     assert responses(shown(run, "BY=worst")) == ["1.2", "2.4", "1.1", "2.3"]
     assert responses(shown(run, "BY=best", "STEP=1")) == ["1.1", "1.2"]
     many = [{**SAMPLES[0], "response": f"say {n}", "reward": n} for n in range(30)]
-    write(tmp_path, *many, {**SAMPLES[0], "reward": None}, {**SAMPLES[0], "reward": float("nan")})
+    none = [{**SAMPLES[0], "reward": None}, {**SAMPLES[0], "reward": float("nan")}]
+    write(tmp_path, *many[15:], *none, *many[:15])
     assert responses(shown(run, "BY=best")) == [str(n) for n in range(29, 19, -1)]
+    assert responses(shown(run, "BY=worst")) == [str(n) for n in range(10)]
     assert len(responses(shown(run))) == 32
 
 
