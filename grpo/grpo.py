@@ -1213,7 +1213,7 @@ def headline(run, actor, train_rows, eval_rows):
 
 def a_response(scores):
     """Scores (rows,) of scores a response or a token: (rows,) or (rows, R)."""
-    return scores.view(len(scores), -1).sum(1)
+    return scores.reshape(len(scores), -1).sum(1)
 
 
 def response_metrics(batch, scores, parts):
@@ -1826,8 +1826,8 @@ def resolve_rewards(functions, constant):
 def holds_lists(values):
     """Whether a reward function returned lists of numbers in place of numbers."""
     try:
-        return any(isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0 for value in values)
-    except TypeError:
+        return len(values) > 0 and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in values)
+    except TypeError:  # not even a list
         return False
 
 

@@ -1032,8 +1032,8 @@ def resolve_rewards(functions, constant):
 def holds_lists(values):
     """Whether a reward function returned lists of numbers in place of numbers."""
     try:
-        return any(isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0 for value in values)
-    except TypeError:
+        return len(values) > 0 and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in values)
+    except TypeError:  # not even a list
         return False
 
 
