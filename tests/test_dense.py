@@ -103,7 +103,7 @@ def test_the_cookbooks_recipe_rewards_each_right_line_where_it_ends(ppo):
     row, = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
     ends = [i for i, token in enumerate(ids) if trainer.tokenizer.decode([token]) == "\n"]
     assert len(ends) == 2 and row == [0.1 * (i == ends[0]) + (i == len(ids) - 1) for i in range(len(ids))]
-    trainer.train()
+    assert rolled_out(trainer, 2).dense.sum(1).gt(0).any()
 
 
 @pytest.mark.parametrize("change, says", [

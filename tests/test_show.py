@@ -1,11 +1,10 @@
 """SHOW=OUTPUT_DIR: what the policy says, as a person reads it."""
 import json
 import os
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TRAINERS, load_script
+from conftest import TRAINERS, load_script
 
 SAMPLES = [
     {"step": step, "id": f"a.jsonl:{n}", "prompt": f"Tom has {n} apples.\nHow many?",
@@ -109,12 +108,11 @@ def test_what_cannot_be_shown_is_a_sentence(shown, tmp_path, monkeypatch, words,
     assert says.format(**folders) in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path):
+def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path, monkeypatch):
     run = write(tmp_path, *SAMPLES * 2000)
-    read, written = os.pipe()
-    command = [sys.executable, "grpo/grpo.py", f"SHOW={run}"]
-    process = subprocess.Popen(command, stdout=written, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    os.close(written)
-    os.read(read, 100)
-    os.close(read)
-    assert process.communicate()[1] == "" and process.returncode == 0
+    end, written = os.pipe()
+    os.close(end)
+    with os.fdopen(written, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        load_script("grpo/grpo.py").show_samples([f"SHOW={run}"])
+        print("to nowhere", flush=True)
