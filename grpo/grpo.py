@@ -64,7 +64,7 @@ DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
 # Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split"
-# too. A column may be a path into nested records, such as "answers.text"
+# too. A column may be a path into nested records, such as "answers.text"; input a text or a list of messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -73,6 +73,8 @@ EVAL_DATASETS = [
     {"path": f"{ROOT}/data/tiny/test.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
 ]
 PROMPT_TEMPLATE = "{input}"  # what the actor is asked; the tokenizer's chat template, if any, goes around it
+SYSTEM_PROMPT: str | None = None  # goes before prompts without a system message; needs a chat template
+EXTRA_COLUMNS = []  # further columns, for reward functions that have a parameter of such a name
 MAX_TRAIN_PROMPTS: int | None = None  # only the first so many; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
@@ -503,7 +505,7 @@ class GRPOTrainer:
     # ------------------------------------------------------------ evaluation and what is logged
 
     def evaluate(self, prompts=None, answers=None):
-        """Metrics of greedy and sampled responses to prompts (texts; default: the held-out set). Override to
+        """Metrics of greedy and sampled responses to prompts (texts or chats; default: held-out). Override to
         add yours. The samples have their own random stream, so evaluating never changes training."""
         rows = self.eval_rows
         if prompts is not None:
@@ -533,7 +535,7 @@ class GRPOTrainer:
         return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, *columns)[0].double()
 
     def generate_response(self, prompt, greedy=True):
-        """One response to one prompt text; greedy=False samples from the global random stream."""
+        """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
         rows = encode_texts([prompt], None, "generate_response", self.tokenizer, self.readers, self.run.say)
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
@@ -728,14 +730,37 @@ def positions_of(model):
     return math.inf, ""
 
 
-def chat(tokenizer, text, response=None):
-    """The ids of a prompt, or of one with its response, in the tokenizer's chat template if it has one."""
+def conversation(prompt):
+    """The messages that a prompt is to the model: a chat's own, or its text in PROMPT_TEMPLATE; SYSTEM_PROMPT
+    goes first where there is no system message."""
+    messages = getattr(prompt, "messages", None)
+    if messages is None:
+        messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    has_one = any(message["role"] in ("system", "developer") for message in messages)
+    first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
+    return first + messages
+
+
+def chat(tokenizer, prompt, where, response=None):
+    """The ids of a prompt, a text or a chat, or of one with its response, in the tokenizer's chat template;
+    a text can do without one. where: what an error names."""
+    prompt = read_prompt(prompt, where)
+    messages = conversation(prompt)
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
         if response is not None:
-            turns.append({"role": "assistant", "content": response})
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=response is None)
+            messages = messages + [{"role": "assistant", "content": response}]
+        options = {"tokenize": False, "add_generation_prompt": response is None}
+        try:
+            text = tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template may refuse roles, or their order, by any kind
+            why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
+            raise UserError(f"{where}: the chat template of {why}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(messages) > 1 or getattr(prompt, "messages", None):
+        needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
+        todo = "put a file chat_template.jinja beside it, such as that of its chat version"
+        raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
+    text = messages[0]["content"]
     ids = tokenizer(text if response is None else text + response + tokenizer.eos_token)["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     if response is None:
@@ -750,8 +775,9 @@ def encode(rows, constant, tokenizer, readers, say):
     and said so. readers: the models that read them, each by its constant, the actor first."""
     known = known_ids(next(iter(readers.values())))
     for row in rows:
-        row["ids"] = chat(tokenizer, PROMPT_TEMPLATE.replace("{input}", row["prompt"]))
         which = row.get("id", "the prompt")
+        row["ids"] = chat(tokenizer, row["prompt"], f"{constant}: {which}")
+        row["prompt"] = with_facts(row["prompt"], messages=conversation(row["prompt"]))
         if not row["ids"]:
             raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
         if max(row["ids"]) >= known:
@@ -775,9 +801,9 @@ def encode(rows, constant, tokenizer, readers, say):
 
 
 def encode_texts(prompts, answers, what, tokenizer, readers, say):
-    """Rows of texts that a caller gives, those that encode() keeps."""
+    """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers)]
+    rows = [{"prompt": read_prompt(p, what), "answer": answer} for p, answer in zip(prompts, answers)]
     return encode(rows, what, tokenizer, readers, say)
 
 
@@ -1041,7 +1067,9 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
         truncated=~torch.isin(last, eos_ids),
-        responses=tokenizer.batch_decode(rows, skip_special_tokens=True))
+        responses=[
+            with_facts(text, response_ids=row)
+            for text, row in zip(tokenizer.batch_decode(rows, skip_special_tokens=True), rows)])
 
 
 # ---------------------------------------------------------------- scoring
@@ -1164,8 +1192,7 @@ def all_values(model, batch):
 @torch.no_grad()
 def classify(model, tokenizer, prompts, responses):
     """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
-    pairs = zip(prompts, responses)
-    rows = [chat(tokenizer, PROMPT_TEMPLATE.replace("{input}", p), r) for p, r in pairs]
+    rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]
     most, why = positions_of(model)
     longest = max(map(len, rows))
     if longest > most:
@@ -1361,10 +1388,15 @@ def headline(run, actor, train_rows, eval_rows):
     return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
+def a_response(scores):
+    """Scores (rows,) of scores a response or a token: (rows,) or (rows, R)."""
+    return scores.reshape(len(scores), -1).sum(1)
+
+
 def response_metrics(batch, scores, parts):
-    """Means over responses: of the scores (rows,) and their parts, lengths, how many were cut."""
+    """Means over responses: of the scores and their parts, lengths, how many were cut."""
     return {
-        "reward": scores.mean().item(),
+        "reward": a_response(scores).mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
         "response_length": batch.response_lengths.float().mean().item(),
         "truncated_fraction": batch.truncated.float().mean().item()}
@@ -1376,8 +1408,8 @@ def sample_records(batch, advantages):
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
         records.append({
-            "id": row["id"], "prompt": row["prompt"], "response": batch.responses[i], "answer": row["answer"],
-            "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": batch.responses[i],
+            "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": advantages[i].item()})
     return records
@@ -1737,7 +1769,9 @@ AttentionMaskInterface.register("shared_prompts", sdpa_mask)
 # ==== block: data and rewards
 # Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
 # copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
+import copy
 import faulthandler
+import inspect
 import json
 import math
 import sys
@@ -1747,10 +1781,82 @@ from pathlib import Path
 import torch
 
 
+class Text(str):
+    """A prompt or response that knows more than its text: what reward functions may ask for beside it (facts,
+    by the names of their parameters); a chat, whose last user message is the text, its messages."""
+
+    messages = None
+    facts = {}
+
+
+def with_facts(text, **facts):
+    """The text as a Text that knows these facts too."""
+    found = Text(text)
+    found.messages = getattr(text, "messages", None)
+    found.facts = {**getattr(text, "facts", {}), **facts}
+    return found
+
+
+def transcript(prompt):
+    """A prompt as a person reads it: of a chat every message."""
+    messages = getattr(prompt, "messages", None)
+    if not messages:
+        return str(prompt)
+    calls = (json.dumps(m["tool_calls"], default=str) if "tool_calls" in m else "" for m in messages)
+    return "\n".join(f"{m['role']}: {m['content']}{call}" for m, call in zip(messages, calls))
+
+
+def without_nulls(value):
+    """Nested records without keys that hold null: parquet and the hub fill those in that a record lacks."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def read_prompt(value, where):
+    """A text as it is; a chat, a list of {"role", "content"} messages, as a Text: its last user message's."""
+    if isinstance(value, str):
+        return value
+    messages = without_nulls(value.tolist() if hasattr(value, "tolist") else value)  # NumPy's, of pandas
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            form = 'a text or a list such as [{"role": "user", "content": "How many?"}]'
+            raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:80]}")
+        if message.get("tool_calls"):
+            message.setdefault("content", "")
+        if not isinstance(message.get("content"), str):
+            holds = f"content of a {message['role']!r} message is {repr(message.get('content'))[:80]}"
+            raise UserError(f"{where}: {holds}; it must be a text: no lists of parts, such as images")
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if not asked or not asked[-1].strip():
+        raise UserError(f"{where}: a chat must have a 'user' message, the last of which is not empty")
+    if messages[-1]["role"] == "assistant":
+        todo = "delete it, a prompt ends with what is to be answered (answers have a column of their own)"
+        raise UserError(f"{where}: the last message is the assistant's: {todo}")
+    prompt = Text(asked[-1])
+    prompt.messages = messages
+    return prompt
+
+
+def extra_columns():
+    """{parameter of a reward function: column} of EXTRA_COLUMNS; of a path such as "extra_info.index" the
+    parameter is its last word."""
+    found = {}
+    taken = {"prompts", "responses", "answers", "messages", "response_ids"}
+    for column in EXTRA_COLUMNS:
+        name = column.rpartition(".")[2] if isinstance(column, str) else ""
+        if not name.isidentifier() or name in taken | set(found):
+            must = "a column's last word must be the name of a parameter, of its own"
+            raise UserError(f"EXTRA_COLUMNS = {EXTRA_COLUMNS}: {must}; mend {column!r}")
+        found[name] = column
+    return found
+
+
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output
-    column."""
+    column. A prompt is a Text, which knows EXTRA_COLUMNS."""
     rows = []
+    extra = extra_columns()
     for spec in datasets:
         if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
             example = "{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}"
@@ -1762,25 +1868,36 @@ def load_rows(datasets, constant, limit=None):
             has = "a data set has path, type, input and, if you like, output, name, split"
             raise UserError(f"{where}: {has}; mend {sorted(odd)}")
         before = len(rows)
-        for number, record in read_records(spec, columns, where):
-            rows.append(read_row(spec, record, columns, f"{where} line {number}"))
-            rows[-1]["id"] = f"{Path(spec['path']).name}:{number}"
+        for number, record in read_records(spec, columns, where, extra.values()):
+            row = read_row(spec, record, columns, f"{where} line {number}", chats=True)
+            facts = {name: look_up(record, column) for name, column in extra.items()}
+            prompt = with_facts(row["prompt"], **facts)
+            rows.append({**row, "prompt": prompt, "id": f"{Path(spec['path']).name}:{number}"})
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
+    for name, column in extra.items():
+        if constant == "TRAIN_DATASETS" and all(row["prompt"].facts[name] is None for row in rows):
+            raise UserError(f"{constant}: no row has the column {column!r} of EXTRA_COLUMNS")
     return rows[:limit]
 
 
-def read_row(spec, record, columns, where):
-    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts."""
+def read_row(spec, record, columns, where, chats=False):
+    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts. With chats, a prompt
+    may be a list of messages, and an answer one whose last message's text it is."""
     for column in columns:
         if look_up(record, column) is None:
             has = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise UserError(f"{where}: there is no value for column {column!r}; the row has {has}")
     prompt = look_up(record, spec["input"])
+    if chats and isinstance(prompt, list):
+        prompt = read_prompt(prompt, f"{where}: {spec['input']!r}")
     if not isinstance(prompt, str) or not prompt.strip():
         must = "must be a text that is not empty" + inside(prompt, "input", spec)
         raise UserError(f"{where}: {spec['input']!r} {must}")
     answer = look_up(record, spec["output"]) if spec.get("output") else None
+    last = answer[-1] if chats and isinstance(answer, list) and answer else None
+    if isinstance(last, dict) and "role" in last:
+        answer = last.get("content") or answer
     golds = answer if isinstance(answer, list) else [answer]
     if answer is not None and not (golds and all(map(is_plain, golds))):
         must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
@@ -1788,7 +1905,7 @@ def read_row(spec, record, columns, where):
         raise UserError(f"{where}: {held}: write {must}, or delete the line")
     golds = [str(gold) for gold in golds if gold is not None]
     try:
-        "".join([prompt, *golds]).encode()
+        "".join([transcript(prompt), *golds]).encode()
     except UnicodeEncodeError:
         half = "half of a surrogate pair, such as \\ud800, is no character"
         raise UserError(f"{where}: {half}; mend or delete it") from None
@@ -1834,8 +1951,8 @@ def inside(value, key, spec):
     return f", or name what is in it, such as {key!r}: {example!r}" if names else ""
 
 
-def read_records(spec, columns, where):
-    """(line number from 1, record) of one data set."""
+def read_records(spec, columns, where, extra=()):
+    """(line number from 1, record) of one data set; columns it must have, extra ones it may have."""
     if spec["type"] not in ("jsonl", "parquet", "hub"):
         raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     if spec["type"] != "hub" and not Path(spec["path"]).is_file():
@@ -1856,6 +1973,7 @@ def read_records(spec, columns, where):
 
             names = pyarrow.parquet.read_schema(spec["path"]).names
             heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            heads += [head for path in extra for head, _ in splits(path) if head in names]
             table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
             records = table.to_pylist()
         else:
@@ -1884,9 +2002,39 @@ def resolve_rewards(functions, constant):
     return found
 
 
+def holds_lists(values):
+    """Whether a reward function returned lists of numbers in place of numbers."""
+    try:
+        return len(values) > 0 and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in values)
+    except TypeError:  # not even a list
+        return False
+
+
+def check_token_rewards(name, values, responses, width):
+    """A number a token as a float32 tensor (rows, width), 0 after each response's end."""
+    found = torch.zeros(len(responses), width)
+    if len(values) != len(responses):
+        must = f"{name} must return a list for each of {len(responses)} responses"
+        raise UserError(f"{must}; it returned {len(values)}")
+    for i, (value, response) in enumerate(zip(values, responses)):
+        count = len(getattr(response, "facts", {}).get("response_ids", value))
+        try:
+            numbers = torch.as_tensor(value, dtype=torch.float32).detach()
+        except (TypeError, ValueError, RuntimeError):
+            numbers = torch.tensor(math.nan)
+        if numbers.shape != (count,) or not numbers.isfinite().all():
+            must = f"must return {count} finite numbers for response {i}, one for each of its response_ids"
+            returned = f"{len(value)}, {repr(value)[:60]}" if hasattr(value, "__len__") else f"{value!r}"
+            raise UserError(f"{name} {must}, or one number a response; it returned {returned}")
+        found[i, :count] = numbers
+    return found
+
+
 def check_scores(name, values, count):
     """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
     must = f"{name} must return {count} finite numbers, one a response; it returned"
+    if holds_lists(values):
+        raise UserError(f"{must} lists of numbers, as compute_rewards of ppo/ppo.py alone may (one a token)")
     try:
         numbers = torch.as_tensor(values, dtype=torch.float32).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -1900,16 +2048,40 @@ def check_scores(name, values, count):
 _CALLING = []  # reward functions that are running, the outermost first
 
 
-def call_reward(name, function, prompts, responses, answers):
-    """What a reward function gives, checked, (rows,). What it raises goes on with a note that names it.
-    Scoring that takes longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside
-    Python."""
+def further_arguments(name, function, prompts, responses):
+    """{parameter: list, one value a response} for the parameters that a reward function has after its first
+    three: what the prompts and responses know by these names (messages, response_ids, EXTRA_COLUMNS)."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a builtin it is not known
+        return {}
+    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+    others = [p for p in parameters if p not in first and p.kind != p.VAR_POSITIONAL]
+    if not others:
+        return {}
+    facts = [{**getattr(p, "facts", {}), **getattr(r, "facts", {})} for p, r in zip(prompts, responses)]
+    known = [key for key in (facts[0] if facts else ()) if all(key in each for each in facts)]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in others)
+    for p in others:
+        if p.kind != p.VAR_KEYWORD and p.default is p.empty and p.name not in known and facts:
+            todo = "name its column in EXTRA_COLUMNS, or give the parameter a default"
+            raise UserError(f"{name} takes {p.name!r}, which these prompts do not know: {todo}")
+    wanted = known if takes_all else [p.name for p in others if p.name in known]
+    # copies: a judge may append the response to its messages
+    return {key: [copy.deepcopy(each[key]) for each in facts] for key in wanted}
+
+
+def call_reward(name, function, prompts, responses, answers, width=None):
+    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
+    numbers a response, one a token. What it raises goes on with a note that names it. Scoring that takes
+    longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside Python."""
+    more = further_arguments(name, function, prompts, responses)
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     _CALLING.append(name)
     try:
-        values = function(prompts, responses, answers)
+        values = function(prompts, responses, answers, **more)
     except UserError:
         raise
     except Exception as error:
@@ -1922,6 +2094,8 @@ def call_reward(name, function, prompts, responses, answers):
         _CALLING.pop()
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
+    if width and holds_lists(values):
+        return check_token_rewards(name, values, responses, width)
     return check_scores(name, values, len(responses))
 
 
@@ -1955,6 +2129,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -2900,11 +3075,80 @@ class Run:
             self.wandb.finish()
 
 
+def read_samples(path):
+    """The records of samples.jsonl; a line that is none, such as one just being written, is left out."""
+    records = []
+    with open(path, errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
+    return records
+
+
+def reward_of(sample):
+    """A sample's reward; NaN, which no order holds, where it has none."""
+    value = sample.get("reward")
+    return value if isinstance(value, (int, float)) else math.nan
+
+
+def show_sample(sample, colour):
+    """A sample as text for a terminal: numbers in its first line, then each text under its name."""
+    def paint(code, text):
+        return f"\033[{code}m{text}\033[0m" if colour else text
+
+    facts = []
+    texts = []
+    for key, value in sample.items():
+        if key in ("prompt", "response", "answer", "question") and value is not None:
+            value = printable(value if isinstance(value, str) else json.dumps(value))
+            texts.append(paint(2, key) + "\n" + textwrap.indent(value, "    ", lambda line: True))
+        elif value is not None:
+            value = f"{value:.3f}" if isinstance(value, float) else value
+            facts.append(printable(f"{key} {value}"))
+    good = reward_of(sample) > 0
+    return "\n".join([paint("1;32" if good else "1;31", "  ".join(facts)), *texts]) + "\n"
+
+
+def show_samples(words):
+    """Print logs/samples.jsonl of a run: SHOW=OUTPUT_DIR and, if wanted, STEP=n, and BY=worst or BY=best for
+    the ten of lowest or highest reward. Takes no lock: the run may be going on."""
+    asked = dict(word.partition("=")[::2] for word in words)
+    by = asked.get("BY", "")
+    step = asked.get("STEP", "0")
+    if set(asked) - {"SHOW", "STEP", "BY"} or by not in ("", "worst", "best") or not step.isdecimal():
+        raise UserError(f"{' '.join(words)}: SHOW=OUTPUT_DIR takes STEP=n and BY=worst or BY=best beside it")
+    path = Path(asked["SHOW"]) / "logs/samples.jsonl"
+    if not path.is_file():
+        raise UserError(f"there is no {path}: SHOW takes the OUTPUT_DIR of a run that has done a step")
+    samples = read_samples(path)
+    steps = [sample["step"] for sample in samples]
+    if "STEP" in asked:
+        samples = [sample for sample in samples if sample["step"] == int(step)]
+    if by:
+        samples = [sample for sample in samples if not math.isnan(reward_of(sample))]
+        samples = sorted(samples, key=reward_of, reverse=by == "best")[:10]
+    if not samples:
+        has = f"its steps are {min(steps)} to {max(steps)}" if steps else "it is empty"
+        raise UserError(f"{path} has no such sample: {has}")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    try:
+        for sample in samples:
+            print(show_sample(sample, colour))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
     SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
     1. An error of one process ends all of them; the first says so."""
     try:
+        if any(word.startswith("SHOW=") for word in sys.argv[1:]):
+            show_samples(sys.argv[1:])
+            sys.exit(0)
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
         trainer.train()

@@ -99,7 +99,7 @@ MUTANTS = [
      IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it"),
     (PPO, "        if not KL_TARGET:\n", "        if True:\n",
      IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it"),
-    (PPO, "mask, self.state.kl_coef)", "mask, KL_COEF)",
+    (PPO, "mask, self.state.kl_coef, batch.dense)", "mask, KL_COEF, batch.dense)",
      IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it"),
 
     # optimizers
@@ -210,8 +210,8 @@ MUTANTS = [
     (PPO, "response_logprobs(self.actor, batch, micro, TEMPERATURE)",
      "response_logprobs(self.actor, batch, micro, 1.0)",
      IN_PPO + "at_another_temperature_the_first_ratio_is_one_and_the_first_kl_is_zero"),
-    (PPO, "batch.scores = scores - MISSING_EOS_PENALTY * batch.truncated",
-     "batch.scores = scores - MISSING_EOS_PENALTY * ~batch.truncated",
+    (PPO, "batch.scores = a_response(scores) - MISSING_EOS_PENALTY * batch.truncated",
+     "batch.scores = a_response(scores) - MISSING_EOS_PENALTY * ~batch.truncated",
      IN_PPO + "missing_eos_is_penalised"),
     (PPO, "            total += weight * self.reward_parts[name]",
      "            total += self.reward_parts[name]",

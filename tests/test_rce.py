@@ -1709,7 +1709,7 @@ def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, caps
     trainer = rce(EVAL_DATASETS=[], **constants).RCETrainer()
     row = trainer.train_rows[0]
     some = [
-        {"prompt_id": row["id"], "prompt": "q", "text": text, "eval_failed": False, "eval_error": None}
+        {"prompt_id": row["id"], "text": text, "token_ids": [5], "eval_failed": False, "eval_error": None}
         for text in ("right", "odd", "wrong")
     ]
     trainer.verify(some, {row["id"]: row})
