@@ -2571,7 +2571,15 @@ def must_agree(what, value):
 
 def full(tensor):
     """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_for_first(tensor):
+    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = tensor.full_tensor()
+    return tensor.cpu() if rank() == 0 else None
 
 
 def full_state(model):
@@ -2580,14 +2588,15 @@ def full_state(model):
         return None
     found = {}  # tied weights stay one tensor
     state = model.state_dict(keep_vars=True)
-    return {key: found.setdefault(id(x), full(x.detach())) for key, x in state.items()}
+    return {key: found.setdefault(id(x), full_for_first(x.detach())) for key, x in state.items()}
 
 
 def full_optimizer_state(optimizer):
     """Its state_dict(), whole."""
     saved = optimizer.state_dict()
-    each = {number: {key: full(x) for key, x in some.items()} for number, some in saved["state"].items()}
-    return {**saved, "state": each}
+    for number, some in saved["state"].items():
+        saved["state"][number] = {key: full_for_first(x) for key, x in some.items()}
+    return saved
 
 
 def load_optimizer(optimizer, saved):
@@ -3058,12 +3067,11 @@ class Run:
         folder = self.folder / f"step_{self.step}"
         if first_says(folder.exists):
             return
-        weights = {name: full_state(model) for name, model in self.models.items()}
-        optimizers = {name: full_optimizer_state(optimizer) for name, optimizer in self.optimizers.items()}
+        self.gather(self.models, self.optimizers)
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, partial(self.fill_checkpoint, weights=weights, optimizers=optimizers))
+        write_folder(folder, self.fill_checkpoint)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -3078,7 +3086,8 @@ class Run:
     def evaluate(self, evaluate):
         """Log what evaluate() finds, keep the best policy, count patience."""
         started = time.perf_counter()
-        metrics = evaluate()
+        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
+        metrics = exchange(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
         self.evaluation = metrics
         if not metrics:
@@ -3094,8 +3103,9 @@ class Run:
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            fill = partial(self.fill_best, metrics=metrics, weights=full_state(self.models["policy"]))
+            self.gather({"policy": self.models["policy"]})
             if rank() == 0:
+                fill = partial(self.fill_best, metrics=metrics)
                 write_folder(self.folder / "best", fill, manifest=False)
 
     def begin_part(self):
@@ -3118,13 +3128,19 @@ class Run:
         if self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
 
+    def gather(self, models, optimizers=None):
+        """Before files are written: what is sharded, whole, from all processes."""
+        self.full_weights = {name: full_state(model) for name, model in models.items()}
+        states = {name: full_optimizer_state(optimizer) for name, optimizer in (optimizers or {}).items()}
+        self.full_optimizers = states
+
     def save_model(self, model, folder, weights=None):
         model.save_pretrained(folder, state_dict=weights)
         if self.tokenizer:
             self.tokenizer.save_pretrained(folder)
 
-    def fill_best(self, folder, metrics, weights):
-        self.save_model(self.models["policy"], folder / "policy", weights)
+    def fill_best(self, folder, metrics):
+        self.save_model(self.models["policy"], folder / "policy", self.full_weights["policy"])
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -3209,9 +3225,9 @@ class Run:
                 lost = f"has lost {size - has} bytes since the checkpoint"
                 self.say(f"WARNING: {path} {lost}; what they said is gone")
 
-    def fill_checkpoint(self, folder, weights, optimizers):
+    def fill_checkpoint(self, folder):
         for name, model in self.models.items():
-            self.save_model(model, folder / name, weights[name])
+            self.save_model(model, folder / name, self.full_weights[name])
         files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
         logs = [Path(file.name) for file in files]
         for path in logs:
@@ -3222,7 +3238,7 @@ class Run:
             "run": {key: getattr(self, key) for key in self.saved},
             "state": vars(self.state),
             "ways": {name: get_ways(model) for name, model in self.models.items()},
-            "optimizers": optimizers,
+            "optimizers": self.full_optimizers,
             "rng": [get_rng_state()],
         }, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
@@ -3397,6 +3413,8 @@ def run_main(trainer_class):
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
         trainer.train()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)

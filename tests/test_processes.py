@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 REC = "grpo/grpo_rec.py"
 FILES = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", REC]
 # Four chunks of prompts a step and more micro-batches than processes; the epoch ends with fewer
-WORDS = {**SMALL, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 4, "MAX_TRAIN_PROMPTS": 13, "MAX_EVAL_PROMPTS": 5,
-         "MAX_NEW_TOKENS": 24, "NUM_EPOCHS": 2, "MAX_STEPS": 3, "EVAL_EVERY_N_STEPS": 2, "KL_COEF": 0.05}
+WORDS = {**SMALL, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 4, "MAX_TRAIN_PROMPTS": 13, "MAX_EVAL_PROMPTS": 3,
+         "MAX_NEW_TOKENS": 12, "NUM_EPOCHS": 2, "MAX_STEPS": 3, "EVAL_EVERY_N_STEPS": 2, "KL_COEF": 0.05}
 MORE = {
     "ppo/ppo.py": {"MINI_BATCHES": 2},
     "grpo/grpo.py": {"RESAMPLE_FLAT_GROUPS": 1, "REFERENCE_SYNC_STEPS": 2},
-    "rce/rce.py": {"MAX_TRAIN_PROMPTS": 26, "ROUNDS": 2, "NUM_EPOCHS": 1, "BEAMS": 2, "GROUP_SIZE": 4}}
+    "rce/rce.py": {"MAX_TRAIN_PROMPTS": 16, "MINE_PROMPTS": 7, "ROUNDS": 2, "NUM_EPOCHS": 1, "BEAMS": 2,
+                   "EVAL_SAMPLES": 2}}
 REC_WORDS = {
     "MAX_TRAIN_ROWS": 60, "MAX_EVAL_ROWS": 70, "EVAL_BEAMS": 20, "SFT_EPOCHS": 1, "SFT_BATCH_SIZE": 32,
     "SFT_STITCH": 0.2, "SFT_AVERAGE": 0.5, "SASREC_EPOCHS": 1, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 3,
@@ -180,7 +181,7 @@ ppo.REWARD_FUNCTIONS = [(wrong, 1.0)]""")
 
 def test_a_disk_that_fills_ends_all_with_one_sentence(tmp_path):
     ended = run_edited(2, tmp_path, """
-def fill(self, folder, **more):
+def fill(self, folder):
     raise OSError(28, "No space left on device")
 ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
     assert [end.returncode for end in ended] == [2, 2]
