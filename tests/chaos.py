@@ -1126,7 +1126,8 @@ class ProcessesChaos(Chaos):
             run.wait()
             if run.code == 1:
                 self.slowest = max(self.slowest, time.time() - killed)
-            return run.trouble(0 if run.restarts else 1, -signal.SIGKILL)  # it, where it had begun none yet
+            # 0: started again, or too late; SIGKILL: torchrun itself, where it had begun none yet
+            return run.trouble(0, 1, -signal.SIGKILL)
 
         def all_killed(chance, run):
             members = list(run.members())
@@ -1138,7 +1139,7 @@ class ProcessesChaos(Chaos):
         def torchrun_killed(chance, run):
             kill_one(run.pid, signal.SIGKILL)
             run.wait(grace=LIMIT)
-            return run.trouble(-signal.SIGKILL)
+            return run.trouble(0, -signal.SIGKILL)
 
         faults = itertools.cycle(((one_killed, 0), (all_killed, 0), (one_killed, 3), (torchrun_killed, 0)))
 
