@@ -269,8 +269,8 @@ class TorchRun(Run):
             self.agent.poll()
             time.sleep(0.01)
 
-    def wait(self, limit=LIMIT, grace=10):
-        """Till torchrun has ended; its processes have so many more seconds."""
+    def wait(self, limit=3 * LIMIT, grace=10):
+        """Till torchrun has ended; its processes have so many more seconds (grace)."""
         super().wait(limit)
         until = time.time() + grace
         while self.members() and time.time() < until:
