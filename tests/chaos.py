@@ -1236,7 +1236,7 @@ def train_steps(folder):
 PROCESSES_TRIALS = {
     "kill": "SIGKILL of one process, of all, of torchrun alone",
     "save_points": "SIGKILL of the first process before a file operation",
-    "signals": "Ctrl-C and SIGTERM to torchrun",
+    "signals": "SIGTERM and Ctrl-C to torchrun",
     "full_disk": "full disk at a file operation",
 }
 TRIALS = {
