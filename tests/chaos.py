@@ -16,6 +16,7 @@ exit code 1 then. With --processes N runs are begun by torchrun, resumed by it o
 equal an unbroken run of one process; a process that is left over is lost, too.
 """
 import argparse
+import collections
 import concurrent.futures
 import csv
 import errno
@@ -1085,6 +1086,7 @@ class ProcessesChaos(Chaos):
 
     def __init__(self, script, work, options):
         super().__init__(script, work, options)
+        self.killed = collections.Counter()  # by kind
         self.slowest = 0.0  # seconds from one process's death to the end of all
         folder = self.fresh()
         metrics = folder / "logs/metrics.jsonl"
@@ -1153,10 +1155,13 @@ class ProcessesChaos(Chaos):
                     break
                 kills += 1
                 if isinstance(run, TorchRun):
+                    kind = fault.__name__.replace("_", " ")
+                    self.killed[kind + " and started again" * (run.restarts > 0)] += 1
                     if trouble := fault(chance, run):
                         return kills, f"{fault.__name__}: {trouble}", folder
                     fault, restarts = next(faults)
                 else:
+                    self.killed["a run of one process"] += 1
                     run.kill(signal.SIGKILL)
                     run.wait()
                 run = self.either(chance, folder, restarts=restarts)
@@ -1291,7 +1296,9 @@ def main():
             table[script, name] = tried, len(bad)
             lost += bad
         if several:
-            print(f"  after one process's death the others ended within {chaos.slowest:.1f} s", flush=True)
+            kinds = ", ".join(f"{count} {kind}" for kind, count in chaos.killed.items())
+            slowest = f"after one process's death the others ended within {chaos.slowest:.1f} s"
+            print(f"  SIGKILLs at random moments: {kinds}; {slowest}", flush=True)
     write_table(options, table)
     print(f"\n{sum(tried for tried, _ in table.values()):,} faults tried, {len(lost)} lost")
     if lost:
