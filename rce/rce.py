@@ -2501,18 +2501,38 @@ def join_processes():
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # One agent keeps its store over a restart, with the addresses of processes that are gone; several agents
-    # take a new one, and count restarts each by itself
-    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     try:
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
+        store = next(dist.rendezvous("env://", timeout=wait))[0]
+        store = dist.PrefixStore(name_of_start(store), store)
         dist.init_process_group(
             backend, store=store, timeout=wait, world_size=processes(), rank=rank())
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
     must_agree("constants", constants())
+
+
+def name_of_start(store):
+    """A name for this start that all its processes agree on. torchrun keeps its store over a restart, with
+    the addresses of processes that are gone, and on several machines each counts restarts by itself. So every
+    process calls by a word of its own, until the first has answered to that word."""
+    word = os.urandom(8).hex()
+    if rank() > 0:
+        store.set(f"call {rank()}", word)
+        name = store.get(f"answer {word}").decode()  # waits for it
+        store.set(f"{name} {rank()}", "heard")
+        return name
+    silent = list(range(1, processes()))
+    until = time.monotonic() + PROCESS_TIMEOUT
+    while silent:
+        if time.monotonic() > until:
+            raise RuntimeError(f"nothing was heard of processes {silent} for {PROCESS_TIMEOUT:g} s")
+        for number in silent:
+            if store.check([f"call {number}"]):  # perhaps of an earlier start
+                store.set(f"answer {store.get(f'call {number}').decode()}", word)
+        time.sleep(0.05)
+        silent = [number for number in silent if not store.check([f"{word} {number}"])]
+    return word
 
 
 def exchange(value=None, error=None):
