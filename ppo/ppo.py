@@ -582,8 +582,8 @@ def shard(model, device):
 @contextmanager
 def whole(*models):
     """Inside the block each process has all parameters of sharded models, and may read and sample with them
-    as often as it likes: nothing waits for another process. Decoding is as fast as a model's that was never
-    sharded, where it was a third of that. Others' models stay as they are."""
+    as often as it likes: nothing waits for another process, in decoding least of all. Models that are not
+    sharded stay as they are."""
     models = [m for m in models if isinstance(m, FSDPModule) and not m.__dict__.get("is_whole")]
     for model in models:
         model.is_whole = True
