@@ -2378,6 +2378,8 @@ def find_device():
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
         raise UserError(f"DEVICE = {name!r} is not here; auto takes {found}, one for each process") from None
+    if device.type == "mps" and processes() > 1:
+        raise UserError("several processes work on CPUs and CUDA alone: set DEVICE=cpu, or start with python")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
