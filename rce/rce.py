@@ -895,8 +895,8 @@ def shard(model, device):
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
         part.set_force_sum_reduction_for_comms(True)
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))  # or a layer takes itself for it all
+    with torch.no_grad():  # or the first layer that is read would take itself for the whole model
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     model.reset_iter_state()
     return model
 
@@ -2345,8 +2345,8 @@ def call_reward(name, function, prompts, responses, answers, width=None):
 
 
 def dealt_rewards(score, size, *columns):
-    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a time,
-    which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
+    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a
+    time, which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
     def work(i):
         scores, parts = score(*(column[i:i + size] for column in columns))
         return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
@@ -2492,7 +2492,7 @@ def processes():
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
+    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
     sharded = globals().get("SHARD") == "fsdp2"
     if processes() == 1 and not sharded or dist.is_initialized():
         return

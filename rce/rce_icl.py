@@ -1127,8 +1127,8 @@ def call_reward(name, function, prompts, responses, answers, width=None):
 
 
 def dealt_rewards(score, size, *columns):
-    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a time,
-    which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
+    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a
+    time, which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
     def work(i):
         scores, parts = score(*(column[i:i + size] for column in columns))
         return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
@@ -1274,7 +1274,7 @@ def processes():
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
+    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
     sharded = globals().get("SHARD") == "fsdp2"
     if processes() == 1 and not sharded or dist.is_initialized():
         return

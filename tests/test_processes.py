@@ -1,6 +1,7 @@
-"""Several processes: the same bytes on any number of them, what one of them does that the others do not, exact
-sums of gradients, models sharded by FSDP2. Processes begin as torchrun begins them, but in a moment; torchrun
-itself stands in the last tests."""
+"""Several processes: the same bytes on any number of them, what one of them does that the others do not,
+exact sums of gradients, models sharded by FSDP2. Processes begin as torchrun begins them, but in a moment;
+torchrun itself stands in the last tests. Further numbers of processes: python -m pytest -m sweep
+tests/test_processes.py."""
 import math
 import os
 import random
@@ -20,8 +21,10 @@ from safetensors.torch import load_file
 REC = "grpo/grpo_rec.py"
 FILES = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", REC]
 # Four chunks of prompts a step and more micro-batches than processes; the epoch ends with fewer
-WORDS = {**SMALL, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 4, "MAX_TRAIN_PROMPTS": 13, "MAX_EVAL_PROMPTS": 3,
-         "MAX_NEW_TOKENS": 12, "NUM_EPOCHS": 2, "MAX_STEPS": 3, "EVAL_EVERY_N_STEPS": 2, "KL_COEF": 0.05}
+WORDS = {
+    **SMALL, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 4, "MAX_TRAIN_PROMPTS": 13,
+    "MAX_EVAL_PROMPTS": 3, "MAX_NEW_TOKENS": 12, "NUM_EPOCHS": 2, "MAX_STEPS": 3, "EVAL_EVERY_N_STEPS": 2,
+    "KL_COEF": 0.05}
 MORE = {
     "ppo/ppo.py": {"MINI_BATCHES": 2},
     "grpo/grpo.py": {"RESAMPLE_FLAT_GROUPS": 1, "REFERENCE_SYNC_STEPS": 2},
@@ -29,9 +32,9 @@ MORE = {
                    "MAX_NEW_TOKENS": 48, "INCLUDE_REFERENCE": True, "EVAL_SAMPLES": 2}}
 REC_WORDS = {
     "MAX_TRAIN_ROWS": 60, "MAX_EVAL_ROWS": 70, "EVAL_BEAMS": 20, "SFT_EPOCHS": 1, "SFT_BATCH_SIZE": 32,
-    "SFT_STITCH": 0.2, "SFT_AVERAGE": 0.5, "SASREC_EPOCHS": 1, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 3,
-    "GROUP_SIZE": 4, "MAX_STEPS": 2, "EVAL_EVERY_N_STEPS": 1, "CANDIDATES": "sample", "BOOTSTRAP": 10,
-    "SAVE_EVERY_N_STEPS": 0}
+    "SFT_STITCH": 0.2, "SFT_AVERAGE": 0.5, "SASREC_EPOCHS": 1, "BATCH_SIZE": 2,
+    "GRADIENT_ACCUMULATION_STEPS": 3, "GROUP_SIZE": 4, "MAX_STEPS": 2, "EVAL_EVERY_N_STEPS": 1,
+    "CANDIDATES": "sample", "BOOTSTRAP": 10, "SAVE_EVERY_N_STEPS": 0}
 
 
 def words_of(file, **more):
@@ -111,31 +114,37 @@ def alone(tmp_path_factory):
 
 # ---------------------------------------------------------------- the same bytes
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("file", FILES)
+SWEEP = [(file, count) for file in FILES[1:] for count in (2, 4)]
+
+
+@pytest.mark.parametrize("file, count", [
+    ("ppo/ppo.py", 2), ("ppo/ppo.py", 3), ("ppo/ppo.py", 4), *((file, 3) for file in FILES[1:]),
+    *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP)])
 def test_a_run_is_the_same_to_the_byte_on_any_number_of_processes(file, count, alone, tmp_path):
     run(count, file, tmp_path / "run")
     assert_same_run(alone(file), tmp_path / "run")
 
 
-@pytest.mark.parametrize("file", ["ppo/ppo.py", "rce/rce.py"])
-def test_a_run_killed_on_four_goes_on_as_one_and_the_other_way_round(file, alone, tmp_path):
-    for before, after in ((4, 1), (1, 3)):
-        folder = tmp_path / f"{before}"
-        words = words_of(file, OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1)
-        begun = Processes(before, ROOT / file, *words)
-        begun.wait_for(folder / "step_1/manifest.json")
-        begun.programs[-1].send_signal(signal.SIGKILL)
-        codes = [end.returncode for end in begun.wait()]
-        assert codes[-1] == -signal.SIGKILL
-        assert set(codes[:-1]) <= {0, 2}  # the others notice, or had done already
-        run(after, file, folder)
-        assert_same_run(alone(file), folder)
+@pytest.mark.parametrize("file, before, after", [
+    ("ppo/ppo.py", 4, 1), ("ppo/ppo.py", 1, 3), ("rce/rce.py", 2, 1),
+    pytest.param("grpo/grpo.py", 4, 1, marks=pytest.mark.sweep),
+    pytest.param("rce/rce.py", 1, 3, marks=pytest.mark.sweep)])
+def test_a_run_killed_on_some_processes_goes_on_on_others(file, before, after, alone, tmp_path):
+    folder = tmp_path / "run"
+    begun = Processes(before, ROOT / file, *words_of(file, OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1))
+    begun.wait_for(folder / "step_1/manifest.json")
+    begun.programs[-1].send_signal(signal.SIGKILL)
+    codes = [end.returncode for end in begun.wait()]
+    assert codes[-1] == -signal.SIGKILL
+    assert set(codes[:-1]) <= {0, 2}  # the others notice, or had done already
+    run(after, file, folder)
+    assert_same_run(alone(file), folder)
 
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step(alone, tmp_path):
     folder = tmp_path / "run"
-    begun = Processes(3, ROOT / "ppo/ppo.py", *words_of("ppo/ppo.py", OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1))
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1)
+    begun = Processes(3, ROOT / "ppo/ppo.py", *words)
     begun.wait_for(folder / "step_1")
     begun.programs[2].send_signal(signal.SIGTERM)
     ended = begun.wait()
@@ -188,24 +197,30 @@ ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
     assert "could not be saved" in ended[0].stderr and ended[1].stderr == ""
 
 
-@pytest.mark.parametrize("body, sentence", [
-    ("ppo.SEED += ppo.rank()", "process 1 has other constants than process 0"),
-    ("load = ppo.load_rows\nppo.load_rows = lambda *x: load(*x)[ppo.rank():]", "other rows in TRAIN_DATASETS than"),
-    ("import torch\ndef draws(p, r, a):\n    return torch.rand(len(r) + ppo.rank())[:len(r)]\n"
-     "ppo.REWARD_FUNCTIONS = [(draws, 1.0)]", "have drawn different random numbers"),
-    ("make = ppo.make_optimizer\ndef other(model, rate):\n    return make(model, rate * (1 + ppo.rank()))\n"
-     "ppo.make_optimizer = other\nppo.PPOTrainer.update = lambda self, b: [g.update(lr=1e-3 * (1 + ppo.rank())) "
-     "for o in self.optimizers.values() for g in o.param_groups] and own(self, b)", None)])
-def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
-    if sentence is None:  # weights that drift apart are found at the next save
-        body = """
+ROWS = """
+load = ppo.load_rows
+ppo.load_rows = lambda *words: load(*words)[ppo.rank():]"""
+DRAWS = """
+import torch
+def draws(prompts, responses, answers):
+    return torch.rand(len(responses) + ppo.rank())[:len(responses)]
+ppo.REWARD_FUNCTIONS = [(draws, 1.0)]"""
+WEIGHTS = """
 step = ppo.clip_and_step
 def drifts(optimizers, *more):
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] *= 1 + 0.001 * ppo.rank()
     return step(optimizers, *more)
 ppo.clip_and_step = drifts"""
-        sentence = "process 1 has other weights than process 0"
+
+
+@pytest.mark.parametrize("body, sentence", [
+    ("ppo.SEED += ppo.rank()", "process 1 has other constants than process 0"),
+    (ROWS, "process 1 has other rows in TRAIN_DATASETS than process 0"),
+    (DRAWS, "have drawn different random numbers"),
+    (WEIGHTS, "process 1 has other weights than process 0"),
+], ids=["constants", "rows", "draws", "weights"])
+def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
     assert sentence in ended[0].stderr and ended[1].stderr == ""
@@ -228,7 +243,8 @@ ppo.REWARD_FUNCTIONS = [(note, 1.0)]""".format(path=str(tmp_path / "calls_"))
 def test_only_the_first_process_writes_prints_and_locks(tmp_path):
     run(2, "ppo/ppo.py", tmp_path / "run", SAVE_EVERY_N_STEPS=1, MAX_STEPS=2)
     logs = sorted(path.name for path in (tmp_path / "run/logs").iterdir())
-    assert len(logs) == 3 and [line["step"] for line in read(tmp_path / "run/logs/metrics.jsonl")] == [0, 1, 2, 2]
+    assert len(logs) == 3
+    assert [line["step"] for line in read(tmp_path / "run/logs/metrics.jsonl")] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("file", ["ppo/ppo_rag.py", "rce/rce_icl.py"])
@@ -270,7 +286,7 @@ class OneNumber(torch.nn.Module):
 
 
 def sum_of(script, model, gradients):
-    """The gradient of an optimizer step whose parts have these gradients, and how often each was asked for."""
+    """The gradient of an optimizer step of parts with these gradients, and how often each was asked for."""
     metrics = {}
     asked = 0
     for gradient, share in script.summed([model], gradients, metrics):
@@ -354,7 +370,8 @@ def test_parameters_without_a_gradient_get_zeros(ppo):
 
 def test_plain_sums_run_too_and_are_near(alone, tmp_path):
     run(2, "ppo/ppo.py", tmp_path / "run", EXACT_SUMS=False, MAX_STEPS=1)
-    one, two = (untimed(folder / "logs/metrics.jsonl")[1] for folder in (alone("ppo/ppo.py"), tmp_path / "run"))
+    folders = alone("ppo/ppo.py"), tmp_path / "run"
+    one, two = (untimed(folder / "logs/metrics.jsonl")[1] for folder in folders)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
@@ -369,16 +386,19 @@ def nearly(a, b):
         assert mine.keys() == other.keys()
         assert all(distance(other[key], mine[key]) < 1e-3 for key in mine if mine[key].any())
     states = [torch.load(folder / "training_state.pt", weights_only=True) for folder in (one, two)]
-    shapes = [{name: getattr(leaf, "shape", None) for name, leaf in walk(state["optimizers"])} for state in states]
+    leaves = [dict(walk(state["optimizers"])) for state in states]
+    shapes = [{name: getattr(leaf, "shape", None) for name, leaf in some.items()} for some in leaves]
     assert shapes[0] == shapes[1]
     for first, second in zip(*(untimed(folder / "logs/metrics.jsonl") for folder in (a, b))):
         assert first.keys() == second.keys()
-        for key in {"grad_norm", "critic_grad_norm", "policy_loss", "value_loss", "entropy", "kl"} & set(first):
+        keys = {"grad_norm", "critic_grad_norm", "policy_loss", "value_loss", "entropy", "kl"}
+        for key in keys & set(first):
             assert second[key] == pytest.approx(first[key], rel=0.01, abs=1e-4), key
 
 
 @pytest.mark.parametrize("file, count", [
-    ("ppo/ppo.py", 1), ("ppo/ppo.py", 2), ("ppo/ppo.py", 3), ("grpo/grpo.py", 2), ("rce/rce.py", 3)])
+    ("ppo/ppo.py", 3), ("grpo/grpo.py", 2), ("rce/rce.py", 3),
+    *(pytest.param("ppo/ppo.py", count, marks=pytest.mark.sweep) for count in (1, 2))])
 def test_sharded_models_make_the_same_run_to_rounding(file, count, tmp_path):
     more = {"REWARD_MODEL": ROOT / "data/tiny/reward_model", "SHARD": "fsdp2"}
     words = words_of(file, OUTPUT_DIR=tmp_path / "parts", MAX_STEPS=2, **more)
