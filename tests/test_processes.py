@@ -318,6 +318,30 @@ def test_exact_sums_do_not_depend_on_their_order_where_plain_ones_do(exact, ppo)
     assert (len(found) == 1) == exact
 
 
+def test_sums_that_cancel_have_the_same_bits_in_any_order(ppo):
+    script = ppo()
+    large = some_gradients(2.0 ** 20)
+    gradients = [*some_gradients(), *large, *(-gradient for gradient in large)]
+    found = set()
+    for seed in range(8):
+        random.Random(seed).shuffle(gradients)
+        model = OneNumber()
+        sum_of(script, model, gradients)
+        total, _ = sum_of(script, model, gradients)
+        found.add(total.numpy().tobytes())
+    assert len(found) == 1
+
+
+def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch):
+    script = ppo(EXACT_SUMS=False)
+    shares = {0: {"x": 0.1}, 2: {"x": 0.7}}, {1: {"x": 0.2}}  # of two processes
+    monkeypatch.setattr(script, "exchange", lambda value: [(some, [{}]) for some in shares])
+    metrics = {}
+    for _ in script.summed([OneNumber()], [1, 2, 3], metrics):
+        pass
+    assert metrics["x"] == 0.1 + 0.2 + 0.7 != 0.1 + 0.7 + 0.2
+
+
 def test_an_exact_sum_is_nearer_than_float32s(ppo):
     gradients = some_gradients(parts=200)
     truth = torch.stack(gradients).double().sum(0)
@@ -354,10 +378,15 @@ def test_the_grid_is_kept_by_a_checkpoint(ppo):
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_stays_so(value, ppo):
-    gradients = some_gradients()
+    script = ppo()
+    model = OneNumber()
+    for _ in range(2):
+        sum_of(script, model, some_gradients(2.0 ** 30))
+    gradients = some_gradients(2.0 ** 30)
     gradients[2][5] = value
-    total, asked = sum_of(ppo(), OneNumber(), gradients)
+    total, asked = sum_of(script, model, gradients)
     assert asked == 1 and not total[5].isfinite() and total[6].isfinite()
+    assert sum_of(script, model, some_gradients(2.0 ** 30))[1] == 1  # the grid is what it was
 
 
 def test_parameters_without_a_gradient_get_zeros(ppo):
