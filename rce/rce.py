@@ -887,8 +887,7 @@ def load_model(auto_class, path, constant, device, new_head=False):
 def shard(model, device):
     """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
     parts come when one is read, in the update."""
-    compute = torch.bfloat16 if DTYPE == "bfloat16" else None
-    policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)  # keeps Packed's hint
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # autocast does it, and Packed's hint is kept
     mesh = init_device_mesh(device.type, (processes(),))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
     for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):

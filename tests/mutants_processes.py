@@ -71,8 +71,6 @@ MUTANTS = [
      T + "test_sharded_models_make_the_same_run_to_rounding"),
     (PPO, "    if total and total.part is None:\n        loss = 0 * loss", "    pass",
      T + "test_sharded_models_make_the_same_run_to_rounding"),
-    (PPO, "cast_forward_inputs=False)", "cast_forward_inputs=True)",
-     T + "test_sharded_models_make_the_same_run_to_rounding"),
     (PPO, "some[key] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)",
      "pass",
      T + "test_whole_and_sharded_runs_go_on_from_each_others_checkpoints"),
