@@ -495,7 +495,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import (
     AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer)
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
@@ -565,11 +565,10 @@ def load_model(auto_class, path, constant, device, new_head=False):
 def shard(model, device):
     """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
     parts come when one is read, in the update."""
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # autocast does it, and Packed's hint is kept
     mesh = init_device_mesh(device.type, (processes(),))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
     for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh)  # in float32: autocast narrows, and a policy of its own loses Packed's hint
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
         part.set_force_sum_reduction_for_comms(True)
     with torch.no_grad():  # or the first layer that is read would take itself for the whole model

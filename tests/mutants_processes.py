@@ -69,6 +69,8 @@ MUTANTS = [
      T + "test_sharded_models_make_the_same_run_to_rounding"),
     (PPO, "    model.reset_iter_state()\n    return model", "    return model",
      T + "test_sharded_models_make_the_same_run_to_rounding"),
+    ("rce/rce.py", "generation_config=search, synced_gpus=False)", "generation_config=search)",
+     T + "test_sharded_models_make_the_same_run_to_rounding"),
     (PPO, "    if total and total.part is None:\n        loss = 0 * loss", "    pass",
      T + "test_sharded_models_make_the_same_run_to_rounding"),
     (PPO, "some[key] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)",
