@@ -736,7 +736,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import (
     AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer)
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
@@ -926,16 +926,14 @@ def in_float32(model):
 def shard(model, device):
     """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
     parts come when one is read, in the update."""
-    compute = torch.bfloat16 if DTYPE == "bfloat16" else None
-    policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)  # keeps Packed's hint
     mesh = init_device_mesh(device.type, (processes(),))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
     for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh)  # in float32: autocast narrows, a policy of its own loses Packed's hint
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
         part.set_force_sum_reduction_for_comms(True)
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))  # or a layer takes itself for it all
+    with torch.no_grad():  # or the first layer that is read would take itself for the whole model
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     model.reset_iter_state()
     return model
 
@@ -943,8 +941,8 @@ def shard(model, device):
 @contextmanager
 def whole(*models):
     """Inside the block each process has all parameters of sharded models, and may read and sample with them
-    as often as it likes: nothing waits for another process. Decoding is as fast as a model's that was never
-    sharded, where it was a third of that. Others' models stay as they are."""
+    as often as it likes: nothing waits for another process, in decoding least of all. Models that are not
+    sharded stay as they are."""
     models = [m for m in models if isinstance(m, FSDPModule) and not m.__dict__.get("is_whole")]
     for model in models:
         model.is_whole = True
@@ -1014,14 +1012,37 @@ def positions_of(model):
     return math.inf, ""
 
 
-def chat(tokenizer, text, response=None):
-    """The ids of a prompt, or of one with its response, in the tokenizer's chat template if it has one."""
+def conversation(prompt):
+    """The messages that a prompt is to the model: a chat's own, or its text in PROMPT_TEMPLATE; SYSTEM_PROMPT
+    goes first where there is no system message."""
+    messages = getattr(prompt, "messages", None)
+    if messages is None:
+        messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    has_one = any(message["role"] in ("system", "developer") for message in messages)
+    first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
+    return first + messages
+
+
+def chat(tokenizer, prompt, where, response=None):
+    """The ids of a prompt, a text or a chat, or of one with its response, in the tokenizer's chat template;
+    a text can do without one. where: what an error names."""
+    prompt = read_prompt(prompt, where)
+    messages = conversation(prompt)
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
         if response is not None:
-            turns.append({"role": "assistant", "content": response})
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=response is None)
+            messages = messages + [{"role": "assistant", "content": response}]
+        options = {"tokenize": False, "add_generation_prompt": response is None}
+        try:
+            text = tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template may refuse roles, or their order, by any kind
+            why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
+            raise UserError(f"{where}: the chat template of {why}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(messages) > 1 or getattr(prompt, "messages", None):
+        needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
+        todo = "put a file chat_template.jinja beside it, such as that of its chat version"
+        raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
+    text = messages[0]["content"]
     ids = tokenizer(text if response is None else text + response + tokenizer.eos_token)["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     if response is None:
@@ -1036,8 +1057,9 @@ def encode(rows, constant, tokenizer, readers, say):
     and said so. readers: the models that read them, each by its constant, the actor first."""
     known = known_ids(next(iter(readers.values())))
     for row in rows:
-        row["ids"] = chat(tokenizer, PROMPT_TEMPLATE.replace("{input}", row["prompt"]))
         which = row.get("id", "the prompt")
+        row["ids"] = chat(tokenizer, row["prompt"], f"{constant}: {which}")
+        row["prompt"] = with_facts(row["prompt"], messages=conversation(row["prompt"]))
         if not row["ids"]:
             raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
         if max(row["ids"]) >= known:
@@ -1061,9 +1083,9 @@ def encode(rows, constant, tokenizer, readers, say):
 
 
 def encode_texts(prompts, answers, what, tokenizer, readers, say):
-    """Rows of texts that a caller gives, those that encode() keeps."""
+    """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers)]
+    rows = [{"prompt": read_prompt(p, what), "answer": answer} for p, answer in zip(prompts, answers)]
     return encode(rows, what, tokenizer, readers, say)
 
 
@@ -1327,7 +1349,9 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
         truncated=~torch.isin(last, eos_ids),
-        responses=tokenizer.batch_decode(rows, skip_special_tokens=True))
+        responses=[
+            with_facts(text, response_ids=row)
+            for text, row in zip(tokenizer.batch_decode(rows, skip_special_tokens=True), rows)])
 
 
 # ---------------------------------------------------------------- scoring
@@ -1450,8 +1474,7 @@ def all_values(model, batch):
 @torch.no_grad()
 def classify(model, tokenizer, prompts, responses):
     """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
-    pairs = zip(prompts, responses)
-    rows = [chat(tokenizer, PROMPT_TEMPLATE.replace("{input}", p), r) for p, r in pairs]
+    rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]
     most, why = positions_of(model)
     longest = max(map(len, rows))
     if longest > most:
@@ -1655,10 +1678,15 @@ def headline(run, actor, train_rows, eval_rows):
     return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
+def a_response(scores):
+    """Scores (rows,) of scores a response or a token: (rows,) or (rows, R)."""
+    return scores.reshape(len(scores), -1).sum(1)
+
+
 def response_metrics(batch, scores, parts):
-    """Means over responses: of the scores (rows,) and their parts, lengths, how many were cut."""
+    """Means over responses: of the scores and their parts, lengths, how many were cut."""
     return {
-        "reward": scores.mean().item(),
+        "reward": a_response(scores).mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
         "response_length": batch.response_lengths.float().mean().item(),
         "truncated_fraction": batch.truncated.float().mean().item()}
@@ -1670,8 +1698,8 @@ def sample_records(batch, advantages):
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
         records.append({
-            "id": row["id"], "prompt": row["prompt"], "response": batch.responses[i], "answer": row["answer"],
-            "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": batch.responses[i],
+            "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": advantages[i].item()})
     return records
@@ -2031,7 +2059,9 @@ AttentionMaskInterface.register("shared_prompts", sdpa_mask)
 # ==== block: data and rewards
 # Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
 # copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
+import copy
 import faulthandler
+import inspect
 import json
 import math
 import sys
@@ -2041,10 +2071,82 @@ from pathlib import Path
 import torch
 
 
+class Text(str):
+    """A prompt or response that knows more than its text: what reward functions may ask for beside it (facts,
+    by the names of their parameters); a chat, whose last user message is the text, its messages."""
+
+    messages = None
+    facts = {}
+
+
+def with_facts(text, **facts):
+    """The text as a Text that knows these facts too."""
+    found = Text(text)
+    found.messages = getattr(text, "messages", None)
+    found.facts = {**getattr(text, "facts", {}), **facts}
+    return found
+
+
+def transcript(prompt):
+    """A prompt as a person reads it: of a chat every message."""
+    messages = getattr(prompt, "messages", None)
+    if not messages:
+        return str(prompt)
+    calls = (json.dumps(m["tool_calls"], default=str) if "tool_calls" in m else "" for m in messages)
+    return "\n".join(f"{m['role']}: {m['content']}{call}" for m, call in zip(messages, calls))
+
+
+def without_nulls(value):
+    """Nested records without keys that hold null: parquet and the hub fill those in that a record lacks."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def read_prompt(value, where):
+    """A text as it is; a chat, a list of {"role", "content"} messages, as a Text: its last user message's."""
+    if isinstance(value, str):
+        return value
+    messages = without_nulls(value.tolist() if hasattr(value, "tolist") else value)  # NumPy's, of pandas
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            form = 'a text or a list such as [{"role": "user", "content": "How many?"}]'
+            raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:80]}")
+        if message.get("tool_calls"):
+            message.setdefault("content", "")
+        if not isinstance(message.get("content"), str):
+            holds = f"content of a {message['role']!r} message is {repr(message.get('content'))[:80]}"
+            raise UserError(f"{where}: {holds}; it must be a text: no lists of parts, such as images")
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if not asked or not asked[-1].strip():
+        raise UserError(f"{where}: a chat must have a 'user' message, the last of which is not empty")
+    if messages[-1]["role"] == "assistant":
+        todo = "delete it, a prompt ends with what is to be answered (answers have a column of their own)"
+        raise UserError(f"{where}: the last message is the assistant's: {todo}")
+    prompt = Text(asked[-1])
+    prompt.messages = messages
+    return prompt
+
+
+def extra_columns():
+    """{parameter of a reward function: column} of EXTRA_COLUMNS; of a path such as "extra_info.index" the
+    parameter is its last word."""
+    found = {}
+    taken = {"prompts", "responses", "answers", "messages", "response_ids"}
+    for column in EXTRA_COLUMNS:
+        name = column.rpartition(".")[2] if isinstance(column, str) else ""
+        if not name.isidentifier() or name in taken | set(found):
+            must = "a column's last word must be the name of a parameter, of its own"
+            raise UserError(f"EXTRA_COLUMNS = {EXTRA_COLUMNS}: {must}; mend {column!r}")
+        found[name] = column
+    return found
+
+
 def load_rows(datasets, constant, limit=None):
     """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output
-    column."""
+    column. A prompt is a Text, which knows EXTRA_COLUMNS."""
     rows = []
+    extra = extra_columns()
     for spec in datasets:
         if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
             example = "{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}"
@@ -2056,25 +2158,36 @@ def load_rows(datasets, constant, limit=None):
             has = "a data set has path, type, input and, if you like, output, name, split"
             raise UserError(f"{where}: {has}; mend {sorted(odd)}")
         before = len(rows)
-        for number, record in read_records(spec, columns, where):
-            rows.append(read_row(spec, record, columns, f"{where} line {number}"))
-            rows[-1]["id"] = f"{Path(spec['path']).name}:{number}"
+        for number, record in read_records(spec, columns, where, extra.values()):
+            row = read_row(spec, record, columns, f"{where} line {number}", chats=True)
+            facts = {name: look_up(record, column) for name, column in extra.items()}
+            prompt = with_facts(row["prompt"], **facts)
+            rows.append({**row, "prompt": prompt, "id": f"{Path(spec['path']).name}:{number}"})
         if len(rows) == before:
             raise UserError(f"{where}: the data set is empty")
+    for name, column in extra.items():
+        if constant == "TRAIN_DATASETS" and all(row["prompt"].facts[name] is None for row in rows):
+            raise UserError(f"{constant}: no row has the column {column!r} of EXTRA_COLUMNS")
     return rows[:limit]
 
 
-def read_row(spec, record, columns, where):
-    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts."""
+def read_row(spec, record, columns, where, chats=False):
+    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts. With chats, a prompt
+    may be a list of messages, and an answer one whose last message's text it is."""
     for column in columns:
         if look_up(record, column) is None:
             has = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise UserError(f"{where}: there is no value for column {column!r}; the row has {has}")
     prompt = look_up(record, spec["input"])
+    if chats and isinstance(prompt, list):
+        prompt = read_prompt(prompt, f"{where}: {spec['input']!r}")
     if not isinstance(prompt, str) or not prompt.strip():
         must = "must be a text that is not empty" + inside(prompt, "input", spec)
         raise UserError(f"{where}: {spec['input']!r} {must}")
     answer = look_up(record, spec["output"]) if spec.get("output") else None
+    last = answer[-1] if chats and isinstance(answer, list) and answer else None
+    if isinstance(last, dict) and "role" in last:
+        answer = last.get("content") or answer
     golds = answer if isinstance(answer, list) else [answer]
     if answer is not None and not (golds and all(map(is_plain, golds))):
         must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
@@ -2082,7 +2195,7 @@ def read_row(spec, record, columns, where):
         raise UserError(f"{where}: {held}: write {must}, or delete the line")
     golds = [str(gold) for gold in golds if gold is not None]
     try:
-        "".join([prompt, *golds]).encode()
+        "".join([transcript(prompt), *golds]).encode()
     except UnicodeEncodeError:
         half = "half of a surrogate pair, such as \\ud800, is no character"
         raise UserError(f"{where}: {half}; mend or delete it") from None
@@ -2128,8 +2241,8 @@ def inside(value, key, spec):
     return f", or name what is in it, such as {key!r}: {example!r}" if names else ""
 
 
-def read_records(spec, columns, where):
-    """(line number from 1, record) of one data set."""
+def read_records(spec, columns, where, extra=()):
+    """(line number from 1, record) of one data set; columns it must have, extra ones it may have."""
     if spec["type"] not in ("jsonl", "parquet", "hub"):
         raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     if spec["type"] != "hub" and not Path(spec["path"]).is_file():
@@ -2150,6 +2263,7 @@ def read_records(spec, columns, where):
 
             names = pyarrow.parquet.read_schema(spec["path"]).names
             heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            heads += [head for path in extra for head, _ in splits(path) if head in names]
             table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
             records = table.to_pylist()
         else:
@@ -2178,9 +2292,39 @@ def resolve_rewards(functions, constant):
     return found
 
 
+def holds_lists(values):
+    """Whether a reward function returned lists of numbers in place of numbers."""
+    try:
+        return len(values) > 0 and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in values)
+    except TypeError:  # not even a list
+        return False
+
+
+def check_token_rewards(name, values, responses, width):
+    """A number a token as a float32 tensor (rows, width), 0 after each response's end."""
+    found = torch.zeros(len(responses), width)
+    if len(values) != len(responses):
+        must = f"{name} must return a list for each of {len(responses)} responses"
+        raise UserError(f"{must}; it returned {len(values)}")
+    for i, (value, response) in enumerate(zip(values, responses)):
+        count = len(getattr(response, "facts", {}).get("response_ids", value))
+        try:
+            numbers = torch.as_tensor(value, dtype=torch.float32).detach()
+        except (TypeError, ValueError, RuntimeError):
+            numbers = torch.tensor(math.nan)
+        if numbers.shape != (count,) or not numbers.isfinite().all():
+            must = f"must return {count} finite numbers for response {i}, one for each of its response_ids"
+            returned = f"{len(value)}, {repr(value)[:60]}" if hasattr(value, "__len__") else f"{value!r}"
+            raise UserError(f"{name} {must}, or one number a response; it returned {returned}")
+        found[i, :count] = numbers
+    return found
+
+
 def check_scores(name, values, count):
     """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
     must = f"{name} must return {count} finite numbers, one a response; it returned"
+    if holds_lists(values):
+        raise UserError(f"{must} lists of numbers, as compute_rewards of ppo/ppo.py alone may (one a token)")
     try:
         numbers = torch.as_tensor(values, dtype=torch.float32).detach()
     except (TypeError, ValueError, RuntimeError):
@@ -2194,16 +2338,40 @@ def check_scores(name, values, count):
 _CALLING = []  # reward functions that are running, the outermost first
 
 
-def call_reward(name, function, prompts, responses, answers):
-    """What a reward function gives, checked, (rows,). What it raises goes on with a note that names it.
-    Scoring that takes longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside
-    Python."""
+def further_arguments(name, function, prompts, responses):
+    """{parameter: list, one value a response} for the parameters that a reward function has after its first
+    three: what the prompts and responses know by these names (messages, response_ids, EXTRA_COLUMNS)."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a builtin it is not known
+        return {}
+    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+    others = [p for p in parameters if p not in first and p.kind != p.VAR_POSITIONAL]
+    if not others:
+        return {}
+    facts = [{**getattr(p, "facts", {}), **getattr(r, "facts", {})} for p, r in zip(prompts, responses)]
+    known = [key for key in (facts[0] if facts else ()) if all(key in each for each in facts)]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in others)
+    for p in others:
+        if p.kind != p.VAR_KEYWORD and p.default is p.empty and p.name not in known and facts:
+            todo = "name its column in EXTRA_COLUMNS, or give the parameter a default"
+            raise UserError(f"{name} takes {p.name!r}, which these prompts do not know: {todo}")
+    wanted = known if takes_all else [p.name for p in others if p.name in known]
+    # copies: a judge may append the response to its messages
+    return {key: [copy.deepcopy(each[key]) for each in facts] for key in wanted}
+
+
+def call_reward(name, function, prompts, responses, answers, width=None):
+    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
+    numbers a response, one a token. What it raises goes on with a note that names it. Scoring that takes
+    longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside Python."""
+    more = further_arguments(name, function, prompts, responses)
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     _CALLING.append(name)
     try:
-        values = function(prompts, responses, answers)
+        values = function(prompts, responses, answers, **more)
     except UserError:
         raise
     except Exception as error:
@@ -2216,12 +2384,14 @@ def call_reward(name, function, prompts, responses, answers):
         _CALLING.pop()
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
+    if width and holds_lists(values):
+        return check_token_rewards(name, values, responses, width)
     return check_scores(name, values, len(responses))
 
 
 def dealt_rewards(score, size, *columns):
-    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a time,
-    which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
+    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a
+    time, which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
     def work(i):
         scores, parts = score(*(column[i:i + size] for column in columns))
         return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
@@ -2250,6 +2420,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -2347,6 +2518,8 @@ def find_device():
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
         raise UserError(f"DEVICE = {name!r} is not here; auto takes {found}, one for each process") from None
+    if device.type == "mps" and processes() > 1:
+        raise UserError("several processes work on CPUs and CUDA alone: set DEVICE=cpu, or start with python")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -2365,7 +2538,7 @@ def processes():
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, whose sums come in one order."""
+    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
     sharded = globals().get("SHARD") == "fsdp2"
     if processes() == 1 and not sharded or dist.is_initialized():
         return
@@ -2376,18 +2549,38 @@ def join_processes():
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # One agent keeps its store over a restart, with the addresses of processes that are gone; several agents
-    # take a new one, and count restarts each by itself
-    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     try:
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", timeout=wait))[0])
+        store = next(dist.rendezvous("env://", timeout=wait))[0]
+        store = dist.PrefixStore(name_of_start(store), store)
         dist.init_process_group(
             backend, store=store, timeout=wait, world_size=processes(), rank=rank())
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
     must_agree("constants", constants())
+
+
+def name_of_start(store):
+    """A name for this start that all its processes agree on. torchrun keeps its store over a restart, with
+    the addresses of processes that are gone, and on several machines each counts restarts by itself. So every
+    process calls by a word of its own, until the first has answered to that word."""
+    word = os.urandom(8).hex()
+    if rank() > 0:
+        store.set(f"call {rank()}", word)
+        name = store.get(f"answer {word}").decode()  # waits for it
+        store.set(f"{name} {rank()}", "heard")
+        return name
+    silent = list(range(1, processes()))
+    until = time.monotonic() + PROCESS_TIMEOUT
+    while silent:
+        if time.monotonic() > until:
+            raise RuntimeError(f"nothing was heard of processes {silent} for {PROCESS_TIMEOUT:g} s")
+        for number in silent:
+            if store.check([f"call {number}"]):  # perhaps of an earlier start
+                store.set(f"answer {store.get(f'call {number}').decode()}", word)
+        time.sleep(0.05)
+        silent = [number for number in silent if not store.check([f"{word} {number}"])]
+    return word
 
 
 def exchange(value=None, error=None):
@@ -2446,7 +2639,15 @@ def must_agree(what, value):
 
 def full(tensor):
     """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_for_first(tensor):
+    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = tensor.full_tensor()
+    return tensor.cpu() if rank() == 0 else None
 
 
 def full_state(model):
@@ -2455,14 +2656,15 @@ def full_state(model):
         return None
     found = {}  # tied weights stay one tensor
     state = model.state_dict(keep_vars=True)
-    return {key: found.setdefault(id(x), full(x.detach())) for key, x in state.items()}
+    return {key: found.setdefault(id(x), full_for_first(x.detach())) for key, x in state.items()}
 
 
 def full_optimizer_state(optimizer):
     """Its state_dict(), whole."""
     saved = optimizer.state_dict()
-    each = {number: {key: full(x) for key, x in some.items()} for number, some in saved["state"].items()}
-    return {**saved, "state": each}
+    for number, some in saved["state"].items():
+        saved["state"][number] = {key: full_for_first(x) for key, x in some.items()}
+    return saved
 
 
 def load_optimizer(optimizer, saved):
@@ -2957,12 +3159,11 @@ class Run:
         folder = self.folder / f"step_{self.step}"
         if first_says(folder.exists):
             return
-        weights = {name: full_state(model) for name, model in self.models.items()}
-        optimizers = {name: full_optimizer_state(optimizer) for name, optimizer in self.optimizers.items()}
+        self.gather(self.models, self.optimizers)
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, partial(self.fill_checkpoint, weights=weights, optimizers=optimizers))
+        write_folder(folder, self.fill_checkpoint)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -2977,7 +3178,8 @@ class Run:
     def evaluate(self, evaluate):
         """Log what evaluate() finds, keep the best policy, count patience."""
         started = time.perf_counter()
-        metrics = evaluate()
+        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
+        metrics = exchange(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
         self.evaluation = metrics
         if not metrics:
@@ -2993,8 +3195,9 @@ class Run:
         self.count_patience(value)
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            fill = partial(self.fill_best, metrics=metrics, weights=full_state(self.models["policy"]))
+            self.gather({"policy": self.models["policy"]})
             if rank() == 0:
+                fill = partial(self.fill_best, metrics=metrics)
                 write_folder(self.folder / "best", fill, manifest=False)
 
     def begin_part(self):
@@ -3017,13 +3220,19 @@ class Run:
         if self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
 
+    def gather(self, models, optimizers=None):
+        """Before files are written: what is sharded, whole, from all processes."""
+        self.full_weights = {name: full_state(model) for name, model in models.items()}
+        states = {name: full_optimizer_state(optimizer) for name, optimizer in (optimizers or {}).items()}
+        self.full_optimizers = states
+
     def save_model(self, model, folder, weights=None):
         model.save_pretrained(folder, state_dict=weights)
         if self.tokenizer:
             self.tokenizer.save_pretrained(folder)
 
-    def fill_best(self, folder, metrics, weights):
-        self.save_model(merged(self.models["policy"]), folder / "policy", weights)
+    def fill_best(self, folder, metrics):
+        self.save_model(merged(self.models["policy"]), folder / "policy", self.full_weights["policy"])
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     # ------------------------------------------------------------ files
@@ -3108,9 +3317,9 @@ class Run:
                 lost = f"has lost {size - has} bytes since the checkpoint"
                 self.say(f"WARNING: {path} {lost}; what they said is gone")
 
-    def fill_checkpoint(self, folder, weights, optimizers):
+    def fill_checkpoint(self, folder):
         for name, model in self.models.items():
-            self.save_model(model, folder / name, weights[name])
+            self.save_model(model, folder / name, self.full_weights[name])
         files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
         logs = [Path(file.name) for file in files]
         for path in logs:
@@ -3121,7 +3330,7 @@ class Run:
             "run": {key: getattr(self, key) for key in self.saved},
             "state": vars(self.state),
             "ways": {name: get_ways(model) for name, model in self.models.items()},
-            "optimizers": optimizers,
+            "optimizers": self.full_optimizers,
             "rng": [get_rng_state()],
         }, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
@@ -3223,14 +3432,85 @@ class Run:
             self.wandb.finish()
 
 
+def read_samples(path):
+    """The records of samples.jsonl; a line that is none, such as one just being written, is left out."""
+    records = []
+    with open(path, errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
+    return records
+
+
+def reward_of(sample):
+    """A sample's reward; NaN, which no order holds, where it has none."""
+    value = sample.get("reward")
+    return value if isinstance(value, (int, float)) else math.nan
+
+
+def show_sample(sample, colour):
+    """A sample as text for a terminal: numbers in its first line, then each text under its name."""
+    def paint(code, text):
+        return f"\033[{code}m{text}\033[0m" if colour else text
+
+    facts = []
+    texts = []
+    for key, value in sample.items():
+        if key in ("prompt", "response", "answer", "question") and value is not None:
+            value = printable(value if isinstance(value, str) else json.dumps(value))
+            texts.append(paint(2, key) + "\n" + textwrap.indent(value, "    ", lambda line: True))
+        elif value is not None:
+            value = f"{value:.3f}" if isinstance(value, float) else value
+            facts.append(printable(f"{key} {value}"))
+    good = reward_of(sample) > 0
+    return "\n".join([paint("1;32" if good else "1;31", "  ".join(facts)), *texts]) + "\n"
+
+
+def show_samples(words):
+    """Print logs/samples.jsonl of a run: SHOW=OUTPUT_DIR and, if wanted, STEP=n, and BY=worst or BY=best for
+    the ten of lowest or highest reward. Takes no lock: the run may be going on."""
+    asked = dict(word.partition("=")[::2] for word in words)
+    by = asked.get("BY", "")
+    step = asked.get("STEP", "0")
+    if set(asked) - {"SHOW", "STEP", "BY"} or by not in ("", "worst", "best") or not step.isdecimal():
+        raise UserError(f"{' '.join(words)}: SHOW=OUTPUT_DIR takes STEP=n and BY=worst or BY=best beside it")
+    path = Path(asked["SHOW"]) / "logs/samples.jsonl"
+    if not path.is_file():
+        raise UserError(f"there is no {path}: SHOW takes the OUTPUT_DIR of a run that has done a step")
+    samples = read_samples(path)
+    steps = [sample["step"] for sample in samples]
+    if "STEP" in asked:
+        samples = [sample for sample in samples if sample["step"] == int(step)]
+    if by:
+        samples = [sample for sample in samples if not math.isnan(reward_of(sample))]
+        samples = sorted(samples, key=reward_of, reverse=by == "best")[:10]
+    if not samples:
+        has = f"its steps are {min(steps)} to {max(steps)}" if steps else "it is empty"
+        raise UserError(f"{path} has no such sample: {has}")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    try:
+        for sample in samples:
+            print(show_sample(sample, colour))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
     SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
     1. An error of one process ends all of them; the first says so."""
     try:
+        if any(word.startswith("SHOW=") for word in sys.argv[1:]):
+            show_samples(sys.argv[1:])
+            sys.exit(0)
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
         trainer.train()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)

@@ -4,6 +4,7 @@ one.
     python tests/chaos.py ppo/ppo.py grpo/grpo.py rce/rce.py   # everything: the table of its results
     python tests/chaos.py grpo/grpo.py --kills 50              # SIGKILL at 50 random moments, and the rest
     python tests/chaos.py grpo/grpo.py --only kill,rewards --quick   # a few of each of these
+    python tests/chaos.py ppo/ppo.py --processes 2             # begun by torchrun: kills of one, of all
 
 A run is a fork of this process, which has imported the libraries already, so it starts in a moment; the
 trainer's file is run as `python trainer.py KEY=VALUE ...` runs it, without a terminal. Faults are hooks in
@@ -11,14 +12,17 @@ that fork (sys.addaudithook sees each file operation, a wrapper spoils the logit
 of them. "Lost" is: a hang, another exit code than is documented, a traceback (but a reward function's own,
 with exit code 1), or a final checkpoint, metrics.jsonl (timing aside), samples.jsonl, best/ or candidates
 that differ from the unbroken run's by a byte. Every fault that loses something is printed with what it lost;
-exit code 1 then.
+exit code 1 then. With --processes N runs are begun by torchrun, resumed by it or as one process, and must
+equal an unbroken run of one process; a process that is left over is lost, too.
 """
 import argparse
+import collections
 import concurrent.futures
 import csv
 import errno
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -127,16 +131,21 @@ LIMIT = 240  # seconds after which a run counts as hanging
 # ---------------------------------------------------------------- running a trainer
 
 
+def words_of(script, folder, constants):
+    """KEY=VALUE words of a small run in the folder."""
+    name = Path(script).name
+    own = ALONE[name] if name in ALONE else {**SMALL, **MORE[name]}
+    if name == "ppo_rag.py":
+        own = {**own, "CACHE_DIR": f"{folder}/cache"}
+    constants = {**own, "OUTPUT_DIR": folder, **constants}
+    return [f"{key}={value}" for key, value in constants.items()]
+
+
 class Run:
     """One start of a trainer: pid, what it printed, how it ended."""
 
     def __init__(self, script, folder, arm=None, **constants):
-        name = Path(script).name
-        own = ALONE[name] if name in ALONE else {**SMALL, **MORE[name]}
-        if name == "ppo_rag.py":
-            own = {**own, "CACHE_DIR": f"{folder}/cache"}
-        constants = {**own, "OUTPUT_DIR": folder, **constants}
-        words = [f"{key}={value}" for key, value in constants.items()]
+        words = words_of(script, folder, constants)
         self.log = tempfile.TemporaryFile()
         with _forking:
             self.pid = os.fork()
@@ -215,6 +224,123 @@ class Run:
             return f"exit code {self.code}, not 1, or not said: {missing}: ...{self.said[-1500:]}"
 
 
+class TorchRun(Run):
+    """One start by torchrun: its agent, which is what exits with a code, and the processes it begins, each in
+    a process group of its own. All carry a mark in their environment. arm is (a function of this file, its
+    arguments), for the first process."""
+
+    def __init__(self, script, folder, count, arm=None, restarts=0, **constants):
+        self.mark = f"CHAOS_MARK={_MARK}.{next(_numbers)}."
+        self.restarts = restarts
+        self.logs = Path(tempfile.mkdtemp(prefix="logs_", dir=Path(folder).parent))
+        program = ROOT / script
+        environment = dict([self.mark.split("="), *os.environ.items()])
+        if arm:
+            program = __file__
+            environment["CHAOS_ARM"] = json.dumps([script, *arm], default=str)
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}"]
+        words += [f"--max-restarts={restarts}", "--redirects=3", f"--log-dir={self.logs}", program]
+        words += words_of(script, folder, constants)
+        self.log = open(self.logs / "torchrun.log", "w+b")
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
+        with _forking:
+            self.agent = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
+        self.pid = self.agent.pid
+        self.started = time.time()
+        self.left = []  # processes that outlived it
+        _TORCHRUNS.add(self)
+
+    def alive(self):
+        code = self.agent.poll()
+        if code is not None and not hasattr(self, "code"):
+            self.code = code
+        return code is None
+
+    def members(self):
+        """{number: its parent's} of all living processes of this run, torchrun's too."""
+        return {number: parent for number, (mark, parent) in marked_processes().items() if mark == self.mark}
+
+    def workers(self):
+        return [number for number, parent in self.members().items() if parent == self.pid]
+
+    def kill_all(self):
+        while members := self.members():
+            for number in members:
+                kill_one(number, signal.SIGKILL)
+            self.agent.poll()
+            time.sleep(0.01)
+
+    def wait(self, limit=3 * LIMIT, grace=10):
+        """Till torchrun has ended; its processes have so many more seconds (grace)."""
+        super().wait(limit)
+        until = time.time() + grace
+        while self.members() and time.time() < until:
+            time.sleep(0.05)
+        self.left += self.members()
+        self.kill_all()
+        _TORCHRUNS.discard(self)
+        return self
+
+    @property
+    def said(self):
+        """What its processes printed, without torchrun's own."""
+        paths = sorted(self.logs.glob("*/attempt_*/*/std*.log"))
+        return "\n".join(path.read_text(errors="replace") for path in paths)
+
+    def trouble(self, *codes):
+        said = self.said
+        if self.left:
+            return f"processes {self.left} were left over: ...{said[-1500:]}"
+        # while importing: Python's own way of ending
+        early = "KeyboardInterrupt" in said and "run_main" not in said
+        unforeseen = "Traceback" in said and not early or "terminate called" in said
+        if self.code not in codes or unforeseen or "Exception ignored" in said:
+            own = (self.logs / "torchrun.log").read_text(errors="replace")
+            codes = " or ".join(map(str, codes))
+            return f"exit code {self.code}, not {codes}: ...{said[-1500:]}\ntorchrun: ...{own[-1500:]}"
+
+
+def marked_processes():
+    """{number: (its mark, its parent's number)} of the living processes of this program's torchruns."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # another's, or gone
+            continue
+        mark = next((word for word in environment if word.startswith(f"CHAOS_MARK={_MARK}.")), None)
+        if mark and state != "Z":
+            found[int(folder.name)] = mark, int(parent)
+    return found
+
+
+def kill_one(number, how):
+    try:
+        os.kill(number, how)
+    except ProcessLookupError:
+        pass
+
+
+def end_all(number, frame):
+    """Ctrl-C or SIGTERM to this program: nothing that it began is left over."""
+    for run in list(_TORCHRUNS):
+        run.kill_all()
+    os._exit(128 + number)
+
+
+def run_armed():
+    """What torchrun begins in place of a trainer: the trainer, its first process armed with a fault."""
+    script, name, *arguments = json.loads(os.environ["CHAOS_ARM"])
+    sys.argv[0] = str(ROOT / script)
+    if os.environ["RANK"] == "0":
+        globals()[name](*arguments)()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+_MARK = f"{os.getpid()}.{time.time():.0f}"
+_numbers = itertools.count()
+_TORCHRUNS = set()  # that have not ended
 _forking = threading.Lock()
 
 
@@ -482,22 +608,16 @@ class Chaos:
         def one(number, seed):
             folder, chance = self.fresh(), random.Random(seed)
             run = Run(self.script, folder)
-            metrics = folder / "logs/metrics.jsonl"
             wait = chance.uniform(0, self.seconds)
             time.sleep(wait)
-
-            def steps():
-                lines = metrics.read_text().splitlines() if metrics.exists() else []
-                return [json.loads(line)["step"] for line in lines if '"train"' in line]
-
-            before = steps()
+            before = train_steps(folder)
             run.kill(number)
             run.wait()
             # before the run's files are open the signal's own effect is right
             early = () if before else (-number, 130)
             if trouble := run.trouble(128 + number, 0, *early):
                 return trouble
-            done = steps()
+            done = train_steps(folder)
             if len(done) - len(before) > 2:  # one was perhaps just being logged
                 return f"{len(done) - len(before)} steps after the signal"
             if run.code == 128 + number and done:
@@ -961,6 +1081,169 @@ class Chaos:
         ]
 
 
+class ProcessesChaos(Chaos):
+    """The same for runs of several processes. What they make must equal an unbroken run of one."""
+
+    def __init__(self, script, work, options):
+        super().__init__(script, work, options)
+        self.killed = collections.Counter()  # by kind
+        self.slowest = 0.0  # seconds from one process's death to the end of all
+        folder = self.fresh()
+        metrics = folder / "logs/metrics.jsonl"
+        run = TorchRun(script, folder, options.processes)
+        while run.alive() and not metrics.exists():
+            time.sleep(0.02)
+        self.opened = time.time() - run.started  # seconds till it begins to write
+        trouble = run.wait().trouble(0) or difference(self.want, contents(folder))
+        if trouble:
+            sys.exit(f"{script} with {options.processes} processes: {trouble}")
+        self.seconds = time.time() - run.started
+
+    def either(self, chance, folder, **more):
+        """A start as one process or several."""
+        if chance.random() < 1 / 3:
+            return Run(self.script, folder)
+        return TorchRun(self.script, folder, self.options.processes, **more)
+
+    def sleep(self, chance, run, folder):
+        """Till a random moment: of the whole run at times, else of what it does once its files are open."""
+        wait = chance.uniform(0.1, self.seconds)
+        if chance.random() < 0.75:
+            while run.alive() and not (folder / ".lock_owner").exists():
+                time.sleep(0.02)
+            wait = chance.uniform(0, self.seconds - self.opened)
+        time.sleep(wait)
+
+    def end(self, folder, chance):
+        run = self.either(chance, folder).wait()
+        return run.trouble(0) or difference(self.want, contents(folder))
+
+    def kill(self):
+        """SIGKILL of one process, of all, or of torchrun alone, whose processes go on to the end. At times
+        torchrun starts what was killed again (--max-restarts)."""
+
+        def one_killed(chance, run):
+            kill_one(chance.choice(run.workers() or [run.pid]), signal.SIGKILL)
+            killed = time.time()
+            run.wait()
+            if run.code == 1:
+                self.slowest = max(self.slowest, time.time() - killed)
+            # 0: started again, or too late; SIGKILL: torchrun itself, where it had begun none yet
+            return run.trouble(0, 1, -signal.SIGKILL)
+
+        def all_killed(chance, run):
+            members = list(run.members())
+            chance.shuffle(members)
+            for number in members:
+                kill_one(number, signal.SIGKILL)
+            run.wait()
+
+        def torchrun_killed(chance, run):
+            kill_one(run.pid, signal.SIGKILL)
+            run.wait(grace=LIMIT)
+            return run.trouble(0, -signal.SIGKILL)
+
+        faults = itertools.cycle(((one_killed, 0), (all_killed, 0), (one_killed, 3), (torchrun_killed, 0)))
+
+        def cycle(seed):
+            chance, folder, kills = random.Random(seed), self.fresh(), 0
+            fault, restarts = next(faults)
+            run = TorchRun(self.script, folder, self.options.processes, restarts=restarts)
+            while kills < min(3, self.options.kills):
+                self.sleep(chance, run, folder)
+                if not run.alive():
+                    break
+                kills += 1
+                if isinstance(run, TorchRun):
+                    kind = fault.__name__.replace("_", " ")
+                    self.killed[kind + " and started again" * (run.restarts > 0)] += 1
+                    if trouble := fault(chance, run):
+                        return kills, f"{fault.__name__}: {trouble}", folder
+                    fault, restarts = next(faults)
+                else:
+                    self.killed["a run of one process"] += 1
+                    run.kill(signal.SIGKILL)
+                    run.wait()
+                run = self.either(chance, folder, restarts=restarts)
+            run.wait()
+            return kills, run.trouble(0) or difference(self.want, contents(folder)), folder
+
+        return "SIGKILL", cycle
+
+    def save_points(self):
+        """SIGKILL of the first process, which alone writes, before a file operation of a resumed run."""
+        self.count_operations()
+        chosen = range(0, self.operations, 1 + self.operations // 10)
+        if self.options.quick:
+            chosen = [self.random.randrange(self.operations)]
+
+        def one(number):
+            folder = self.fresh(self.two)
+            arm = "kill_at", number, folder
+            run = TorchRun(self.script, folder, self.options.processes, arm).wait()
+            if run.code == 0:
+                return f"operation {number} was never reached: {run.said[-300:]}"
+            return run.trouble(1) or self.end(folder, random.Random(number))
+
+        return [lambda n=n: one(n) for n in chosen]
+
+    def count_operations(self):
+        if not hasattr(self, "operations"):
+            folder, counter = self.fresh(self.two), self.work / "operations"
+            arm = "count_operations", folder, counter
+            TorchRun(self.script, folder, self.options.processes, arm).wait()
+            self.operations = counter.stat().st_size
+
+    def signals(self):
+        def one(number, seed):
+            folder, chance = self.fresh(), random.Random(seed)
+            run = TorchRun(self.script, folder, self.options.processes)
+            self.sleep(chance, run, folder)
+            before = train_steps(folder)
+            run.kill(number)
+            run.wait()
+            if trouble := run.trouble(0, 1):
+                return trouble
+            done = train_steps(folder)
+            if len(done) - len(before) > 2:  # one was perhaps just being logged
+                return f"{len(done) - len(before)} steps after the signal"
+            if before:
+                saved = (folder / f"step_{done[-1]}").is_dir()
+                if not saved or not list(folder.glob("*_with_entropy.png")):
+                    return f"no checkpoint or no plot after the signal: {run.said[-1500:]}"
+            return self.end(folder, chance)
+
+        count = 1 if self.options.quick else 3
+        numbers = [signal.SIGTERM] if self.options.quick else [signal.SIGTERM, signal.SIGINT]
+        seeds = [f"{self.options.seed} {self.script} {i}" for i in range(count)]
+        return [lambda n=n, s=s: one(n, f"{s} {n}") for n in numbers for s in seeds]
+
+    def full_disk(self):
+        self.count_operations()
+
+        def one(number):
+            folder = self.fresh(self.two)
+            arm = "full_at", number, folder
+            run = TorchRun(self.script, folder, self.options.processes, arm).wait()
+            return run.trouble(0, 1) or self.end(folder, random.Random(number))
+
+        count = 1 if self.options.quick else 5
+        return [lambda n=n: one(n) for n in self.random.sample(range(self.operations), count)]
+
+
+def train_steps(folder):
+    """The steps that a run's log has, in its order."""
+    metrics = folder / "logs/metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [json.loads(line)["step"] for line in lines if '"train"' in line]
+
+
+PROCESSES_TRIALS = {
+    "kill": "SIGKILL of one process, of all, of torchrun alone",
+    "save_points": "SIGKILL of the first process before a file operation",
+    "signals": "SIGTERM and Ctrl-C to torchrun",
+    "full_disk": "full disk at a file operation",
+}
 TRIALS = {
     "kill": "SIGKILL at a random moment",
     "save_points": "SIGKILL before each file operation around a save",
@@ -990,21 +1273,32 @@ def main():
         action="store_true",
         help="every single file operation and absurd value, not 40 and 8 a constant",
     )
-    parser.add_argument("--only", default=",".join(TRIALS), help="some of: " + ",".join(TRIALS))
+    parser.add_argument("--only", help="some of: " + ",".join(TRIALS))
+    parser.add_argument("--processes", type=int, default=1, help="begun by torchrun, if more than one")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, help="trials at a time")
     options = parser.parse_args()
+    several = options.processes > 1
+    options.trials = PROCESSES_TRIALS if several else TRIALS
+    options.only = options.only or ",".join(options.trials)
+    options.jobs = options.jobs or max(1, os.cpu_count() // options.processes)
+    for number in (signal.SIGINT, signal.SIGTERM) if several else ():
+        signal.signal(number, end_all)
     work = Path(tempfile.mkdtemp(prefix="chaos_"))
     lost = []
     table = {}  # {(script, fault): (tried, lost)}
     for script in options.scripts:
         (work / Path(script).stem).mkdir()
-        chaos = Chaos(script, work / Path(script).stem, options)
+        chaos = (ProcessesChaos if several else Chaos)(script, work / Path(script).stem, options)
         print(f"{script}: the unbroken run takes {chaos.seconds:.1f} s", flush=True)
         for name in options.only.split(","):
             tried, bad = try_fault(chaos, name, options)
             table[script, name] = tried, len(bad)
             lost += bad
+        if several:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in chaos.killed.items())
+            slowest = f"after one process's death the others ended within {chaos.slowest:.1f} s"
+            print(f"  SIGKILLs at random moments: {kinds}; {slowest}", flush=True)
     write_table(options, table)
     print(f"\n{sum(tried for tried, _ in table.values()):,} faults tried, {len(lost)} lost")
     if lost:
@@ -1017,7 +1311,7 @@ def try_fault(chaos, name, options):
     started = time.time()
     tried = skipped = 0
     bad = []
-    if name == "full_disk" and not hasattr(chaos, "operations"):
+    if name == "full_disk" and options.processes == 1 and not hasattr(chaos, "operations"):
         chaos.save_points()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         if name == "kill":
@@ -1042,7 +1336,7 @@ def try_fault(chaos, name, options):
     survived = f"{tried:>5} tried {tried - len(bad):>5} survived {len(bad):>3} lost"
     not_possible = f"  ({skipped} not possible here)" if skipped else ""
     seconds = time.time() - started
-    print(f"  {TRIALS[name]:<58} {survived}   {seconds:.0f} s{not_possible}", flush=True)
+    print(f"  {options.trials[name]:<58} {survived}   {seconds:.0f} s{not_possible}", flush=True)
     for trouble in bad:
         print("    LOST: " + trouble.replace("\n", "\n      "), flush=True)
     return tried, bad
@@ -1057,8 +1351,8 @@ def write_table(options, table):
         tried = [table[script, name][0] for script in options.scripts]
         bad = sum(table[script, name][1] for script in options.scripts)
         numbers = " | ".join(f"{n:,}" for n in tried)
-        print(f"| {TRIALS[name]} | {numbers} | {sum(tried) - bad:,} | {bad} |")
+        print(f"| {options.trials[name]} | {numbers} | {sum(tried) - bad:,} | {bad} |")
 
 
 if __name__ == "__main__":
-    main()
+    run_armed() if "CHAOS_ARM" in os.environ else main()

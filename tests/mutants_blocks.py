@@ -33,7 +33,7 @@ MUTANTS = [
      IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between"),
     (GRPO, "            os.rename(folder, old)\n", "            shutil.rmtree(folder)\n",
      IN_SAFETY + "a_best_that_cannot_be_replaced_stays[grpo/grpo.py]"),
-    (PPO, "        if manifest:\n", "        if False:\n",
+    (PPO, "        if manifest:\n", "        if False:",
      IN_SAFETY + "a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told[ppo/ppo.py]"),
 
     # calling a reward function
@@ -47,7 +47,7 @@ MUTANTS = [
      IN_SAFETY + "a_sentence_that_a_reward_raises_stays_one"),
     (PPO, "            faulthandler.cancel_dump_traceback_later()\n", "            pass\n",
      IN_SAFETY + "a_reward_that_ends_in_time_leaves_no_limit_behind"),
-    (PPO, "        if not _CALLING:\n", "        if True:\n",
+    (PPO, "        if not _CALLING:\n", "        if True:",
      IN_SAFETY + "a_reward_that_hangs_ends_the_program_and_shows_where[calls_another]"),
     (PPO, "if hasattr(error, \"__notes__\"):  # a reward", "if False:  # a reward",
      IN_SAFETY + "what_a_reward_raises_is_never_taken_for_the_machines"),

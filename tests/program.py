@@ -11,7 +11,8 @@ from types import SimpleNamespace
 FORKS = multiprocessing.get_context("forkserver")
 # Nothing of this repository. A fork is safe where no thread runs: one for OpenMP, and no torch operation yet
 FORKS.set_forkserver_preload("""
-    filelock matplotlib.figure pyarrow.parquet safetensors.torch torch tqdm transformers
+    filelock matplotlib.figure pyarrow.parquet safetensors.torch torch torch.distributed.fsdp
+    torch.distributed.tensor tqdm transformers
     transformers.generation.utils transformers.models.auto.modeling_auto
     transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama""".split())
 

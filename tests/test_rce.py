@@ -1706,14 +1706,16 @@ def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, caps
         return [float(r == "right") for r in responses]
 
     constants = {"REWARD_FUNCTIONS": [(picky, 1.0)], "HARD_REWARD": "picky", "SOFT_REWARD": "picky"}
-    trainer = rce(EVAL_DATASETS=[], **constants).RCETrainer()
+    script = rce(EVAL_DATASETS=[], **constants)
+    trainer = script.RCETrainer()
     row = trainer.train_rows[0]
     some = [
-        {"prompt_id": row["id"], "prompt": "q", "text": text, "eval_failed": False, "eval_error": None}
+        {"prompt_id": row["id"], "text": text, "token_ids": [5], "eval_failed": False, "eval_error": None}
         for text in ("right", "odd", "wrong")
     ]
     trainer.verify(some, {row["id"]: row})
     assert [c["hard"] for c in some] == [1, None, 0]
     assert [c["eval_failed"] for c in some] == [False, True, False]
     assert some[1]["eval_error"] == f"{type(error).__name__}: {error} (raised by the reward function picky)"
+    script.warn_of_failures(some, trainer.run.say)
     assert "the reward failed for 1 of 3 candidates" in capsys.readouterr().out

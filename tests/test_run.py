@@ -682,10 +682,11 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     run.wandb_id = "an id"
     trainer.state.order = torch.arange(24).flip(0)
     folder = tmp_path / "run/step_9"
+    run.gather(run.models, run.optimizers)
     script.write_folder(folder, run.fill_checkpoint)
     run.lock.release()
     again = trainer_class(str(folder))
-    for key in run.saved:
+    for key in set(run.saved) - {"threads"}:  # which are those of now
         assert getattr(again.run, key) == getattr(run, key), key
     for key, value in vars(trainer.state).items():
         got = getattr(again.state, key)

@@ -1,0 +1,138 @@
+"""Rewards inside a response: compute_rewards of ppo/ppo.py may return a list of numbers, one a token."""
+import math
+
+import pytest
+import torch
+from conftest import ROOT, load_script, read
+
+PPO = load_script("ppo/ppo.py")
+
+
+def with_rewards(script, compute_rewards):
+    """A trainer whose compute_rewards this is."""
+    class Mine(script.PPOTrainer):
+        pass
+
+    Mine.compute_rewards = compute_rewards
+    return Mine()
+
+
+def first_good_second_bad(self, prompts, responses, answers, response_ids):
+    return [[1.0, -1.0] + [0.0] * (len(ids) - 2) for ids in response_ids]
+
+
+def its_sums(self, prompts, responses, answers, response_ids):
+    return [sum(row) for row in first_good_second_bad(self, prompts, responses, answers, response_ids)]
+
+
+def rolled_out(trainer, count=4):
+    torch.manual_seed(5)
+    batch = trainer.rollout(trainer.train_rows[:count])
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    assert (batch.response_lengths > 2).all()
+    return batch
+
+
+def test_token_rewards_add_up_by_hand():
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
+    dense = torch.tensor([[1.0, 2, 3], [4, 5, 0]])
+    scores = dense.sum(1) - torch.tensor([0.0, 0.5])  # MISSING_EOS_PENALTY of the second
+    got = PPO.token_rewards(scores, -1.0 * mask, -3.0 * mask, mask, 0.1, dense)
+    assert torch.allclose(got, torch.tensor([[0.8, 1.8, 2.8], [3.8, 4.3, 0]]))
+
+
+def test_only_rewards_a_token_tell_two_tokens_apart(ppo):
+    """Each response's first token is good, its second as bad: their sum, 0, teaches nothing at all."""
+    moved = {}
+    for compute_rewards in (first_good_second_bad, its_sums):
+        constants = {"LAM": 0.0, "WHITEN_ADVANTAGES": False, "GROUP_EPOCHS": 1, "LEARNING_RATE": 0.1}
+        trainer = with_rewards(ppo(**constants, TEMPERATURE=4.0), compute_rewards)
+        # Adam takes a step of full size however small the gradient
+        trainer.optimizers["policy"] = torch.optim.SGD(trainer.actor.parameters())
+        batch = rolled_out(trainer)
+        assert (batch.scores == 0).all()
+        trainer.update(batch)
+        logprobs, _ = PPO.response_logprobs(trainer.actor, batch, torch.arange(len(batch.rows)), 4.0)
+        change = (logprobs - batch.logprobs)[:, :2].mean(0)
+        moved[compute_rewards] = batch.advantages, *change.tolist()
+    advantages, first, second = moved[first_good_second_bad]
+    assert (advantages[:, 0] == 1).all() and (advantages[:, 1] == -1).all() and (advantages[:, 2:] == 0).all()
+    assert first > 0.01 and second < -0.01
+    advantages, first, second = moved[its_sums]
+    assert (advantages == 0).all() and abs(first) < 1e-5 and abs(second) < 1e-5
+
+
+def test_a_score_is_a_reward_of_the_last_token(ppo):
+    """To the bit: the dense form of a score a response is the score's own."""
+    def a_token(self, prompts, responses, answers, response_ids):
+        return [[0.0] * (len(ids) - 1) + [len(ids) / 7] for ids in response_ids]
+
+    def a_response(self, prompts, responses, answers, response_ids):
+        return [len(ids) / 7 for ids in response_ids]
+
+    constants = {"KL_COEF": 0.1, "MISSING_EOS_PENALTY": 0.5, "MAX_NEW_TOKENS": 18}
+    one, two = (rolled_out(with_rewards(ppo(**constants), f)) for f in (a_token, a_response))
+    assert one.truncated.any() and not one.truncated.all()
+    assert torch.equal(one.scores, two.scores) and torch.equal(one.advantages, two.advantages)
+    assert one.dense.shape == one.logprobs.shape and two.dense is None
+
+
+def test_a_run_logs_the_sums(ppo, tmp_path):
+    def two_a_token(self, prompts, responses, answers, response_ids):
+        self.reward_parts["tokens"] = torch.tensor([2.0 * len(ids) for ids in response_ids])
+        return [torch.full((len(ids),), 2) for ids in response_ids]
+
+    trainer = with_rewards(ppo(MAX_STEPS=1), two_a_token)
+    trainer.train()
+    for record in read(tmp_path / "run/logs/metrics.jsonl"):
+        assert record["reward"] == record["reward/tokens"] == 2 * record["response_length"]
+    for sample in read(tmp_path / "run/logs/samples.jsonl"):
+        assert sample["reward"] == sample["reward/tokens"]
+
+
+def test_the_cookbooks_recipe_rewards_each_right_line_where_it_ends(ppo):
+    script = ppo(MAX_STEPS=1)
+    text = (ROOT / "docs/cookbook.md").read_text()
+    recipe = text.split("<!-- recipe: dense reward -->\n```python\n")[1].split("```")[0]
+    space = {"ppo": script}
+    exec(recipe.replace("import ppo\n", ""), space)
+    trainer = space["StepTrainer"]()
+    said = "34-23=11\n11+40=50\n#### 51<eos>"
+    ids = trainer.tokenizer(said)["input_ids"]
+    row, = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
+    ends = [i for i, token in enumerate(ids) if trainer.tokenizer.decode([token]) == "\n"]
+    assert len(ends) == 2 and row == [0.1 * (i == ends[0]) + (i == len(ids) - 1) for i in range(len(ids))]
+    assert rolled_out(trainer, 2).dense.sum(1).gt(0).any()
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda rows: [rows[0], rows[1][:-1]], "must return 3 finite numbers for response 1, one for each of its "
+     "response_ids, or one number a response; it returned 2, \\[0.5, 0.5\\]$"),
+    (lambda rows: [rows[0], [*rows[1], 0.0]], ".* for response 1, .* it returned 4, "),
+    (lambda rows: [rows[0], [math.nan, 0, 0]], ".* for response 1, .* it returned 3, "),
+    (lambda rows: [rows[0], ["x", 0, 0]], ".* for response 1, .* it returned 3, "),
+    (lambda rows: [rows[0], 1.0], ".* for response 1, .* it returned 1.0"),
+    (lambda rows: [rows[0], None], ".* for response 1, .* it returned None"),
+    (lambda rows: rows[:1], "must return a list for each of 2 responses; it returned 1"),
+])
+def test_a_list_that_does_not_fit_its_response_is_a_sentence(change, says):
+    responses = [PPO.with_facts(text, response_ids=ids) for text, ids in (("a", [5, 1]), ("b", [5, 6, 1]))]
+
+    def rewards_of(prompts, responses, answers, response_ids):
+        return change([[0.5] * len(ids) for ids in response_ids])
+
+    with pytest.raises(PPO.UserError, match=f"^compute_rewards {says}"):
+        PPO.call_reward("compute_rewards", rewards_of, ["x"] * 2, responses, [None] * 2, width=4)
+
+
+def test_trainers_without_a_critic_refuse_them(each):
+    script, trainer_class = each(EVAL_DATASETS=[])
+    trainer = trainer_class()
+    trainer.compute_rewards = lambda prompts, responses, answers: [[1.0]] * len(responses)
+    if each.path == "ppo/ppo.py":
+        assert trainer.rewards_of(["x"], ["a"], ["1"])[0].tolist() == [[1.0] + [0.0] * 31]
+        return
+    says = "^compute_rewards must return 1 finite numbers, one a response; it returned lists of numbers, as "
+    with pytest.raises(script.UserError, match=f"{says}compute_rewards of ppo/ppo.py alone may"):
+        trainer.rewards_of(["x"], ["a"], ["1"])

@@ -1,0 +1,504 @@
+"""Several processes: the same bytes on any number of them, what one of them does that the others do not,
+exact sums of gradients, models sharded by FSDP2. Processes begin as torchrun begins them, but in a moment;
+torchrun itself stands in the last tests. Further numbers of processes: python -m pytest -m sweep
+tests/test_processes.py."""
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, assert_same_state, distance, load_script, read, untimed, walk
+from program import Program
+from safetensors.torch import load_file
+
+REC = "grpo/grpo_rec.py"
+FILES = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", REC]
+# Four chunks of prompts a step and more micro-batches than processes; the epoch ends with fewer
+WORDS = {
+    **SMALL, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 4, "MAX_TRAIN_PROMPTS": 13,
+    "MAX_EVAL_PROMPTS": 3, "MAX_NEW_TOKENS": 12, "NUM_EPOCHS": 2, "MAX_STEPS": 3, "EVAL_EVERY_N_STEPS": 2,
+    "KL_COEF": 0.05}
+MORE = {
+    "ppo/ppo.py": {"MINI_BATCHES": 2},
+    "grpo/grpo.py": {"RESAMPLE_FLAT_GROUPS": 1, "REFERENCE_SYNC_STEPS": 2},
+    "rce/rce.py": {"MAX_TRAIN_PROMPTS": 16, "MINE_PROMPTS": 7, "ROUNDS": 2, "NUM_EPOCHS": 1, "BEAMS": 2,
+                   "MAX_NEW_TOKENS": 48, "INCLUDE_REFERENCE": True, "EVAL_SAMPLES": 2}}
+REC_WORDS = {
+    "MAX_TRAIN_ROWS": 60, "MAX_EVAL_ROWS": 70, "EVAL_BEAMS": 20, "SFT_EPOCHS": 1, "SFT_BATCH_SIZE": 32,
+    "SFT_STITCH": 0.2, "SFT_AVERAGE": 0.5, "SASREC_EPOCHS": 1, "BATCH_SIZE": 2,
+    "GRADIENT_ACCUMULATION_STEPS": 3, "GROUP_SIZE": 4, "MAX_STEPS": 2, "EVAL_EVERY_N_STEPS": 1,
+    "CANDIDATES": "sample", "BOOTSTRAP": 10, "SAVE_EVERY_N_STEPS": 0}
+
+
+def words_of(file, **more):
+    """The words of a run of several chunks."""
+    words = {**WORDS, **MORE.get(file, {})} if file != REC else REC_WORDS
+    words = {key: value for key, value in words.items() if key != "KL_COEF" or file != "rce/rce.py"}
+    return [f"{key}={value}" for key, value in {**words, **more}.items()]
+
+
+def free_port():
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return some.getsockname()[1]
+
+
+class Processes:
+    """count programs that torchrun would have begun: `file` with words; environment is theirs beside that."""
+
+    def __init__(self, count, file, *words, **environment):
+        common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environment}
+        self.programs = []
+        for rank in range(count):
+            own = {**common, "RANK": rank, "LOCAL_RANK": rank} if count > 1 or environment else {}
+            own = {key: str(value) for key, value in own.items()}
+            self.programs.append(Program(file, *words, cwd=ROOT, environment=own))
+
+    def wait(self):
+        return [program.wait() for program in self.programs]
+
+    def wait_for(self, path, seconds=60):
+        end = time.monotonic() + seconds
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert path.exists(), [program.wait(1) for program in self.programs]
+
+
+def run(count, file, folder, **more):
+    """A run on count processes that ends well; what the first one said."""
+    ended = Processes(count, ROOT / file, *words_of(file, OUTPUT_DIR=folder, **more)).wait()
+    assert [end.returncode for end in ended] == [0] * count, ended
+    assert not any(end.stdout for end in ended[1:])
+    return ended[0].stdout
+
+
+def last_checkpoint(folder):
+    return max(folder.glob("step_*"), key=lambda path: int(path.name[5:]))
+
+
+def assert_same_run(a, b):
+    """Two finished runs are equal to the byte, but for the clock."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert untimed(a / "logs" / name) == untimed(b / "logs" / name)
+    one, two = last_checkpoint(a), last_checkpoint(b)
+    assert one.name == two.name
+    files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
+    assert files
+    for name in files:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    assert_same_state(one / "training_state.pt", two / "training_state.pt")
+    for path in [*a.glob("best/policy/*.safetensors"), *a.glob("candidates_*.parquet"), *a.glob("*.json")]:
+        if path.name != "training_config.json":
+            assert path.read_bytes() == (b / path.relative_to(a)).read_bytes(), path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """alone(file): the folder of its run on one process."""
+    made = {}
+
+    def get(file):
+        if file not in made:
+            made[file] = tmp_path_factory.mktemp("alone") / "run"
+            run(1, file, made[file])
+        return made[file]
+    return get
+
+
+# ---------------------------------------------------------------- the same bytes
+
+SWEEP = [("ppo/ppo.py", 3), *((file, count) for file in FILES[1:] for count in (2, 4))]
+
+
+@pytest.mark.parametrize("file, count", [
+    ("ppo/ppo.py", 2), ("ppo/ppo.py", 4), *((file, 3) for file in FILES[1:]),
+    *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP)])
+def test_a_run_is_the_same_to_the_byte_on_any_number_of_processes(file, count, alone, tmp_path):
+    run(count, file, tmp_path / "run")
+    assert_same_run(alone(file), tmp_path / "run")
+
+
+@pytest.mark.parametrize("file, before, after", [
+    ("ppo/ppo.py", 4, 1), ("rce/rce.py", 1, 3),
+    *(pytest.param(*case, marks=pytest.mark.sweep) for case in (
+        ("ppo/ppo.py", 1, 3), ("rce/rce.py", 4, 1), ("grpo/grpo.py", 4, 1)))])
+def test_a_run_killed_on_some_processes_goes_on_on_others(file, before, after, alone, tmp_path):
+    folder = tmp_path / "run"
+    begun = Processes(before, ROOT / file, *words_of(file, OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1))
+    begun.wait_for(folder / "step_1/manifest.json")
+    begun.programs[-1].send_signal(signal.SIGKILL)
+    codes = [end.returncode for end in begun.wait()]
+    assert codes[-1] == -signal.SIGKILL
+    assert set(codes[:-1]) <= {0, 2}  # the others notice, or had done already
+    run(after, file, folder)
+    assert_same_run(alone(file), folder)
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(alone, tmp_path):
+    folder = tmp_path / "run"
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1)
+    begun = Processes(3, ROOT / "ppo/ppo.py", *words)
+    begun.wait_for(folder / "step_1")
+    begun.programs[2].send_signal(signal.SIGTERM)
+    ended = begun.wait()
+    assert [end.returncode for end in ended] == [143] * 3, ended
+    assert "Stopped at step" in ended[0].stdout
+    assert int(last_checkpoint(folder).name[5:]) < 3
+    run(2, "ppo/ppo.py", folder)
+    assert_same_run(alone("ppo/ppo.py"), folder)
+
+
+# ---------------------------------------------------------------- what one process alone does
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+import ppo
+{body}
+ppo.train_main()
+"""
+
+
+def run_edited(count, tmp_path, body, **more):
+    """ppo.py with some of its names replaced, as programs of several processes."""
+    file = tmp_path / "edited.py"
+    file.write_text(SCRIPT.format(folder=str(ROOT / "ppo"), body=body))
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=tmp_path / "run", **more)
+    began = time.monotonic()
+    ended = Processes(count, file, *words).wait()
+    assert time.monotonic() - began < 100
+    return ended
+
+
+def test_a_reward_that_raises_on_one_process_ends_all_and_shows_where(tmp_path):
+    ended = run_edited(3, tmp_path, """
+def wrong(prompts, responses, answers):
+    return [1 / (ppo.rank() - 1)] * len(responses)
+ppo.REWARD_FUNCTIONS = [(wrong, 1.0)]""")
+    assert [end.returncode for end in ended] == [2, 1, 2]
+    assert "ZeroDivisionError" in ended[1].stderr and "raised by the reward function wrong" in ended[1].stderr
+    assert "process 1: ZeroDivisionError: division by zero" in ended[0].stderr
+    assert ended[2].stderr == ""
+
+
+def test_a_disk_that_fills_ends_all_with_one_sentence(tmp_path):
+    ended = run_edited(2, tmp_path, """
+def fill(self, folder):
+    raise OSError(28, "No space left on device")
+ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
+    assert [end.returncode for end in ended] == [2, 2]
+    assert "could not be saved" in ended[0].stderr and ended[1].stderr == ""
+
+
+ROWS = """
+load = ppo.load_rows
+ppo.load_rows = lambda *words: load(*words)[ppo.rank():]"""
+DRAWS = """
+import torch
+def draws(prompts, responses, answers):
+    return torch.rand(len(responses) + ppo.rank())[:len(responses)]
+ppo.REWARD_FUNCTIONS = [(draws, 1.0)]"""
+WEIGHTS = """
+step = ppo.clip_and_step
+def drifts(optimizers, *more):
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] *= 1 + 0.001 * ppo.rank()
+    return step(optimizers, *more)
+ppo.clip_and_step = drifts"""
+
+
+@pytest.mark.parametrize("body, sentence", [
+    ("ppo.SEED += ppo.rank()", "process 1 has other constants than process 0"),
+    (ROWS, "process 1 has other rows in TRAIN_DATASETS than process 0"),
+    (DRAWS, "have drawn different random numbers"),
+    (WEIGHTS, "process 1 has other weights than process 0"),
+], ids=["constants", "rows", "draws", "weights"])
+def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
+    ended = run_edited(2, tmp_path, body)
+    assert [end.returncode for end in ended] == [2, 2], ended
+    assert sentence in ended[0].stderr and ended[1].stderr == ""
+
+
+def test_rewards_are_called_a_chunk_at_a_time_and_dealt_out(tmp_path):
+    body = """
+def note(prompts, responses, answers):
+    with open({path!r} + str(ppo.rank()), "a") as file:
+        file.write(f"{{len(responses)}} ")
+    return [float(len(r)) for r in responses]
+ppo.REWARD_FUNCTIONS = [(note, 1.0)]""".format(path=str(tmp_path / "calls_"))
+    ended = run_edited(2, tmp_path, body, MAX_STEPS=1, MAX_EVAL_PROMPTS=1, EVAL_EVERY_N_STEPS=0)
+    assert [end.returncode for end in ended] == [0, 0], ended
+    calls = [(tmp_path / f"calls_{rank}").read_text().split() for rank in range(2)]
+    # one prompt evaluated before and after; eight prompts of two responses, two prompts at a time
+    assert calls == [["1", "4", "4", "1"], ["4", "4"]]
+
+
+def test_only_the_first_process_writes_prints_and_locks(tmp_path):
+    run(2, "ppo/ppo.py", tmp_path / "run", SAVE_EVERY_N_STEPS=1, MAX_STEPS=2)
+    logs = sorted(path.name for path in (tmp_path / "run/logs").iterdir())
+    assert len(logs) == 3
+    assert [line["step"] for line in read(tmp_path / "run/logs/metrics.jsonl")] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("file", ["ppo/ppo_rag.py", "rce/rce_icl.py"])
+def test_trainers_of_one_process_say_so(file, tmp_path):
+    ended = Processes(2, ROOT / file, f"OUTPUT_DIR={tmp_path}/run").wait()
+    assert [end.returncode for end in ended] == [2, 2]
+    assert "runs as one process" in ended[0].stderr and ended[1].stderr == ""
+
+
+def test_another_number_of_threads_is_said_at_a_resume(tmp_path):
+    run(1, "ppo/ppo.py", tmp_path / "run", MAX_STEPS=1)
+    ended, = run_edited(1, tmp_path, "import torch\ntorch.set_num_threads(2)", MAX_STEPS=2)
+    assert ended.returncode == 0, ended
+    assert "Threads a process were 1, are 2" in ended.stdout
+
+
+@pytest.mark.parametrize("name, resumes", [("this", True), ("another", False)])
+def test_what_torchrun_begins_again_goes_on_with_its_own_run_alone(name, resumes, tmp_path):
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=1)
+    Processes(1, ROOT / "ppo/ppo.py", *words, TORCHELASTIC_RUN_ID="this").wait()
+    again = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": 1}
+    ended, = Processes(1, ROOT / "ppo/ppo.py", *words, "RESUME=no", **again).wait()
+    assert ended.returncode == 0, ended
+    assert ("Resuming from it" in ended.stdout) == resumes
+    assert bool(list((tmp_path / "run").glob("old_*"))) != resumes
+
+
+# ---------------------------------------------------------------- sums of gradients
+
+class OneNumber(torch.nn.Module):
+    """A model whose gradient is what the loss says."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, size=1000):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+        self.unused = torch.nn.Parameter(torch.zeros(3))
+
+
+def sum_of(script, model, gradients):
+    """The gradient of an optimizer step of parts with these gradients, and how often each was asked for."""
+    metrics = {}
+    asked = 0
+    for gradient, share in script.summed([model], gradients, metrics):
+        asked += 1
+        script.backward(model, (model.weight * gradient).sum())
+        share["parts"] = 1.0
+        share["width_max"] = gradient.abs().max().item()
+    assert metrics["parts"] == len(gradients)
+    assert metrics["width_max"] == max(gradient.abs().max().item() for gradient in gradients)
+    return model.weight.grad.clone(), asked / len(gradients)
+
+
+def some_gradients(scale=1.0, parts=7):
+    generator = torch.Generator().manual_seed(3)
+    sizes = 10.0 ** torch.randint(-6, 1, (parts, 1), generator=generator)
+    return list(scale * sizes * torch.randn(parts, 1000, generator=generator))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_sums_do_not_depend_on_their_order_where_plain_ones_do(exact, ppo):
+    script = ppo(EXACT_SUMS=exact)
+    gradients = some_gradients()
+    found = set()
+    for seed in range(8):
+        random.Random(seed).shuffle(gradients)
+        total, _ = sum_of(script, OneNumber(), gradients)
+        assert distance(total, torch.stack(gradients).double().sum(0)) < 1e-6
+        found.add(total.numpy().tobytes())
+    assert (len(found) == 1) == exact
+
+
+def test_sums_that_cancel_have_the_same_bits_in_any_order(ppo):
+    script = ppo()
+    large = some_gradients(2.0 ** 20)
+    gradients = [*some_gradients(), *large, *(-gradient for gradient in large)]
+    found = set()
+    for seed in range(8):
+        random.Random(seed).shuffle(gradients)
+        model = OneNumber()
+        sum_of(script, model, gradients)
+        total, _ = sum_of(script, model, gradients)
+        found.add(total.numpy().tobytes())
+    assert len(found) == 1
+
+
+def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch):
+    script = ppo(EXACT_SUMS=False)
+    shares = {0: {"x": 1e100}, 2: {"x": -1e100}}, {1: {"x": 1.0}}  # of two processes
+    monkeypatch.setattr(script, "exchange", lambda value: [(some, [{}]) for some in shares])
+    metrics = {}
+    for _ in script.summed([OneNumber()], [1, 2, 3], metrics):
+        pass
+    assert metrics["x"] == 0.0  # out of order it is 1
+
+
+def test_an_exact_sum_is_nearer_than_float32s(ppo):
+    gradients = some_gradients(parts=200)
+    truth = torch.stack(gradients).double().sum(0)
+    script = ppo()
+    model = OneNumber()
+    sum_of(script, model, gradients)
+    total, asked = sum_of(script, model, gradients)
+    assert asked == 1
+    assert (total - truth.float()).abs().max() == 0
+
+
+@pytest.mark.parametrize("scale", [2.0 ** 30, 2.0 ** -40])
+def test_a_sum_beyond_the_grid_is_taken_again(scale, ppo):
+    script = ppo()
+    model = OneNumber()
+    for factor in (1.0, scale, 1.0):
+        gradients = some_gradients(factor)
+        sum_of(script, model, gradients)
+        total, asked = sum_of(script, model, gradients)
+        assert asked == 1
+        assert distance(total, torch.stack(gradients).double().sum(0)) < 1e-7
+    _, asked = sum_of(script, model, some_gradients(scale))
+    assert asked == 2
+
+
+def test_the_grid_is_kept_by_a_checkpoint(ppo):
+    script = ppo()
+    model = OneNumber()
+    sum_of(script, model, some_gradients(1000.0))
+    other = OneNumber()
+    script.set_ways(other, script.get_ways(model))
+    assert other.sum_exponent == model.sum_exponent > 5
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_stays_so(value, ppo):
+    script = ppo()
+    model = OneNumber()
+    for _ in range(2):
+        sum_of(script, model, some_gradients(2.0 ** 30))
+    gradients = some_gradients(2.0 ** 30)
+    gradients[2][5] = value
+    total, asked = sum_of(script, model, gradients)
+    assert asked == 1 and not total[5].isfinite() and total[6].isfinite()
+    assert sum_of(script, model, some_gradients(2.0 ** 30))[1] == 1  # the grid is what it was
+
+
+def test_parameters_without_a_gradient_get_zeros(ppo):
+    for exact in (True, False):
+        model = OneNumber()
+        sum_of(ppo(EXACT_SUMS=exact), model, some_gradients())
+        assert model.unused.grad.tolist() == [0.0] * 3
+        assert not model.__dict__.get("gradient_sum")
+
+
+def test_plain_sums_run_too_and_are_near(alone, tmp_path):
+    run(2, "ppo/ppo.py", tmp_path / "run", EXACT_SUMS=False, MAX_STEPS=1)
+    folders = alone("ppo/ppo.py"), tmp_path / "run"
+    one, two = (untimed(folder / "logs/metrics.jsonl")[1] for folder in folders)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+# ---------------------------------------------------------------- models in parts
+
+def nearly(a, b):
+    """Two runs' weights and train metrics are equal to rounding."""
+    one, two = last_checkpoint(a), last_checkpoint(b)
+    assert one.name == two.name
+    for path in one.rglob("*.safetensors"):
+        mine, other = load_file(path), load_file(two / path.relative_to(one))
+        assert mine.keys() == other.keys()
+        assert all(distance(other[key], mine[key]) < 1e-3 for key in mine if mine[key].any())
+    states = [torch.load(folder / "training_state.pt", weights_only=True) for folder in (one, two)]
+    leaves = [dict(walk(state["optimizers"])) for state in states]
+    shapes = [{name: getattr(leaf, "shape", None) for name, leaf in some.items()} for some in leaves]
+    assert shapes[0] == shapes[1]
+    for first, second in zip(*(untimed(folder / "logs/metrics.jsonl") for folder in (a, b))):
+        assert first.keys() == second.keys()
+        keys = {"grad_norm", "critic_grad_norm", "policy_loss", "value_loss", "entropy", "kl"}
+        for key in keys & set(first):
+            assert second[key] == pytest.approx(first[key], rel=0.01, abs=1e-4), key
+
+
+@pytest.mark.parametrize("file, count, dtype", [
+    # on three some have nothing to mine in the last turn
+    ("ppo/ppo.py", 3, "float32"), ("ppo/ppo.py", 2, "bfloat16"), ("rce/rce.py", 3, "float32"),
+    *(pytest.param(*case, "float32", marks=pytest.mark.sweep) for case in (
+        ("ppo/ppo.py", 1), ("ppo/ppo.py", 2), ("grpo/grpo.py", 2)))])
+def test_sharded_models_make_the_same_run_to_rounding(file, count, dtype, tmp_path):
+    more = {"REWARD_MODEL": ROOT / "data/tiny/reward_model", "SHARD": "fsdp2", "DTYPE": dtype}
+    words = words_of(file, OUTPUT_DIR=tmp_path / "parts", MAX_STEPS=2, **more)
+    ended = Processes(count, ROOT / file, *words, OMP_NUM_THREADS=1).wait()
+    assert [end.returncode for end in ended] == [0] * count, ended
+    assert "Warning" not in ended[0].stderr
+    run(1, file, tmp_path / "whole", MAX_STEPS=2, **{**more, "SHARD": "none"})
+    nearly(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_whole_and_sharded_runs_go_on_from_each_others_checkpoints(alone, tmp_path):
+    for first, then in (("fsdp2", "none"), ("none", "fsdp2")):
+        folder = tmp_path / first
+        run(2, "ppo/ppo.py", folder, SHARD=first, MAX_STEPS=2)
+        shutil.rmtree(folder / "best")
+        run(2, "ppo/ppo.py", folder, SHARD=then)
+        nearly(alone("ppo/ppo.py"), folder)
+
+
+def test_sharding_without_torchrun_is_refused(started):
+    ended = started("ppo/ppo.py", "SHARD=fsdp2")
+    assert ended.returncode == 2 and "needs torchrun" in ended.stderr
+
+
+# ---------------------------------------------------------------- torchrun itself
+
+def torchrun(*words):
+    """torchrun as a user starts it, in its own session."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT)
+
+
+def children_of(pid):
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return sorted(int(word) for word in listed.stdout.split())
+
+
+def test_torchrun_begins_a_killed_run_again_and_it_goes_on(alone, tmp_path):
+    folder = tmp_path / "run"
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1, RESUME="no")
+    agent = torchrun("--nproc_per_node=2", "--max-restarts=2", "ppo/ppo.py", *words)
+    try:
+        end = time.monotonic() + 120
+        while not (folder / "step_1/manifest.json").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(children_of(agent.pid)[-1], signal.SIGKILL)
+        said, _ = agent.communicate(timeout=200)
+    finally:
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGKILL)
+    assert agent.returncode == 0, said
+    assert "Resuming from it" in said
+    assert_same_run(alone("ppo/ppo.py"), folder)
+
+
+@pytest.mark.sweep
+def test_two_nodes_make_the_run_of_one_process(alone, tmp_path):
+    port = free_port()
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=tmp_path / "run")
+    nodes = [torchrun("--nnodes=2", "--nproc_per_node=1", f"--node_rank={n}", "--master_addr=127.0.0.1",
+                      f"--master_port={port}", "ppo/ppo.py", *words) for n in range(2)]
+    try:
+        said = [node.communicate(timeout=200)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert_same_run(alone("ppo/ppo.py"), tmp_path / "run")
