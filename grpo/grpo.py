@@ -35,6 +35,7 @@ the loss       policy_loss, GRPOTrainer.token_losses      the data       TRAIN_D
 the advantage  group_advantages, compute_advantages       a metric       GRPOTrainer.record, evaluate
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         self.run.panels; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
+turns          ENVIRONMENT; converse
 A constant is one more line above; _LIMITS may hold its range.
 """
 import math
@@ -100,6 +101,13 @@ MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; no top-k or top-p: the distribution sampled is the one scored
 
+# Turns: step(messages, response, answer) gives the text of the turn that follows a response, None: the end.
+# The policy goes on, MAX_NEW_TOKENS a turn; what it did not say is never trained (docs/cookbook.md)
+ENVIRONMENT: "function | None" = None
+ENVIRONMENT_ROLE = "user"  # user | tool: whose turn it is to the chat template
+MAX_TURNS = 4  # of the policy
+MAX_CONTEXT_TOKENS = 512  # of prompt and all turns; an episode that does not fit ends, and is truncated
+
 # Optimisation
 LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0  # > 0
@@ -153,6 +161,7 @@ PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS MAX_TRAIN_PROMPTS": (1, 1e12),
     "MAX_EVAL_PROMPTS GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS MAX_STEPS EVAL_SAMPLES": (1, 1e12),
+    "MAX_TURNS MAX_CONTEXT_TOKENS": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
@@ -170,6 +179,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "DTYPE BASE_DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
+    "ENVIRONMENT_ROLE": ["user", "tool"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "KL_ESTIMATOR": ["k1", "k2", "k3"],
     "LOSS_TYPE": ["grpo", "dapo", "dr_grpo", "gspo", "cispo"],
@@ -277,6 +287,7 @@ class GRPOTrainer:
         self.run.panels += [(name, [name]) for name in names.split()]
         self.load_models()
         readers = self.tokenizer, self.readers, self.run.say
+        check_environment(self.tokenizer, self.readers)
         self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
         self.eval_rows = load_prompts(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS, *readers)
         check_models(self.readers, [self.actor], self.train_rows, self.pad_id, self.run.say)
@@ -355,10 +366,8 @@ class GRPOTrainer:
         """GROUP_SIZE sampled responses to each prompt: a batch, its tensors (prompts * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
             # drawn at once: BATCH_SIZE does not matter to it
-            uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
-            batch = respond(self.actor, self.tokenizer, [row["ids"] for row in prompts], uniform, GROUP_SIZE)
-            batch.rows = [row for row in prompts for _ in range(GROUP_SIZE)]
-        return batch
+            uniform = torch.rand(len(prompts) * GROUP_SIZE, turns() * MAX_NEW_TOKENS)
+            return converse(self.actor, self.tokenizer, prompts, uniform, GROUP_SIZE)
 
     @torch.no_grad()
     def score(self, batch):
@@ -524,11 +533,11 @@ class GRPOTrainer:
             rows = encode_texts(prompts, answers, "evaluate", self.tokenizer, self.readers, self.run.say)
         if not rows:
             return {}
-        prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
+        prompts, answers = ([row[key] for row in rows] for key in ("prompt", "answer"))
         generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
-        greedy = respond(self.actor, self.tokenizer, ids, None)
-        batch = respond(self.actor, self.tokenizer, ids, uniform, EVAL_SAMPLES)
+        uniform = torch.rand(len(rows) * EVAL_SAMPLES, turns() * MAX_NEW_TOKENS, generator=generator)
+        greedy = converse(self.actor, self.tokenizer, rows, None)
+        batch = converse(self.actor, self.tokenizer, rows, uniform, EVAL_SAMPLES)
         many, golds = ([x for x in xs for _ in range(EVAL_SAMPLES)] for xs in (prompts, answers))
         metrics = {}
         if None not in answers:
@@ -537,7 +546,7 @@ class GRPOTrainer:
             metrics["accuracy_sampled"] = metrics["pass@1"] = right.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = right.amax(1).mean().item()
         scores, parts = self.rewards_of(many, batch.responses, golds)
-        return {**metrics, **response_metrics(batch, scores, parts)}
+        return {**metrics, **response_metrics(batch, scores, parts), **turn_metrics(batch)}
 
     def accuracy(self, *columns):
         """Whether each response is right, (rows,), in float64; of prompts, responses and answers."""
@@ -551,8 +560,8 @@ class GRPOTrainer:
         rows = encode_texts([prompt], None, "generate_response", self.tokenizer, self.readers, self.run.say)
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
-        uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
-        return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform).responses[0]
+        uniform = None if greedy else torch.rand(1, turns() * MAX_NEW_TOKENS)
+        return converse(self.actor, self.tokenizer, rows, uniform).responses[0]
 
     def record(self, batch, metrics):
         """The step's metrics, a few of its responses and its line on the terminal, for the run to write."""
@@ -560,13 +569,14 @@ class GRPOTrainer:
             "epoch": self.state.epoch,
             **metrics,
             **response_metrics(batch, batch.scores, batch.parts),
+            **turn_metrics(batch),
             "advantage": batch.advantages.abs().mean().item(),
             "zero_variance_groups": batch.flat_groups}
         line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage:.2f} "
                 "E:{entropy:.3f} LR:{learning_rate:.2e}").format(epochs=NUM_EPOCHS, **metrics)
         self.plan_steps(self.run.step + 1)
         samples = sample_records(batch, batch.advantages)
-        self.run.record(metrics, batch.response_lengths.sum().item(), samples, line)
+        self.run.record(metrics, int(batch.response_mask.sum()), samples, line)
 
 
 # ==== block: language models
@@ -873,27 +883,32 @@ def conversation(prompt):
     return first + messages
 
 
+def render(tokenizer, messages, where, go_on):
+    """Messages as text by the chat template; go_on: with what begins the assistant's next turn."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=go_on)
+    except Exception as error:  # a template may refuse roles, or their order, by any kind
+        why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
+        raise UserError(f"{where}: the chat template of {why}") from None
+
+
 def chat(tokenizer, prompt, where, response=None):
-    """The ids of a prompt, a text or a chat, or of one with its response, in the tokenizer's chat template;
-    a text can do without one. where: what an error names."""
+    """The ids of a prompt, a text or a chat, or of one with its response, which may know its turns, in the
+    tokenizer's chat template; a text can do without one. where: what an error names."""
     prompt = read_prompt(prompt, where)
     messages = conversation(prompt)
+    turns = [] if response is None else [{"role": "assistant", "content": response}]
+    turns = getattr(response, "messages", None) or turns
     if tokenizer.chat_template:
-        if response is not None:
-            messages = messages + [{"role": "assistant", "content": response}]
-        options = {"tokenize": False, "add_generation_prompt": response is None}
-        try:
-            text = tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template may refuse roles, or their order, by any kind
-            why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
-            raise UserError(f"{where}: the chat template of {why}") from None
+        text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or getattr(prompt, "messages", None):
         needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
         todo = "put a file chat_template.jinja beside it, such as that of its chat version"
         raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
     text = messages[0]["content"]
-    ids = tokenizer(text if response is None else text + response + tokenizer.eos_token)["input_ids"]
+    ends = {"assistant": tokenizer.eos_token}
+    ids = tokenizer(text + "".join(m["content"] + ends.get(m["role"], "") for m in turns))["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     if response is None:
         ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token)
@@ -1168,23 +1183,24 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
 
 
-def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
-    """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy. A batch whose tensors are
-    (rows, R): R is the longest response, response_mask is 1 up to and with the first EOS."""
+def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
+    """generate() over lists of ids, at_once (BATCH_SIZE) at a time; uniform None is greedy. A batch whose
+    tensors are (rows, R): R is the longest response, response_mask is 1 up to and with the first EOS."""
+    size = at_once or BATCH_SIZE
     eos_ids = end_ids(model, tokenizer)
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
         chunk = None
         if uniform is not None:
-            chunk = uniform[i * group_size:(i + BATCH_SIZE) * group_size].to(model.device)
+            chunk = uniform[i * group_size:(i + size) * group_size].to(model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS,
+                model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
                 temperature or TEMPERATURE, eos_ids, pad_id)
 
     with whole(model):
-        parts = dealt(range(0, len(prompts), BATCH_SIZE), some)
+        parts = dealt(range(0, len(prompts), size), some)
     ids, lengths, logprobs, entropies = (torch.cat(x) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
@@ -1216,8 +1232,8 @@ def row_logits(model, ids, last=0):
 
 
 def logits_by_rows(model, batch, rows):
-    """What the model says where it predicts a response token, (tokens, labels), row after row, and where
-    those tokens are, (rows, R) of bool. Each row is read with its prompt."""
+    """What the model says where it predicts a response token whose response_mask is 1, (tokens, labels), row
+    after row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt."""
     prompts = batch.prompt_lengths[rows, None]
     responses = batch.response_lengths[rows, None]
     wide = batch.prompt_ids.shape[1]
@@ -1228,7 +1244,7 @@ def logits_by_rows(model, batch, rows):
     ids = torch.where(column < prompts, in_prompt, in_response)
     first = int(prompts.min()) - 1  # the first column that predicts a response token
     logits = row_logits(model, ids, ids.shape[1] - first)
-    mask = torch.arange(int(responses.max()), device=rows.device) < responses  # (rows, R)
+    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
     predicted_at = prompts.squeeze(-1)[row] - 1 + token
     return logits[row, predicted_at - first], mask
@@ -1270,8 +1286,8 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def response_logprobs(model, batch, rows, temperature):
-    """Log-probabilities of the responses' ids and the entropy at each: two (rows, R), float32, 0 after the
-    end."""
+    """Log-probabilities of the responses' ids and the entropy at each: two (rows, R), float32, 0 where
+    response_mask is."""
     with autocast(model):
         logits, mask = response_logits(model, batch, rows)
         ids = batch.response_ids[rows, :mask.shape[1]][mask]
@@ -1281,8 +1297,8 @@ def response_logprobs(model, batch, rows, temperature):
 
 
 def response_values(model, batch, rows):
-    """What a model of one label says before each response token is seen: (rows, R), float32, 0 after the
-    end."""
+    """What a model of one label says before each response token is seen: (rows, R), float32, 0 where
+    response_mask is."""
     with autocast(model):
         values, mask = response_logits(model, batch, rows)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
@@ -1538,7 +1554,7 @@ def response_metrics(batch, scores, parts):
     return {
         "reward": a_response(scores).mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
-        "response_length": batch.response_lengths.float().mean().item(),
+        "response_length": batch.response_mask.sum(1).mean().item(),
         "truncated_fraction": batch.truncated.float().mean().item()}
 
 
@@ -1548,7 +1564,7 @@ def sample_records(batch, advantages):
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
         records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": batch.responses[i],
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(batch.responses[i]),
             "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": advantages[i].item()})
@@ -1607,11 +1623,11 @@ def choose_sampling(model, constant, prompts, pad_id):
 
     def attempt():
         ids, lengths, logprobs, _ = generate(model, prompts, uniform, 2, 10, 1.5, ends, pad_id)
+        mask = torch.arange(10, device=model.device) < lengths[:, None]
         batch = SimpleNamespace(
             prompt_ids=pad_left(twice, pad_id).to(model.device),
             prompt_lengths=torch.tensor([len(p) for p in twice], device=model.device),
-            response_ids=ids, response_lengths=lengths)
-        mask = torch.arange(10, device=model.device) < lengths[:, None]
+            response_ids=ids, response_lengths=lengths, response_mask=mask)
         alone = (single_rows(model, batch) / 1.5).log_softmax(-1)
         return logprobs[mask], alone.gather(1, ids[mask].unsqueeze(-1)).squeeze(-1), batch
 
@@ -1824,7 +1840,7 @@ class Packed:
                 starts[part] = offset + n * torch.arange(len(part), device=device)
                 offset += n * len(part)
         step = torch.arange(ordered[-1], device=device)
-        self.mask = step < sizes[:, None]  # (rows, R)
+        self.mask = batch.response_mask[rows, :len(step)] > 0  # (rows, R)
         last = prompt * len(column) + lengths[prompt] - 1  # each row's last prompt token
         self.predicted_at = torch.where(step > 0, starts[:, None] + step - 1, last[:, None])[self.mask]
         self.masks = {}
@@ -1915,6 +1931,7 @@ import inspect
 import json
 import math
 import sys
+from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
 
@@ -1923,7 +1940,8 @@ import torch
 
 class Text(str):
     """A prompt or response that knows more than its text: what reward functions may ask for beside it (facts,
-    by the names of their parameters); a chat, whose last user message is the text, its messages."""
+    by the names of their parameters); a chat, whose last user message is the text, its messages; a response
+    of several turns, of which the last is the text, those."""
 
     messages = None
     facts = {}
@@ -1937,11 +1955,11 @@ def with_facts(text, **facts):
     return found
 
 
-def transcript(prompt):
-    """A prompt as a person reads it: of a chat every message."""
-    messages = getattr(prompt, "messages", None)
+def transcript(text):
+    """A prompt or response as a person reads it: of a chat every message."""
+    messages = getattr(text, "messages", None)
     if not messages:
-        return str(prompt)
+        return str(text)
     calls = (json.dumps(m["tool_calls"], default=str) if "tool_calls" in m else "" for m in messages)
     return "\n".join(f"{m['role']}: {m['content']}{call}" for m, call in zip(messages, calls))
 
@@ -1982,7 +2000,7 @@ def extra_columns():
     """{parameter of a reward function: column} of EXTRA_COLUMNS; of a path such as "extra_info.index" the
     parameter is its last word."""
     found = {}
-    taken = {"prompts", "responses", "answers", "messages", "response_ids"}
+    taken = {"prompts", "responses", "answers", "messages", "response_ids", "turns"}
     for column in EXTRA_COLUMNS:
         name = column.rpartition(".")[2] if isinstance(column, str) else ""
         if not name.isidentifier() or name in taken | set(found):
@@ -2190,7 +2208,8 @@ _CALLING = []  # reward functions that are running, the outermost first
 
 def further_arguments(name, function, prompts, responses):
     """{parameter: list, one value a response} for the parameters that a reward function has after its first
-    three: what the prompts and responses know by these names (messages, response_ids, EXTRA_COLUMNS)."""
+    three: what the prompts and responses know by these names (messages, response_ids, turns,
+    EXTRA_COLUMNS)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of a builtin it is not known
@@ -2211,29 +2230,36 @@ def further_arguments(name, function, prompts, responses):
     return {key: [copy.deepcopy(each[key]) for each in facts] for key in wanted}
 
 
-def call_reward(name, function, prompts, responses, answers, width=None):
-    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
-    numbers a response, one a token. What it raises goes on with a note that names it. Scoring that takes
-    longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside Python."""
-    more = further_arguments(name, function, prompts, responses)
+@contextmanager
+def watched(what, function):
+    """Inside the block a user's function runs: what it raises goes on with a note that names it. If it takes
+    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python."""
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
-    _CALLING.append(name)
+    _CALLING.append(what)
     try:
-        values = function(prompts, responses, answers, **more)
+        yield
     except UserError:
         raise
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # what its data must have
         if not hasattr(error, "__notes__"):  # the innermost function's name is enough
-            error.add_note(f"(raised by the reward function {name})")
+            error.add_note(f"(raised by {what})")
         raise
     finally:
         _CALLING.pop()
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
+
+
+def call_reward(name, function, prompts, responses, answers, width=None):
+    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
+    numbers a response, one a token."""
+    more = further_arguments(name, function, prompts, responses)
+    with watched(f"the reward function {name}", function):
+        values = function(prompts, responses, answers, **more)
     if width and holds_lists(values):
         return check_token_rewards(name, values, responses, width)
     return check_scores(name, values, len(responses))
@@ -3397,6 +3423,167 @@ def sentence_of(error):
         return f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
 # ==== end of block: the run
 
+
+# ================================================================ turns
+
+
+def turns():
+    """How many of the policy's an episode may have."""
+    return MAX_TURNS if ENVIRONMENT else 1
+
+
+def converse(model, tokenizer, rows, uniform, group_size=1):
+    """group_size responses to each row's prompt. With an ENVIRONMENT a response holds every turn: what the
+    policy sampled as it was sampled, where response_mask is 1, and after each turn but the last what the
+    environment said. uniform (rows * group_size, turns() * MAX_NEW_TOKENS); None is greedy.
+
+    Returns a batch as respond() does, and its rows. A response's text is that of its last turn, its messages
+    are all; it is truncated if that turn was, or if the environment's answer did not fit."""
+    columns = [None] * turns() if uniform is None else uniform.split(MAX_NEW_TOKENS, 1)
+    batch = respond(model, tokenizer, [row["ids"] for row in rows], columns[0], group_size)
+    batch.rows = [row for row in rows for _ in range(group_size)]
+    if not ENVIRONMENT:
+        return batch
+    episodes = [
+        SimpleNamespace(number=i, row=row, ids=[], mask=[], logprobs=[], entropies=[], messages=[])
+        for i, row in enumerate(batch.rows)]
+    going_on = episodes
+    said = batch
+    for turn in range(turns()):
+        if turn:
+            going_on = answered(going_on, model, tokenizer)
+            if not going_on:
+                break
+            contexts = [episode.row["ids"] + episode.ids for episode in going_on]
+            some = None if uniform is None else columns[turn][[episode.number for episode in going_on]]
+            said = respond(model, tokenizer, contexts, some, at_once=BATCH_SIZE * GROUP_SIZE)
+        add_turn(going_on, said)
+    batch.response_ids = pad_right([e.ids for e in episodes], padding_id(model, tokenizer)).to(model.device)
+    batch.response_lengths = torch.tensor([len(e.ids) for e in episodes], device=model.device)
+    for key, values in (("response_mask", "mask"), ("logprobs", "logprobs"), ("entropies", "entropies")):
+        setattr(batch, key, pad_right([getattr(e, values) for e in episodes], 0.0).to(model.device))
+    batch.truncated = torch.tensor([e.truncated for e in episodes], device=model.device)
+    batch.responses = [the_response(e) for e in episodes]
+    return batch
+
+
+def add_turn(episodes, said):
+    """Append what the policy said, a batch of one turn, to the episodes."""
+    tensors = (said.response_ids, said.logprobs, said.entropies, said.response_lengths, said.truncated)
+    each = zip(episodes, said.responses, *(x.tolist() for x in tensors))
+    for episode, response, ids, logprobs, entropies, length, truncated in each:
+        episode.ids += ids[:length]
+        episode.logprobs += logprobs[:length]
+        episode.entropies += entropies[:length]
+        episode.mask += [1.0] * length
+        episode.messages.append({"role": "assistant", "content": str(response)})
+        episode.truncated = truncated
+
+
+def answered(episodes, model, tokenizer):
+    """Ask the environment; the episodes that go on, with its turn at their end."""
+    episodes = [episode for episode in episodes if not episode.truncated]
+    ends = end_ids(model, tokenizer).tolist()
+    size = BATCH_SIZE * GROUP_SIZE
+
+    def ask(i):
+        with watched(f"ENVIRONMENT, {plain_name(ENVIRONMENT)}", ENVIRONMENT):
+            return [environments_turn(e.row, e.messages, ends, tokenizer) for e in episodes[i:i + size]]
+
+    turns_said = [turn for some in dealt(range(0, len(episodes), size), ask) for turn in some]
+    going_on = []
+    for episode, (text, ids) in zip(episodes, turns_said):
+        if text is None:
+            continue
+        if max(ids, default=0) >= known_ids(model):
+            knows = f"its tokenizer gives the id {max(ids)}, its model knows {known_ids(model)} ids"
+            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {knows}: what ENVIRONMENT says cannot be read")
+        context = len(episode.row["ids"]) + len(episode.ids) + len(ids)
+        if context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
+            episode.truncated = True
+            continue
+        episode.ids += ids
+        for values in (episode.mask, episode.logprobs, episode.entropies):
+            values += [0.0] * len(ids)
+        episode.messages.append({"role": ENVIRONMENT_ROLE, "content": text})
+        going_on.append(episode)
+    return going_on
+
+
+def environments_turn(row, turns_so_far, ends, tokenizer):
+    """(What ENVIRONMENT says after the last of the turns, its ids); (None, []) where that is the end."""
+    messages = conversation(row["prompt"]) + turns_so_far
+    text = ENVIRONMENT(copy.deepcopy(messages[:-1]), messages[-1]["content"], row["answer"])
+    if text is None:
+        return None, []
+    if not isinstance(text, str):
+        must = "must return a text, or None where the episode ends"
+        raise UserError(f"ENVIRONMENT ({plain_name(ENVIRONMENT)}) {must}; it returned {repr(text)[:80]}")
+    return str(text), turn_ids(tokenizer, messages, text, ends)
+
+
+def turn_ids(tokenizer, messages, text, ends):
+    """Ids of the environment's turn and of what begins the policy's next, to be appended to the ids of
+    `messages`, of which the last ended in one of the ids `ends`."""
+    tail = text
+    if tokenizer.chat_template:
+        where = f"ACTOR_MODEL = {ACTOR_MODEL!r}"
+        before = render(tokenizer, messages, where, False)
+        after = render(tokenizer, [*messages, {"role": ENVIRONMENT_ROLE, "content": text}], where, True)
+        if not after.startswith(before):
+            rewrites = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
+            todo = "sampled tokens would not be what it shows: take the other ENVIRONMENT_ROLE or a template"
+            raise UserError(f"{where}: its chat template {rewrites}; {todo} that keeps them")
+        closed = max(before.rfind(end) + len(end) for end in tokenizer.batch_decode([[i] for i in ends]))
+        if before[closed:].strip():
+            todo = "take a template that does"
+            raise UserError(f"{where}: its chat template does not end a turn by the model's EOS: {todo}")
+        tail = after[closed:]
+    # some tokenizers begin a text with a space of their own, but not after a special token
+    return tokenizer(tokenizer.eos_token + tail, add_special_tokens=False)["input_ids"][1:]
+
+
+def the_response(episode):
+    """The last turn's text, which knows the others and the ids of all."""
+    response = with_facts(episode.messages[-1]["content"], response_ids=episode.ids, turns=episode.messages)
+    response.messages = episode.messages
+    return response
+
+
+def check_environment(tokenizer, readers):
+    """Refuse before anything is sampled what turns cannot do right."""
+    if ENVIRONMENT is None:
+        return
+    if not callable(ENVIRONMENT):
+        takes = "it takes a function(messages, response, answer)"
+        raise UserError(f"ENVIRONMENT = {ENVIRONMENT!r}: {takes} that returns a text or None")
+    if OVERLONG_BUFFER:
+        raise UserError(f"OVERLONG_BUFFER = {OVERLONG_BUFFER} is for single responses: set it to 0")
+    if MAX_CONTEXT_TOKENS < MAX_PROMPT_TOKENS + MAX_NEW_TOKENS:
+        one_turn = f"MAX_PROMPT_TOKENS + MAX_NEW_TOKENS = {MAX_PROMPT_TOKENS + MAX_NEW_TOKENS}"
+        less = f"is less than one turn, {one_turn}: raise it"
+        raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS} {less}")
+    for whose, model in readers.items():
+        most, why = positions_of(model)
+        if MAX_CONTEXT_TOKENS > most:
+            reads = f"{whose} reads {most} at most ({why}): lower it"
+            raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}: {reads}")
+    ends = end_ids(readers["ACTOR_MODEL"], tokenizer).tolist()
+    asked = {"role": "user", "content": "x"}
+    for said in ("x", "<think>\nx\n</think>\n\nx"):
+        turn_ids(tokenizer, [asked, {"role": "assistant", "content": said}], "x", ends)
+
+
+def turn_metrics(batch):
+    """Means over responses: of the policy's turns, and of the environment's tokens."""
+    if not ENVIRONMENT:
+        return {}
+    spoken = [sum(m["role"] == "assistant" for m in response.messages) for response in batch.responses]
+    others = batch.response_lengths - batch.response_mask.sum(1)
+    return {"turns": sum(spoken) / len(spoken), "environment_tokens": others.mean().item()}
+
+
+# ================================================================ further prompts for flat groups
 
 
 def flat_groups(scores):

@@ -794,27 +794,32 @@ def conversation(prompt):
     return first + messages
 
 
+def render(tokenizer, messages, where, go_on):
+    """Messages as text by the chat template; go_on: with what begins the assistant's next turn."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=go_on)
+    except Exception as error:  # a template may refuse roles, or their order, by any kind
+        why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
+        raise UserError(f"{where}: the chat template of {why}") from None
+
+
 def chat(tokenizer, prompt, where, response=None):
-    """The ids of a prompt, a text or a chat, or of one with its response, in the tokenizer's chat template;
-    a text can do without one. where: what an error names."""
+    """The ids of a prompt, a text or a chat, or of one with its response, which may know its turns, in the
+    tokenizer's chat template; a text can do without one. where: what an error names."""
     prompt = read_prompt(prompt, where)
     messages = conversation(prompt)
+    turns = [] if response is None else [{"role": "assistant", "content": response}]
+    turns = getattr(response, "messages", None) or turns
     if tokenizer.chat_template:
-        if response is not None:
-            messages = messages + [{"role": "assistant", "content": response}]
-        options = {"tokenize": False, "add_generation_prompt": response is None}
-        try:
-            text = tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template may refuse roles, or their order, by any kind
-            why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
-            raise UserError(f"{where}: the chat template of {why}") from None
+        text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or getattr(prompt, "messages", None):
         needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
         todo = "put a file chat_template.jinja beside it, such as that of its chat version"
         raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
     text = messages[0]["content"]
-    ids = tokenizer(text if response is None else text + response + tokenizer.eos_token)["input_ids"]
+    ends = {"assistant": tokenizer.eos_token}
+    ids = tokenizer(text + "".join(m["content"] + ends.get(m["role"], "") for m in turns))["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     if response is None:
         ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token)
@@ -1089,23 +1094,24 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
 
 
-def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
-    """generate() over lists of ids, BATCH_SIZE at a time; uniform None is greedy. A batch whose tensors are
-    (rows, R): R is the longest response, response_mask is 1 up to and with the first EOS."""
+def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
+    """generate() over lists of ids, at_once (BATCH_SIZE) at a time; uniform None is greedy. A batch whose
+    tensors are (rows, R): R is the longest response, response_mask is 1 up to and with the first EOS."""
+    size = at_once or BATCH_SIZE
     eos_ids = end_ids(model, tokenizer)
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
         chunk = None
         if uniform is not None:
-            chunk = uniform[i * group_size:(i + BATCH_SIZE) * group_size].to(model.device)
+            chunk = uniform[i * group_size:(i + size) * group_size].to(model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + BATCH_SIZE], chunk, group_size, MAX_NEW_TOKENS,
+                model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
                 temperature or TEMPERATURE, eos_ids, pad_id)
 
     with whole(model):
-        parts = dealt(range(0, len(prompts), BATCH_SIZE), some)
+        parts = dealt(range(0, len(prompts), size), some)
     ids, lengths, logprobs, entropies = (torch.cat(x) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
@@ -1137,8 +1143,8 @@ def row_logits(model, ids, last=0):
 
 
 def logits_by_rows(model, batch, rows):
-    """What the model says where it predicts a response token, (tokens, labels), row after row, and where
-    those tokens are, (rows, R) of bool. Each row is read with its prompt."""
+    """What the model says where it predicts a response token whose response_mask is 1, (tokens, labels), row
+    after row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt."""
     prompts = batch.prompt_lengths[rows, None]
     responses = batch.response_lengths[rows, None]
     wide = batch.prompt_ids.shape[1]
@@ -1149,7 +1155,7 @@ def logits_by_rows(model, batch, rows):
     ids = torch.where(column < prompts, in_prompt, in_response)
     first = int(prompts.min()) - 1  # the first column that predicts a response token
     logits = row_logits(model, ids, ids.shape[1] - first)
-    mask = torch.arange(int(responses.max()), device=rows.device) < responses  # (rows, R)
+    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
     predicted_at = prompts.squeeze(-1)[row] - 1 + token
     return logits[row, predicted_at - first], mask
@@ -1191,8 +1197,8 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def response_logprobs(model, batch, rows, temperature):
-    """Log-probabilities of the responses' ids and the entropy at each: two (rows, R), float32, 0 after the
-    end."""
+    """Log-probabilities of the responses' ids and the entropy at each: two (rows, R), float32, 0 where
+    response_mask is."""
     with autocast(model):
         logits, mask = response_logits(model, batch, rows)
         ids = batch.response_ids[rows, :mask.shape[1]][mask]
@@ -1202,8 +1208,8 @@ def response_logprobs(model, batch, rows, temperature):
 
 
 def response_values(model, batch, rows):
-    """What a model of one label says before each response token is seen: (rows, R), float32, 0 after the
-    end."""
+    """What a model of one label says before each response token is seen: (rows, R), float32, 0 where
+    response_mask is."""
     with autocast(model):
         values, mask = response_logits(model, batch, rows)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
@@ -1459,7 +1465,7 @@ def response_metrics(batch, scores, parts):
     return {
         "reward": a_response(scores).mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
-        "response_length": batch.response_lengths.float().mean().item(),
+        "response_length": batch.response_mask.sum(1).mean().item(),
         "truncated_fraction": batch.truncated.float().mean().item()}
 
 
@@ -1469,7 +1475,7 @@ def sample_records(batch, advantages):
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
         records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": batch.responses[i],
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(batch.responses[i]),
             "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": advantages[i].item()})
@@ -1528,11 +1534,11 @@ def choose_sampling(model, constant, prompts, pad_id):
 
     def attempt():
         ids, lengths, logprobs, _ = generate(model, prompts, uniform, 2, 10, 1.5, ends, pad_id)
+        mask = torch.arange(10, device=model.device) < lengths[:, None]
         batch = SimpleNamespace(
             prompt_ids=pad_left(twice, pad_id).to(model.device),
             prompt_lengths=torch.tensor([len(p) for p in twice], device=model.device),
-            response_ids=ids, response_lengths=lengths)
-        mask = torch.arange(10, device=model.device) < lengths[:, None]
+            response_ids=ids, response_lengths=lengths, response_mask=mask)
         alone = (single_rows(model, batch) / 1.5).log_softmax(-1)
         return logprobs[mask], alone.gather(1, ids[mask].unsqueeze(-1)).squeeze(-1), batch
 
@@ -1745,7 +1751,7 @@ class Packed:
                 starts[part] = offset + n * torch.arange(len(part), device=device)
                 offset += n * len(part)
         step = torch.arange(ordered[-1], device=device)
-        self.mask = step < sizes[:, None]  # (rows, R)
+        self.mask = batch.response_mask[rows, :len(step)] > 0  # (rows, R)
         last = prompt * len(column) + lengths[prompt] - 1  # each row's last prompt token
         self.predicted_at = torch.where(step > 0, starts[:, None] + step - 1, last[:, None])[self.mask]
         self.masks = {}
@@ -1836,6 +1842,7 @@ import inspect
 import json
 import math
 import sys
+from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
 
@@ -1844,7 +1851,8 @@ import torch
 
 class Text(str):
     """A prompt or response that knows more than its text: what reward functions may ask for beside it (facts,
-    by the names of their parameters); a chat, whose last user message is the text, its messages."""
+    by the names of their parameters); a chat, whose last user message is the text, its messages; a response
+    of several turns, of which the last is the text, those."""
 
     messages = None
     facts = {}
@@ -1858,11 +1866,11 @@ def with_facts(text, **facts):
     return found
 
 
-def transcript(prompt):
-    """A prompt as a person reads it: of a chat every message."""
-    messages = getattr(prompt, "messages", None)
+def transcript(text):
+    """A prompt or response as a person reads it: of a chat every message."""
+    messages = getattr(text, "messages", None)
     if not messages:
-        return str(prompt)
+        return str(text)
     calls = (json.dumps(m["tool_calls"], default=str) if "tool_calls" in m else "" for m in messages)
     return "\n".join(f"{m['role']}: {m['content']}{call}" for m, call in zip(messages, calls))
 
@@ -1903,7 +1911,7 @@ def extra_columns():
     """{parameter of a reward function: column} of EXTRA_COLUMNS; of a path such as "extra_info.index" the
     parameter is its last word."""
     found = {}
-    taken = {"prompts", "responses", "answers", "messages", "response_ids"}
+    taken = {"prompts", "responses", "answers", "messages", "response_ids", "turns"}
     for column in EXTRA_COLUMNS:
         name = column.rpartition(".")[2] if isinstance(column, str) else ""
         if not name.isidentifier() or name in taken | set(found):
@@ -2111,7 +2119,8 @@ _CALLING = []  # reward functions that are running, the outermost first
 
 def further_arguments(name, function, prompts, responses):
     """{parameter: list, one value a response} for the parameters that a reward function has after its first
-    three: what the prompts and responses know by these names (messages, response_ids, EXTRA_COLUMNS)."""
+    three: what the prompts and responses know by these names (messages, response_ids, turns,
+    EXTRA_COLUMNS)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of a builtin it is not known
@@ -2132,29 +2141,36 @@ def further_arguments(name, function, prompts, responses):
     return {key: [copy.deepcopy(each[key]) for each in facts] for key in wanted}
 
 
-def call_reward(name, function, prompts, responses, answers, width=None):
-    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
-    numbers a response, one a token. What it raises goes on with a note that names it. Scoring that takes
-    longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside Python."""
-    more = further_arguments(name, function, prompts, responses)
+@contextmanager
+def watched(what, function):
+    """Inside the block a user's function runs: what it raises goes on with a note that names it. If it takes
+    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python."""
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
-    _CALLING.append(name)
+    _CALLING.append(what)
     try:
-        values = function(prompts, responses, answers, **more)
+        yield
     except UserError:
         raise
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # what its data must have
         if not hasattr(error, "__notes__"):  # the innermost function's name is enough
-            error.add_note(f"(raised by the reward function {name})")
+            error.add_note(f"(raised by {what})")
         raise
     finally:
         _CALLING.pop()
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
+
+
+def call_reward(name, function, prompts, responses, answers, width=None):
+    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
+    numbers a response, one a token."""
+    more = further_arguments(name, function, prompts, responses)
+    with watched(f"the reward function {name}", function):
+        values = function(prompts, responses, answers, **more)
     if width and holds_lists(values):
         return check_token_rewards(name, values, responses, width)
     return check_scores(name, values, len(responses))

@@ -595,6 +595,7 @@ import inspect
 import json
 import math
 import sys
+from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
 
@@ -603,7 +604,8 @@ import torch
 
 class Text(str):
     """A prompt or response that knows more than its text: what reward functions may ask for beside it (facts,
-    by the names of their parameters); a chat, whose last user message is the text, its messages."""
+    by the names of their parameters); a chat, whose last user message is the text, its messages; a response
+    of several turns, of which the last is the text, those."""
 
     messages = None
     facts = {}
@@ -617,11 +619,11 @@ def with_facts(text, **facts):
     return found
 
 
-def transcript(prompt):
-    """A prompt as a person reads it: of a chat every message."""
-    messages = getattr(prompt, "messages", None)
+def transcript(text):
+    """A prompt or response as a person reads it: of a chat every message."""
+    messages = getattr(text, "messages", None)
     if not messages:
-        return str(prompt)
+        return str(text)
     calls = (json.dumps(m["tool_calls"], default=str) if "tool_calls" in m else "" for m in messages)
     return "\n".join(f"{m['role']}: {m['content']}{call}" for m, call in zip(messages, calls))
 
@@ -662,7 +664,7 @@ def extra_columns():
     """{parameter of a reward function: column} of EXTRA_COLUMNS; of a path such as "extra_info.index" the
     parameter is its last word."""
     found = {}
-    taken = {"prompts", "responses", "answers", "messages", "response_ids"}
+    taken = {"prompts", "responses", "answers", "messages", "response_ids", "turns"}
     for column in EXTRA_COLUMNS:
         name = column.rpartition(".")[2] if isinstance(column, str) else ""
         if not name.isidentifier() or name in taken | set(found):
@@ -870,7 +872,8 @@ _CALLING = []  # reward functions that are running, the outermost first
 
 def further_arguments(name, function, prompts, responses):
     """{parameter: list, one value a response} for the parameters that a reward function has after its first
-    three: what the prompts and responses know by these names (messages, response_ids, EXTRA_COLUMNS)."""
+    three: what the prompts and responses know by these names (messages, response_ids, turns,
+    EXTRA_COLUMNS)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of a builtin it is not known
@@ -891,29 +894,36 @@ def further_arguments(name, function, prompts, responses):
     return {key: [copy.deepcopy(each[key]) for each in facts] for key in wanted}
 
 
-def call_reward(name, function, prompts, responses, answers, width=None):
-    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
-    numbers a response, one a token. What it raises goes on with a note that names it. Scoring that takes
-    longer than REWARD_TIMEOUT ends the program, which shows where it hangs, be it outside Python."""
-    more = further_arguments(name, function, prompts, responses)
+@contextmanager
+def watched(what, function):
+    """Inside the block a user's function runs: what it raises goes on with a note that names it. If it takes
+    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python."""
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
-    _CALLING.append(name)
+    _CALLING.append(what)
     try:
-        values = function(prompts, responses, answers, **more)
+        yield
     except UserError:
         raise
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # what its data must have
         if not hasattr(error, "__notes__"):  # the innermost function's name is enough
-            error.add_note(f"(raised by the reward function {name})")
+            error.add_note(f"(raised by {what})")
         raise
     finally:
         _CALLING.pop()
         if not _CALLING:
             faulthandler.cancel_dump_traceback_later()
+
+
+def call_reward(name, function, prompts, responses, answers, width=None):
+    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
+    numbers a response, one a token."""
+    more = further_arguments(name, function, prompts, responses)
+    with watched(f"the reward function {name}", function):
+        values = function(prompts, responses, answers, **more)
     if width and holds_lists(values):
         return check_token_rewards(name, values, responses, width)
     return check_scores(name, values, len(responses))

@@ -37,7 +37,7 @@ MUTANTS = [
      IN_SAFETY + "a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told[ppo/ppo.py]"),
 
     # calling a reward function
-    (PPO, 'error.add_note(f"(raised by the reward function {name})")', "pass",
+    (PPO, 'error.add_note(f"(raised by {what})")', "pass",
      IN_SAFETY + "what_a_reward_raises_keeps_its_line_and_names_the_function"),
     (PPO, '        if not hasattr(error, "__notes__"):', "        if True:",
      IN_SAFETY + "what_a_reward_raises_keeps_its_line_and_names_the_function"),

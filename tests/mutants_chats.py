@@ -17,8 +17,8 @@ MUTANTS = [
     (GRPO, 'rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
      'rows = [chat(tokenizer, str(p), "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
      IN_CHATS + "the_policy_reads_the_chat_and_the_reward_model_the_response_too[grpo]"),
-    (PPO, "        except Exception as error:  # a template may refuse roles, or their order, by any kind\n",
-     "        except KeyError as error:\n",
+    (PPO, "    except Exception as error:  # a template may refuse roles, or their order, by any kind\n",
+     "    except KeyError as error:\n",
      IN_CHATS + "roles_that_a_chat_template_refuses_are_said_with_their_line"),
 
     # rows

@@ -8,7 +8,7 @@ IN_SPEED = "tests/test_speed.py::test_"
 
 MUTANTS = [
     # survived until the audit: evaluation, best, patience
-    (GRPO, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
+    (GRPO, "turns() * MAX_NEW_TOKENS, generator=generator)", "turns() * MAX_NEW_TOKENS)",
      IN_GRPO + "evaluating_takes_nothing_from_the_random_streams_of_training"),
     (RCE, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
      IN_RCE + "evaluating_and_validating_take_nothing_from_the_random_streams_of_training"),
@@ -122,7 +122,7 @@ MUTANTS = [
      IN_RCE + "an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order"),
 
     # what is logged
-    (GRPO, '"response": batch.responses[i],', '"response": batch.responses[i - 1],',
+    (GRPO, 'transcript(batch.responses[i]),', 'transcript(batch.responses[i - 1]),',
      IN_GRPO + "each_line_of_samples_is_of_one_response_and_metrics_are_means"),
     (GRPO, "float(values[i])", "float(values[0])",
      IN_GRPO + "each_line_of_samples_is_of_one_response_and_metrics_are_means"),
@@ -284,7 +284,7 @@ MUTANTS = [
      IN_GRPO + "without_a_term_flat_groups_alone_are_left_out_and_the_gradient_is_the_same[cispo]"),
     (GRPO, "return (batch.weights[rows] * self.token_losses(", "return (self.token_losses(",
      IN_GRPO + "rows_that_are_masked_out_are_left_out_whatever_the_loss"),
-    (GRPO, "[row for row in prompts for _ in range(GROUP_SIZE)]", "prompts * GROUP_SIZE",
+    (GRPO, "[row for row in rows for _ in range(group_size)]", "rows * group_size",
      IN_GRPO + "every_loss_trains_and_the_first_ratio_is_one[dapo]"),
     (GRPO, "(more, 0) if on_the_left else (0, more)", "(0, more)",
      IN_GRPO + "flat_groups_make_place_for_further_prompts"),

@@ -52,7 +52,8 @@ def one_row():
         prompt_ids=torch.tensor([[5, 6, 7]]),
         prompt_lengths=torch.tensor([3]),
         response_ids=torch.tensor([[8, 9]]),
-        response_lengths=torch.tensor([2]))
+        response_lengths=torch.tensor([2]),
+        response_mask=torch.ones(1, 2))
 
 
 def no_plots():
@@ -189,7 +190,8 @@ def test_the_masks_rows_begin_where_a_gpus_kernels_want_them():
         prompt_ids=torch.randint(3, 80, (4, 9)),
         prompt_lengths=torch.full((4,), 9),
         response_ids=torch.randint(3, 80, (4, 7)),
-        response_lengths=torch.tensor([7, 7, 6, 7]))
+        response_lengths=torch.tensor([7, 7, 6, 7]),
+        response_mask=torch.ones(4, 7).tril(5))
     packed = module.Packed(batch, torch.arange(4))
     for number in range(len(packed.blocks)):
         mask = packed.mask_of(number, None, torch.float32)

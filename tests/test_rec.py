@@ -389,8 +389,8 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     alone = module.item_batch(prompts, targets, trainer.trie, trainer.pad_id)
     every = torch.arange(len(trainer.train_rows))
     wanted, _ = module.item_logprobs(trainer.actor, trainer.trie, alone, every, 1.0)
-    assert (logprobs * batch.response_mask).sum().item() == pytest.approx(wanted.sum().item(), rel=1e-5)
-    assert batch.response_mask.sum().item() == 3 * len(trainer.train_rows) > 3 * len(trainer.sft_rows)
+    assert (logprobs * batch.learn).sum().item() == pytest.approx(wanted.sum().item(), rel=1e-5)
+    assert batch.learn.sum().item() == 3 * len(trainer.train_rows) > 3 * len(trainer.sft_rows)
 
 
 def test_a_stitched_sequence_learns_logged_pairs_alone_as_often_as_they_were_logged(rec):

@@ -154,6 +154,7 @@ def packed_batch(prompts, responses, share):
         prompt_ids=module.pad_left(ids, 0),
         prompt_lengths=prompt_lengths,
         response_lengths=lengths,
+        response_mask=(torch.arange(max(responses)) < lengths[:, None]).float(),
         response_ids=torch.randint(3, 80, (len(lengths), int(lengths.max()))))
 
 

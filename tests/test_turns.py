@@ -1,0 +1,400 @@
+"""Turns: what an environment says is read and never trained; what the policy said stays as it was sampled."""
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import (
+    NATS, ROOT, TINY, Program, assert_same_state, load_script, read, run_script, small, untimed, words_of)
+from test_chats import with_template
+from test_processes import Processes, assert_same_run
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+GRPO = load_script("grpo/grpo.py")
+CHATML = """{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+# as Qwen3 does: only the last turn keeps its thoughts, if a user speaks next
+FORGETS = CHATML.replace(
+    "m['content']", "(m['content'] if loop.last or m['role'] == 'user' or messages[-1]['role'] == 'tool'"
+    " else m['content'].split('</think>')[-1])")
+UNCLOSED = CHATML.replace("+ eos_token + ", "+ '.' + ")
+
+
+def again(messages, response, answer):
+    """Goes on twice, in other words each time."""
+    spoken = sum(message["role"] == "assistant" for message in messages)
+    return f"{len(response)}+{spoken}=" if spoken < 2 else None
+
+
+def conversed(grpo, rows=6, group_size=2, greedy=False, **constants):
+    """(Module, trainer, a batch of episodes) of the tiny policy and again()."""
+    script = grpo(**{"ENVIRONMENT": again, "MAX_CONTEXT_TOKENS": 512, **constants})
+    trainer = script.GRPOTrainer()
+    generator = torch.Generator().manual_seed(3)
+    uniform = torch.rand(rows * group_size, script.turns() * script.MAX_NEW_TOKENS, generator=generator)
+    some = trainer.train_rows[:rows]
+    batch = script.converse(
+        trainer.actor, trainer.tokenizer, some, None if greedy else uniform, 1 if greedy else group_size)
+    return script, trainer, batch
+
+
+def spans(mask):
+    """Of a row of response_mask, the runs of equal values: [(value, begin, end)]."""
+    found = []
+    for at, value in enumerate(mask):
+        if found and found[-1][0] == value:
+            found[-1][2] = at + 1
+        else:
+            found.append([value, at, at + 1])
+    return found
+
+
+# ---------------------------------------------------------------- what an episode holds
+
+def test_an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_between(grpo):
+    script, trainer, batch = conversed(grpo)
+    eos = trainer.tokenizer.eos_token_id
+    several = 0
+    for i, response in enumerate(batch.responses):
+        length = batch.response_lengths[i]
+        ids = batch.response_ids[i, :length].tolist()
+        assert response.facts["response_ids"] == ids
+        assert not batch.response_mask[i, length:].any()
+        parts = spans(batch.response_mask[i, :length].tolist())
+        assert [value for value, _, _ in parts] == [1.0, 0.0] * (len(parts) // 2) + [1.0]
+        assert [m["role"] for m in response.messages] == (["assistant", "user"] * len(parts))[:len(parts)]
+        for (value, begin, end), message in zip(parts, response.messages):
+            text = trainer.tokenizer.decode(ids[begin:end], skip_special_tokens=True)
+            assert text == message["content"] + ("" if value else "\n")  # the tiny template's own
+            assert (eos in ids[begin:end]) == bool(value)
+        assert response == response.messages[-1]["content"]
+        assert bool(batch.truncated[i]) == (ids[-1] != eos)
+        several += len(parts) == 5
+    assert several > 3  # the policy spoke three times
+
+
+def test_the_sampler_and_the_scorer_agree_on_all_turns(grpo):
+    script, trainer, batch = conversed(grpo)
+    unsaid = batch.response_mask == 0
+    for way in ("packed", "rows"):
+        trainer.actor.scored_by = way
+        scored = script.all_logprobs(trainer.actor, batch)
+        torch.testing.assert_close(scored, batch.logprobs, rtol=0, atol=NATS)
+        assert not scored[unsaid].any() and not batch.logprobs[unsaid].any()
+    _, entropy = script.response_logprobs(trainer.actor, batch, torch.arange(len(unsaid)), 1.0)
+    torch.testing.assert_close(entropy, batch.entropies, rtol=0, atol=1e-2)
+
+
+def test_what_the_environment_is_asked(grpo):
+    calls = []
+
+    def note(messages, response, answer):
+        calls.append((json.dumps(messages), response, answer))
+        said = again(messages, response, answer)
+        messages.append("no harm")
+        return said
+
+    _, trainer, _ = conversed(grpo, ENVIRONMENT=note)
+    answers = {row["prompt"]: row["answer"] for row in trainer.train_rows}
+    for messages, response, answer in calls:
+        messages = json.loads(messages)
+        assert answers[messages[0]["content"]] == answer
+        assert [m["role"] for m in messages] == ["user", *["assistant", "user"] * 2][:len(messages)]
+        assert isinstance(response, str) and len(messages) in (1, 3, 5)
+    assert len(set(calls)) > 12
+
+
+def test_an_environment_may_do_what_it_likes_with_messages(grpo):
+    def spoils(messages, response, answer):
+        said = again(messages, response, answer)
+        messages[0]["content"] = "spoilt"
+        return said
+
+    _, _, batch = conversed(grpo, ENVIRONMENT=spoils, ACTOR_MODEL=str(TINY / "policy"))
+    _, _, wanted = conversed(grpo)
+    assert [r.messages for r in batch.responses] == [r.messages for r in wanted.responses]
+
+
+def test_each_turn_has_random_numbers_of_its_own(grpo):
+    """A row's second turn, sampled alone from its context and its own columns, is the same."""
+    script, trainer, batch = conversed(grpo)
+    generator = torch.Generator().manual_seed(3)
+    uniform = torch.rand(len(batch.rows), 4 * 32, generator=generator)
+    tried = 0
+    for i, response in enumerate(batch.responses):
+        parts = spans(batch.response_mask[i, :batch.response_lengths[i]].tolist())
+        for number, (_, begin, end) in enumerate(parts[2::2], 1):
+            ids = response.facts["response_ids"]
+            alone = script.respond(
+                trainer.actor, trainer.tokenizer, [batch.rows[i]["ids"] + ids[:begin]],
+                uniform[i:i + 1, 32 * number:32 * (number + 1)])
+            assert alone.response_ids[0].tolist() == ids[begin:end]
+            tried += 1
+    assert tried > 10
+
+
+def test_a_turn_that_was_cut_ends_the_episode(grpo):
+    asked = []
+
+    def note(messages, response, answer):
+        asked.append(response)
+        return "+"
+
+    _, trainer, batch = conversed(grpo, ENVIRONMENT=note, MAX_NEW_TOKENS=12, MAX_TURNS=2)
+    first = [i for i, response in enumerate(batch.responses) if len(response.messages) == 1]
+    assert first and all(batch.truncated[i] for i in first) and len(asked) == len(batch.rows) - len(first) > 0
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_than_max_turns(grpo, most):
+    _, _, batch = conversed(grpo, MAX_TURNS=most)
+    spoken = [sum(m["role"] == "assistant" for m in response.messages) for response in batch.responses]
+    assert max(spoken) == most
+    assert all(response.messages[-1]["role"] == "assistant" for response in batch.responses)
+
+
+def test_an_episode_that_no_longer_fits_ends_and_is_marked(grpo):
+    limits = {"MAX_PROMPT_TOKENS": 60, "MAX_CONTEXT_TOKENS": 105}
+    script, trainer, batch = conversed(grpo, **limits)
+    _, _, free = conversed(grpo, MAX_PROMPT_TOKENS=60)
+    ended = batch.response_ids.gather(1, batch.response_lengths[:, None] - 1).squeeze(1) == 1
+    assert (ended & batch.truncated).any() and not batch.truncated.all()
+    for i, response in enumerate(batch.responses):
+        messages = free.responses[i].messages
+        assert response.messages == messages[:len(response.messages)]  # the same, but it may end earlier
+        assert response.messages[-1]["role"] == "assistant"
+        cut = len(response.messages) < len(messages)
+        assert bool(batch.truncated[i]) == (cut or bool(free.truncated[i]))
+    assert int((batch.prompt_lengths + batch.response_lengths).max()) <= 105
+
+
+def test_how_prompts_are_cut_into_batches_does_not_matter(grpo):
+    found = []
+    for size in (1, 4, 6):
+        _, _, batch = conversed(grpo, BATCH_SIZE=size)
+        found.append([response.facts["response_ids"] for response in batch.responses])
+    assert found[0] == found[1] == found[2]
+
+
+def test_greedy_turns_and_single_responses(grpo):
+    script, trainer, batch = conversed(grpo, greedy=True)
+    one = trainer.generate_response(trainer.train_rows[0]["prompt"])
+    assert one == batch.responses[0] and len(batch.responses[0].messages) >= 3
+    assert trainer.evaluate()["turns"] > 1
+    trainer.generate_response(trainer.train_rows[0]["prompt"], greedy=False)
+
+
+# ---------------------------------------------------------------- what is learnt from it
+
+def test_what_the_environment_said_is_never_trained_and_in_no_mean(grpo):
+    def update(poison):
+        torch.manual_seed(0)
+        script, trainer, batch = conversed(grpo, KL_COEF=0.05, ENTROPY_COEF=0.01, KL_ESTIMATOR="k1")
+        trainer.score(batch)
+        batch.flat_groups = 0.0
+        batch.scores = torch.arange(float(len(batch.rows))) % 3
+        if poison:
+            unsaid = batch.response_mask == 0
+            assert unsaid.any()
+            for values in (batch.logprobs, batch.ref_logprobs, batch.entropies):
+                values[unsaid] = 3.0
+        trainer.compute_advantages(batch)
+        metrics = trainer.update(batch)
+        weights = torch.cat([p.detach().flatten() for p in trainer.actor.parameters()])
+        return metrics, weights, batch, script
+
+    (metrics, weights, batch, script), (again_metrics, again_weights, _, _) = update(False), update(True)
+    assert metrics == again_metrics and torch.equal(weights, again_weights)
+    said = batch.response_mask.sum(1)
+    assert script.response_metrics(batch, batch.scores, {})["response_length"] == said.mean().item()
+    assert said.tolist() != batch.response_lengths.tolist()
+    assert metrics["ratio_max_first"] < 1e-3
+    entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
+    assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-3)
+
+
+def test_rewards_see_the_last_turn_and_by_name_all(grpo):
+    seen = []
+
+    def reward(prompts, responses, answers, turns, response_ids):
+        seen.append((list(responses), turns, response_ids))
+        return [float(len(t)) for t in turns]
+
+    script, trainer, batch = conversed(grpo, REWARD_FUNCTIONS=[(reward, 1.0)])
+    trainer.score(batch)
+    responses = [text for texts, _, _ in seen for text in texts]
+    turns = [turn for _, many, _ in seen for turn in many]
+    assert responses == [m[-1]["content"] for m in turns] == batch.responses
+    assert batch.scores.tolist() == [len(m) for m in turns] and {1, 3, 5} >= set(map(len, turns))
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_reward_model_reads_all_turns(grpo, template, tmp_path):
+    constants = {} if template else {"ACTOR_MODEL": with_template(tmp_path / "plain", template=None)}
+    script, trainer, batch = conversed(grpo, **constants)
+    for row, response in zip(batch.rows, batch.responses):
+        ids = script.chat(trainer.tokenizer, row["prompt"], "here", response)
+        ended = [] if response.facts["response_ids"][-1] == 1 else [1]
+        sampled = row["ids"] + response.facts["response_ids"] + ended
+        said, wanted = (trainer.tokenizer.decode(x, skip_special_tokens=True) for x in (ids, sampled))
+        assert said == wanted and ids.count(1) == sampled.count(1)  # a sampled <pad> is no text
+
+
+def test_groups_that_join_keep_their_turns(grpo):
+    script, trainer, batch = conversed(grpo, rows=3)
+    _, _, more = conversed(grpo, rows=2, MAX_TURNS=2)
+    for some in (batch, more):
+        some.flat_groups, some.parts = 0.0, {}
+        some.scores = torch.zeros(len(some.rows))
+    joined = script.join_batches(batch, torch.tensor([2, 3]), more, trainer.pad_id)
+    scored = script.all_logprobs(trainer.actor, joined)
+    torch.testing.assert_close(scored, joined.logprobs, rtol=0, atol=NATS)
+    assert joined.response_mask.sum(1).tolist() == [
+        *batch.response_mask.sum(1)[2:4].tolist(), *more.response_mask.sum(1).tolist()]
+
+
+def test_a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_byte(tmp_path):
+    def run(out, **more):
+        words = small("grpo/grpo.py", ENVIRONMENT=again, OUTPUT_DIR=str(out), MAX_STEPS=4, **more)
+        script = load_script("grpo/grpo.py", **{**words, "SAVE_EVERY_N_STEPS": 2})
+        trainer = script.GRPOTrainer()
+        trainer.run.draw_plots = lambda: None
+        trainer.train()
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(whole)
+    shutil.copytree(whole, cut)
+    for folder in ("step_4", "best"):
+        shutil.rmtree(cut / folder)
+    run(cut, RESUME="yes")
+    assert untimed(cut / "logs/metrics.jsonl") == untimed(whole / "logs/metrics.jsonl")
+    assert_same_state(cut / "step_4/training_state.pt", whole / "step_4/training_state.pt")
+    assert "assistant: " in (whole / "logs/samples.jsonl").read_text()
+    records = read(whole / "logs/metrics.jsonl")
+    assert all(r["turns"] > 1 and r["environment_tokens"] > 0 for r in records)
+    lengths = [r for r in records if r["phase"] == "train"]
+    assert all(r["ratio_max_first"] < 1e-3 for r in lengths)
+
+
+def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):
+    recipe = (ROOT / "docs/cookbook.md").read_text().split("<!-- recipe: calculator -->\n```python\n")[1]
+    body = recipe.split("```")[0].split("def calculator")[1].split("if __name__")[0]
+    assert body in (ROOT / "bench/calculator.py").read_text()
+    words = words_of("grpo/grpo.py", "BATCH_SIZE=4", "MAX_STEPS=2", "EVAL_EVERY_N_STEPS=1")
+    for count in (1, 2):
+        more = [*words, f"OUTPUT_DIR={tmp_path / str(count)}"]
+        ended = Processes(count, ROOT / "bench/calculator.py", *more, OMP_NUM_THREADS=1).wait()
+        assert [end.returncode for end in ended] == [0] * count, ended
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+    assert "user: " in (tmp_path / "1/logs/samples.jsonl").read_text()
+
+
+# ---------------------------------------------------------------- templates and tokenizers
+
+def turns_of(folder, role="user"):
+    """turn_ids() of a tokenizer: what follows a first response, as text."""
+    GRPO.ENVIRONMENT_ROLE = role
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "<think>1</think>2"}]
+    ids = GRPO.turn_ids(tokenizer, messages, "3", [tokenizer.eos_token_id])
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_turn_is_what_the_template_puts_after_the_eos(role, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(with_template(tmp_path / "chatml", template=CHATML))
+    wanted = tokenizer.decode(
+        tokenizer(f"\n<{role}>3<eos>\n<assistant>", add_special_tokens=False)["input_ids"])
+    assert turns_of(tmp_path / "chatml", role) == wanted and "3<eos>" in wanted
+
+
+def test_without_a_template_a_turn_is_its_text(tmp_path):
+    assert turns_of(with_template(tmp_path / "plain", template=None)) == "3"
+
+
+def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, tmp_path):
+    folder = with_template(tmp_path / "forgets", template=FORGETS)
+    said = "chat template writes earlier turns anew when one of the role 'user' follows"
+    for constants, fits in (({}, False), ({"ENVIRONMENT_ROLE": "tool"}, True)):
+        script = grpo(ENVIRONMENT=again, ACTOR_MODEL=folder, **constants)
+        if fits:
+            script.GRPOTrainer()
+            continue
+        with pytest.raises(script.UserError, match=said) as caught:
+            script.GRPOTrainer()
+        assert folder in str(caught.value)
+
+
+def test_a_template_without_the_models_end_is_refused(grpo, tmp_path):
+    script = grpo(ENVIRONMENT=again, ACTOR_MODEL=with_template(tmp_path / "unclosed", template=UNCLOSED))
+    with pytest.raises(script.UserError, match="does not end a turn by the model's EOS: take a template"):
+        script.GRPOTrainer()
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle(tmp_path):
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "▁a": 2, "a": 3}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
+    assert tokenizer("a")["input_ids"] == [2]
+    assert GRPO.turn_ids(tokenizer, [{"role": "assistant", "content": ""}], "a", [1]) == [3]
+
+
+# ---------------------------------------------------------------- what is refused
+
+@pytest.mark.parametrize("constants, says", [
+    ({"ENVIRONMENT": "calculator"}, "ENVIRONMENT = 'calculator': it takes a function"),
+    ({"ENVIRONMENT_ROLE": "system"}, "ENVIRONMENT_ROLE = 'system' is unknown: it takes user or tool"),
+    ({"OVERLONG_BUFFER": 8}, "OVERLONG_BUFFER = 8 is for single responses: set it to 0"),
+    ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than one turn, .*288: raise it"),
+    ({"MAX_CONTEXT_TOKENS": 4096}, "MAX_CONTEXT_TOKENS = 4096: ACTOR_MODEL reads 512 at most"),
+    ({"MAX_TURNS": 0}, "MAX_TURNS = 0 is out of range"),
+])
+def test_what_turns_cannot_do_is_refused_at_the_start(grpo, constants, says):
+    script = grpo(**{"ENVIRONMENT": again, **constants})
+    with pytest.raises(script.UserError, match=says):
+        script.GRPOTrainer()
+
+
+def test_an_environment_is_no_word_of_the_command_line(started):
+    end = started("grpo/grpo.py", "ENVIRONMENT=calculator")
+    assert end.returncode == 2 and "ENVIRONMENT takes function or None" in end.stderr
+
+
+@pytest.mark.parametrize("value", [7, ["1"], b"1"])
+def test_an_environment_that_returns_no_text_is_told(grpo, value):
+    def wrong(messages, response, answer):
+        return value
+
+    with pytest.raises(Exception, match=r"ENVIRONMENT \(wrong\) must return a text, or None") as caught:
+        conversed(grpo, ENVIRONMENT=wrong)
+    assert type(caught.value).__name__ == "UserError"
+
+
+def test_what_an_environment_raises_is_named(grpo):
+    def broken(messages, response, answer):
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        conversed(grpo, ENVIRONMENT=broken)
+    assert caught.value.__notes__ == ["(raised by ENVIRONMENT, broken)"]
+
+
+def test_an_environment_that_hangs_ends_the_program(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
+        "grpo.ENVIRONMENT = lambda *asked: time.sleep(60)\ngrpo.train_main()\n")
+    words = words_of("grpo/grpo.py", "REWARD_TIMEOUT=1", f"OUTPUT_DIR={tmp_path / 'run'}")
+    end = Program(script, *words, cwd=ROOT, environment={}).wait()
+    assert end.returncode == 1 and "Timeout (0:00:01)!" in end.stderr
+
+
+def test_text_that_the_model_has_no_ids_for_is_told(grpo, tmp_path):
+    folder = tmp_path / "more"
+    shutil.copytree(TINY / "policy", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["@@"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(Exception, match="the id 82, its model knows 82 ids: what ENVIRONMENT says"):
+        conversed(grpo, ACTOR_MODEL=str(folder), ENVIRONMENT=lambda *asked: "@@")
