@@ -63,14 +63,14 @@ MUTANTS = [
 
     # who sees what
     (GRPO, "    response.messages = episode.messages", "    pass",
-     T + "a_reward_model_reads_all_turns[True]"),
+     T + "a_reward_model_reads_all_turns"),
     (GRPO, "response_ids=episode.ids, turns=episode.messages)", "response_ids=episode.ids)",
      T + "rewards_see_the_last_turn_and_by_name_all"),
     (GRPO, 'with_facts(episode.messages[-1]["content"],', 'with_facts(episode.messages[0]["content"],',
      T + "rewards_see_the_last_turn_and_by_name_all"),
     (GRPO, 'm["content"] + ends.get(m["role"], "") for m in turns',
      'm["content"] + tokenizer.eos_token for m in turns',
-     T + "a_reward_model_reads_all_turns[False]"),
+     T + "a_reward_model_without_a_template_reads_all_turns"),
     (GRPO, 'uniform = torch.rand(len(prompts) * GROUP_SIZE, turns() * MAX_NEW_TOKENS)',
      'uniform = torch.rand(len(prompts) * GROUP_SIZE, turns() * MAX_NEW_TOKENS)[:, :MAX_NEW_TOKENS]',
      T + "a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_byte"),

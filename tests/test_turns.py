@@ -229,16 +229,27 @@ def test_rewards_see_the_last_turn_and_by_name_all(grpo):
     assert batch.scores.tolist() == [len(m) for m in turns] and {1, 3, 5} >= set(map(len, turns))
 
 
-@pytest.mark.parametrize("template", [True, False])
-def test_a_reward_model_reads_all_turns(grpo, template, tmp_path):
-    constants = {} if template else {"ACTOR_MODEL": with_template(tmp_path / "plain", template=None)}
-    script, trainer, batch = conversed(grpo, **constants)
+def test_a_reward_model_reads_all_turns(grpo):
+    script, trainer, batch = conversed(grpo)
     for row, response in zip(batch.rows, batch.responses):
         ids = script.chat(trainer.tokenizer, row["prompt"], "here", response)
         ended = [] if response.facts["response_ids"][-1] == 1 else [1]
         sampled = row["ids"] + response.facts["response_ids"] + ended
         said, wanted = (trainer.tokenizer.decode(x, skip_special_tokens=True) for x in (ids, sampled))
         assert said == wanted and ids.count(1) == sampled.count(1)  # a sampled <pad> is no text
+
+
+def test_a_reward_model_without_a_template_reads_all_turns(grpo):
+    class Plain:
+        chat_template, eos_token, eos_token_id = None, "$", 1
+
+        def __call__(self, text):
+            return {"input_ids": text}
+
+    script, _, batch = conversed(grpo, rows=2)
+    for row, response in zip(batch.rows, batch.responses):
+        said = "".join(m["content"] + "$" * (m["role"] == "assistant") for m in response.messages)
+        assert script.chat(Plain(), row["prompt"], "here", response) == row["prompt"] + said
 
 
 def test_groups_that_join_keep_their_turns(grpo):
