@@ -24,7 +24,7 @@ MUTANTS = [
     # what is said
     (GRPO, "said = respond(model, tokenizer, contexts, some,",
      "said = respond(model, tokenizer, contexts, columns[0],",
-     T + "how_prompts_are_cut_into_batches_does_not_matter"),
+     T + "each_turn_has_random_numbers_of_its_own"),
     (GRPO, "columns[turn][[episode.number for episode in going_on]]",
      "columns[0][[e.number for e in going_on]]",
      T + "each_turn_has_random_numbers_of_its_own"),

@@ -108,17 +108,21 @@ def test_what_the_environment_is_asked(grpo):
 def test_an_environment_may_do_what_it_likes_with_messages(grpo):
     def spoils(messages, response, answer):
         said = again(messages, response, answer)
-        messages[0]["content"] = "spoilt"
+        for message in messages:
+            message["content"] = "spoilt"
         return said
 
-    _, _, batch = conversed(grpo, ENVIRONMENT=spoils, ACTOR_MODEL=str(TINY / "policy"))
+    _, _, batch = conversed(grpo, ENVIRONMENT=spoils)
     _, _, wanted = conversed(grpo)
     assert [r.messages for r in batch.responses] == [r.messages for r in wanted.responses]
 
 
 def test_each_turn_has_random_numbers_of_its_own(grpo):
-    """A row's second turn, sampled alone from its context and its own columns, is the same."""
-    script, trainer, batch = conversed(grpo)
+    """A row's later turns, each sampled alone from its context and its own numbers, are the same."""
+    def sometimes(messages, response, answer):
+        return again(messages, response, answer) if len(response) % 3 else None
+
+    script, trainer, batch = conversed(grpo, ENVIRONMENT=sometimes)
     generator = torch.Generator().manual_seed(3)
     uniform = torch.rand(len(batch.rows), 4 * 32, generator=generator)
     tried = 0
@@ -131,7 +135,8 @@ def test_each_turn_has_random_numbers_of_its_own(grpo):
                 uniform[i:i + 1, 32 * number:32 * (number + 1)])
             assert alone.response_ids[0].tolist() == ids[begin:end]
             tried += 1
-    assert tried > 10
+    spoken = [len(response.messages) for response in batch.responses]
+    assert tried > 6 and 1 in spoken[:6] and max(spoken[6:]) > 1
 
 
 def test_a_turn_that_was_cut_ends_the_episode(grpo):
