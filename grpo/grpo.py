@@ -3457,7 +3457,7 @@ def converse(model, tokenizer, rows, uniform, group_size=1):
             contexts = [episode.row["ids"] + episode.ids for episode in going_on]
             some = None if uniform is None else columns[turn][[episode.number for episode in going_on]]
             said = respond(model, tokenizer, contexts, some, at_once=BATCH_SIZE * GROUP_SIZE)
-        add_turn(going_on, said)
+        add_turn(going_on, said, tokenizer)
     batch.response_ids = pad_right([e.ids for e in episodes], padding_id(model, tokenizer)).to(model.device)
     batch.response_lengths = torch.tensor([len(e.ids) for e in episodes], device=model.device)
     for key, values in (("response_mask", "mask"), ("logprobs", "logprobs"), ("entropies", "entropies")):
@@ -3467,8 +3467,9 @@ def converse(model, tokenizer, rows, uniform, group_size=1):
     return batch
 
 
-def add_turn(episodes, said):
-    """Append what the policy said, a batch of one turn, to the episodes."""
+def add_turn(episodes, said, tokenizer):
+    """Append what the policy said, a batch of one turn, to the episodes; of its special tokens a message's
+    text lacks the one that ended it alone."""
     tensors = (said.response_ids, said.logprobs, said.entropies, said.response_lengths, said.truncated)
     each = zip(episodes, said.responses, *(x.tolist() for x in tensors))
     for episode, response, ids, logprobs, entropies, length, truncated in each:
@@ -3476,7 +3477,9 @@ def add_turn(episodes, said):
         episode.logprobs += logprobs[:length]
         episode.entropies += entropies[:length]
         episode.mask += [1.0] * length
-        episode.messages.append({"role": "assistant", "content": str(response)})
+        text = tokenizer.decode(ids[:length if truncated else length - 1])
+        episode.messages.append({"role": "assistant", "content": text})
+        episode.response = response
         episode.truncated = truncated
 
 
@@ -3488,7 +3491,7 @@ def answered(episodes, model, tokenizer):
 
     def ask(i):
         with watched(f"ENVIRONMENT, {plain_name(ENVIRONMENT)}", ENVIRONMENT):
-            return [environments_turn(e.row, e.messages, ends, tokenizer) for e in episodes[i:i + size]]
+            return [environments_turn(e, ends, tokenizer) for e in episodes[i:i + size]]
 
     turns_said = [turn for some in dealt(range(0, len(episodes), size), ask) for turn in some]
     going_on = []
@@ -3510,42 +3513,46 @@ def answered(episodes, model, tokenizer):
     return going_on
 
 
-def environments_turn(row, turns_so_far, ends, tokenizer):
+def environments_turn(episode, ends, tokenizer):
     """(What ENVIRONMENT says after the last of the turns, its ids); (None, []) where that is the end."""
-    messages = conversation(row["prompt"]) + turns_so_far
-    text = ENVIRONMENT(copy.deepcopy(messages[:-1]), messages[-1]["content"], row["answer"])
+    messages = conversation(episode.row["prompt"]) + episode.messages
+    text = ENVIRONMENT(copy.deepcopy(messages[:-1]), messages[-1]["content"], episode.row["answer"])
     if text is None:
         return None, []
     if not isinstance(text, str):
         must = "must return a text, or None where the episode ends"
         raise UserError(f"ENVIRONMENT ({plain_name(ENVIRONMENT)}) {must}; it returned {repr(text)[:80]}")
-    return str(text), turn_ids(tokenizer, messages, text, ends)
+    return str(text), turn_ids(tokenizer, messages, text, ends, episode.ids[-1])
 
 
-def turn_ids(tokenizer, messages, text, ends):
-    """Ids of the environment's turn and of what begins the policy's next, to be appended to the ids of
-    `messages`, of which the last ended in one of the ids `ends`."""
+def turn_ids(tokenizer, messages, text, ends, end):
+    """Ids of the environment's turn and of what begins the policy's next, to be appended to those of
+    `messages`, of which the last ended in the id `end`, one of ends. The chat template must show what the
+    policy was shown and said, but for white space around it."""
     tail = text
     if tokenizer.chat_template:
         where = f"ACTOR_MODEL = {ACTOR_MODEL!r}"
-        before = render(tokenizer, messages, where, False)
-        after = render(tokenizer, [*messages, {"role": ENVIRONMENT_ROLE, "content": text}], where, True)
-        if not after.startswith(before):
+        answer = {"role": ENVIRONMENT_ROLE, "content": text}
+        seen = render(tokenizer, messages[:-1], where, True)
+        now = render(tokenizer, [*messages, answer], where, True)
+        said = messages[-1]["content"].strip()
+        after = now[len(seen):].lstrip()
+        if not now.startswith(seen) or not after.startswith(said):
             rewrites = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
-            todo = "sampled tokens would not be what it shows: take the other ENVIRONMENT_ROLE or a template"
-            raise UserError(f"{where}: its chat template {rewrites}; {todo} that keeps them")
-        closed = max(before.rfind(end) + len(end) for end in tokenizer.batch_decode([[i] for i in ends]))
-        if before[closed:].strip():
+            todo = "take the other ENVIRONMENT_ROLE, or a template that keeps them"
+            raise UserError(f"{where}: its chat template {rewrites}, so not as they were sampled: {todo}")
+        tail = after[len(said):].lstrip()
+        if not tail.startswith(tuple(tokenizer.batch_decode([[i] for i in ends]))):
             todo = "take a template that does"
             raise UserError(f"{where}: its chat template does not end a turn by the model's EOS: {todo}")
-        tail = after[closed:]
+        tail = tail.removeprefix(tokenizer.decode([end]))
     # some tokenizers begin a text with a space of their own, but not after a special token
     return tokenizer(tokenizer.eos_token + tail, add_special_tokens=False)["input_ids"][1:]
 
 
 def the_response(episode):
     """The last turn's text, which knows the others and the ids of all."""
-    response = with_facts(episode.messages[-1]["content"], response_ids=episode.ids, turns=episode.messages)
+    response = with_facts(episode.response, response_ids=episode.ids, turns=episode.messages)
     response.messages = episode.messages
     return response
 
@@ -3569,9 +3576,17 @@ def check_environment(tokenizer, readers):
             reads = f"{whose} reads {most} at most ({why}): lower it"
             raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}: {reads}")
     ends = end_ids(readers["ACTOR_MODEL"], tokenizer).tolist()
-    asked = {"role": "user", "content": "x"}
-    for said in ("x", "<think>\nx\n</think>\n\nx"):
-        turn_ids(tokenizer, [asked, {"role": "assistant", "content": said}], "x", ends)
+    asked = {"role": "user", "content": "1"}
+    said = {"role": "assistant", "content": "2"}
+    if "</think>" in str(tokenizer.chat_template):  # it may forget what stands before that
+        seen = render(tokenizer, [asked], "ACTOR_MODEL", True).rstrip()
+        begin = "" if seen.endswith("<think>") else "<think>\n"
+        said["content"] = "2" if seen.endswith("</think>") else f"{begin}2\n</think>\n\n2"
+    ids = turn_ids(tokenizer, [asked, said], "345", ends, tokenizer.eos_token_id)
+    if "345" not in tokenizer.decode(ids):
+        shows = f"does not show a text of the role {ENVIRONMENT_ROLE!r}"
+        todo = "take the other ENVIRONMENT_ROLE, or another template"
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template {shows}: {todo}")
 
 
 def turn_metrics(batch):

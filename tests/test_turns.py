@@ -65,10 +65,12 @@ def test_an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_betwe
         assert [value for value, _, _ in parts] == [1.0, 0.0] * (len(parts) // 2) + [1.0]
         assert [m["role"] for m in response.messages] == (["assistant", "user"] * len(parts))[:len(parts)]
         for (value, begin, end), message in zip(parts, response.messages):
-            text = trainer.tokenizer.decode(ids[begin:end], skip_special_tokens=True)
+            ended = value and ids[end - 1] == eos
+            text = trainer.tokenizer.decode(ids[begin:end - 1 if ended else end])
             assert text == message["content"] + ("" if value else "\n")  # the tiny template's own
-            assert (eos in ids[begin:end]) == bool(value)
-        assert response == response.messages[-1]["content"]
+            assert ids[begin:end].count(eos) == bool(ended)
+        last = ids[parts[-1][1]:]
+        assert response == trainer.tokenizer.decode(last, skip_special_tokens=True)
         assert bool(batch.truncated[i]) == (ids[-1] != eos)
         several += len(parts) == 5
     assert several > 3  # the policy spoke three times
@@ -230,7 +232,8 @@ def test_rewards_see_the_last_turn_and_by_name_all(grpo):
     trainer.score(batch)
     responses = [text for texts, _, _ in seen for text in texts]
     turns = [turn for _, many, _ in seen for turn in many]
-    assert responses == [m[-1]["content"] for m in turns] == batch.responses
+    assert responses == batch.responses
+    assert [m[-1]["content"].replace("<pad>", "") for m in turns] == responses
     assert batch.scores.tolist() == [len(m) for m in turns] and {1, 3, 5} >= set(map(len, turns))
 
 
@@ -308,12 +311,12 @@ def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):
 
 # ---------------------------------------------------------------- templates and tokenizers
 
-def turns_of(folder, role="user"):
-    """turn_ids() of a tokenizer: what follows a first response, as text."""
+def turns_of(folder, role="user", end=1):
+    """turn_ids() of a tokenizer: what follows a first response that ended in this id, as text."""
     GRPO.ENVIRONMENT_ROLE = role
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "<think>1</think>2"}]
-    ids = GRPO.turn_ids(tokenizer, messages, "3", [tokenizer.eos_token_id])
+    ids = GRPO.turn_ids(tokenizer, messages, "3", [0, 1], end)
     return tokenizer.decode(ids)
 
 
@@ -323,6 +326,8 @@ def test_a_turn_is_what_the_template_puts_after_the_eos(role, tmp_path):
     wanted = tokenizer.decode(
         tokenizer(f"\n<{role}>3<eos>\n<assistant>", add_special_tokens=False)["input_ids"])
     assert turns_of(tmp_path / "chatml", role) == wanted and "3<eos>" in wanted
+    # after another of the model's ends the template's own follows
+    assert turns_of(tmp_path / "chatml", role, end=0) == "<eos>" + wanted
 
 
 def test_without_a_template_a_turn_is_its_text(tmp_path):
@@ -331,7 +336,7 @@ def test_without_a_template_a_turn_is_its_text(tmp_path):
 
 def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, tmp_path):
     folder = with_template(tmp_path / "forgets", template=FORGETS)
-    said = "chat template writes earlier turns anew when one of the role 'user' follows"
+    said = "chat template writes earlier turns anew when one of the role 'user' follows, so not as"
     for constants, fits in (({}, False), ({"ENVIRONMENT_ROLE": "tool"}, True)):
         script = grpo(ENVIRONMENT=again, ACTOR_MODEL=folder, **constants)
         if fits:
@@ -340,6 +345,47 @@ def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, t
         with pytest.raises(script.UserError, match=said) as caught:
             script.GRPOTrainer()
         assert folder in str(caught.value)
+
+
+def test_a_template_that_adds_thoughts_which_were_not_sampled_is_refused(grpo, tmp_path):
+    adds = CHATML.replace("m['content']", "('!' if m['role'] == 'assistant' else '') + m['content']")
+    script = grpo(ENVIRONMENT=again, ACTOR_MODEL=with_template(tmp_path / "adds", template=adds))
+    with pytest.raises(script.UserError, match="writes earlier turns anew"):
+        script.GRPOTrainer()
+
+
+def test_a_template_that_trims_is_none_that_rewrites(grpo, tmp_path):
+    trims = CHATML.replace("m['content']", "(m['content'] | trim)")
+    folder = with_template(tmp_path / "trims", template=trims)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "\n2\n"}]
+    trimmed = [messages[0], {**messages[1], "content": "2"}]
+    both = (GRPO.turn_ids(tokenizer, some, "3", [1], 1) for some in (messages, trimmed))
+    assert next(both) == next(both)
+
+
+def test_a_template_that_does_not_show_the_environments_text_is_refused(grpo, tmp_path):
+    hides = CHATML.replace("m['content']", "('' if m['role'] == 'tool' else m['content'])")
+    folder = with_template(tmp_path / "hides", template=hides)
+    script = grpo(ENVIRONMENT=again, ACTOR_MODEL=folder, ENVIRONMENT_ROLE="tool")
+    with pytest.raises(script.UserError, match="does not show a text of the role 'tool': take the other"):
+        script.GRPOTrainer()
+    grpo(ENVIRONMENT=again, ACTOR_MODEL=folder).GRPOTrainer()
+
+
+@pytest.mark.parametrize("opened, fits", [("", False), ("<think>", True), ("<think></think>", True)])
+def test_a_template_is_asked_with_the_thoughts_that_it_knows(grpo, opened, fits, tmp_path):
+    """One that shows a turn's thoughts as it was told them, but for the word that opens them, which it says
+    itself where it does."""
+    template = CHATML.replace("{{ '<assistant>' }}", "{{ '<assistant>" + opened + "' }}").replace(
+        "m['content']", "('" + opened + "' if m['role'] == 'assistant' else '') + "
+        "(m['content'].removeprefix('<think>') if '</think>' else '')")
+    script = grpo(ENVIRONMENT=again, ACTOR_MODEL=with_template(tmp_path / "thinks", template=template))
+    if fits:
+        script.GRPOTrainer()
+    else:
+        with pytest.raises(script.UserError, match="writes earlier turns anew"):
+            script.GRPOTrainer()
 
 
 def test_a_template_without_the_models_end_is_refused(grpo, tmp_path):
@@ -353,7 +399,7 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle(tmp_
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
     assert tokenizer("a")["input_ids"] == [2]
-    assert GRPO.turn_ids(tokenizer, [{"role": "assistant", "content": ""}], "a", [1]) == [3]
+    assert GRPO.turn_ids(tokenizer, [{"role": "assistant", "content": ""}], "a", [1], 1) == [3]
 
 
 # ---------------------------------------------------------------- what is refused
