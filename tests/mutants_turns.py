@@ -74,7 +74,7 @@ MUTANTS = [
      'tokenizer(tail, add_special_tokens=False)["input_ids"]',
      T + "a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle"),
     (GRPO, "tokenizer.decode(ids[:length if truncated else length - 1])", "str(response)",
-     T + "an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_between"),
+     T + "a_message_holds_the_special_tokens_but_the_end[ids0-False-9<pad>8]"),
 
     # who sees what
     (GRPO, "    response.messages = episode.messages", "    pass",

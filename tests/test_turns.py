@@ -1,6 +1,7 @@
 """Turns: what an environment says is read and never trained; what the policy said stays as it was sampled."""
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,20 @@ def test_an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_betwe
         assert bool(batch.truncated[i]) == (ids[-1] != eos)
         several += len(parts) == 5
     assert several > 3  # the policy spoke three times
+
+
+@pytest.mark.parametrize("ids, truncated, text", [([9, 0, 8, 1], False, "9<pad>8"), ([9, 0], True, "9<pad>")])
+def test_a_message_holds_the_special_tokens_but_the_end(ids, truncated, text):
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
+    zeros = torch.zeros(1, 6)
+    said = SimpleNamespace(
+        response_ids=torch.tensor([ids + [0] * (6 - len(ids))]), response_lengths=torch.tensor([len(ids)]),
+        logprobs=zeros, entropies=zeros, truncated=torch.tensor([truncated]), responses=["98"])
+    episode = SimpleNamespace(ids=[], mask=[], logprobs=[], entropies=[], messages=[])
+    GRPO.add_turn([episode], said, tokenizer)
+    text = text.replace("9", tokenizer.decode([9])).replace("8", tokenizer.decode([8]))
+    assert episode.messages == [{"role": "assistant", "content": text}] and episode.response == "98"
+    assert episode.ids == ids and episode.mask == [1.0] * len(ids)
 
 
 def test_the_sampler_and_the_scorer_agree_on_all_turns(grpo):
