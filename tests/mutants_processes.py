@@ -62,8 +62,8 @@ MUTANTS = [
      T + "test_what_torchrun_begins_again_goes_on_with_its_own_run_alone"),
     (PPO, "        if self.threads != torch.get_num_threads():", "        if False:",
      T + "test_another_number_of_threads_is_said_at_a_resume"),
-    (PPO, "        store = dist.PrefixStore(name_of_start(store), store)\n", "",
-     T + "test_torchrun_begins_a_killed_run_again_and_it_goes_on"),
+    ("grpo/grpo.py", "        store = dist.PrefixStore(name_of_start(store), store)\n", "",
+     T + "test_a_start_does_not_meet_the_processes_of_an_earlier_one"),
     # sharded
     (PPO, "        part.set_gradient_divide_factor(1.0)", "        pass",
      T + "test_sharded_models_make_the_same_run_to_rounding"),

@@ -488,6 +488,19 @@ def test_torchrun_begins_a_killed_run_again_and_it_goes_on(alone, tmp_path):
     assert_same_run(alone("ppo/ppo.py"), folder)
 
 
+def test_a_start_does_not_meet_the_processes_of_an_earlier_one(tmp_path):
+    """torchrun keeps its store over a restart; on several machines restarts may have one count."""
+    port = free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    kept = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
+    for steps in (1, 2):
+        words = words_of("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=steps, PROCESS_TIMEOUT=20.0)
+        ended = Processes(2, ROOT / "grpo/grpo.py", *words, **kept).wait()
+        assert [end.returncode for end in ended] == [0, 0], ended
+    assert last_checkpoint(tmp_path / "run").name == "step_2"
+    del store
+
+
 @pytest.mark.sweep
 def test_two_nodes_make_the_run_of_one_process(alone, tmp_path):
     port = free_port()
