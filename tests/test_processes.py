@@ -51,12 +51,14 @@ def free_port():
 
 
 class Processes:
-    """count programs that torchrun would have begun: `file` with words; environment is theirs beside that."""
+    """count programs that torchrun would have begun: `file` with words, each so many seconds after the one
+    before it; environment is theirs beside that."""
 
-    def __init__(self, count, file, *words, **environment):
+    def __init__(self, count, file, *words, late=0, **environment):
         common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environment}
         self.programs = []
         for rank in range(count):
+            time.sleep(late if rank else 0)
             own = {**common, "RANK": rank, "LOCAL_RANK": rank} if count > 1 or environment else {}
             own = {key: str(value) for key, value in own.items()}
             self.programs.append(Program(file, *words, cwd=ROOT, environment=own))
@@ -495,7 +497,7 @@ def test_a_start_does_not_meet_the_processes_of_an_earlier_one(tmp_path):
     kept = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
     for steps in (1, 2):
         words = words_of("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=steps, PROCESS_TIMEOUT=20.0)
-        ended = Processes(2, ROOT / "grpo/grpo.py", *words, **kept).wait()
+        ended = Processes(2, ROOT / "grpo/grpo.py", *words, late=3, **kept).wait()
         assert [end.returncode for end in ended] == [0, 0], ended
     assert last_checkpoint(tmp_path / "run").name == "step_2"
     del store
