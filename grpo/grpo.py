@@ -101,7 +101,7 @@ MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; no top-k or top-p: the distribution sampled is the one scored
 
-# Turns: step(messages, response, answer) gives the text of the turn that follows a response, None: the end.
+# Turns: a function(messages, response, answer) gives the text of the turn after a response, or None: the end.
 # The policy goes on, MAX_NEW_TOKENS a turn; what it did not say is never trained (docs/cookbook.md)
 ENVIRONMENT: "function | None" = None
 ENVIRONMENT_ROLE = "user"  # user | tool: whose turn it is to the chat template
@@ -130,7 +130,7 @@ CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo a
 DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where the advantage is negative
 ENTROPY_COEF = 0.0
 TOP_ENTROPY_FRACTION = 1.0  # only this share of tokens, of highest entropy, is trained (2506.01939: 0.2)
-MASK_TRUNCATED = False  # responses cut at MAX_NEW_TOKENS are not trained
+MASK_TRUNCATED = False  # responses that were cut are not trained
 KL_COEF = 0.0  # weight of the KL in the loss; 0 holds no reference
 KL_ESTIMATOR = "k3"  # k1 | k2 | k3: the value; the gradient is right with each
 REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
@@ -283,13 +283,14 @@ class GRPOTrainer:
         self.run.title = f"GRPO ({LOSS_TYPE}), {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
         # Drawn in grpo_metrics_with_entropy.png, (label, metrics); training_metrics_detailed.png has them all
         names = "reward entropy policy_loss grad_norm zero_variance_groups clip_fraction kl response_length"
+        names += " turns" if ENVIRONMENT else ""
         self.run.panels = [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])]
         self.run.panels += [(name, [name]) for name in names.split()]
         self.load_models()
         readers = self.tokenizer, self.readers, self.run.say
-        check_environment(self.tokenizer, self.readers)
         self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
         self.eval_rows = load_prompts(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS, *readers)
+        check_environment(self)
         check_models(self.readers, [self.actor], self.train_rows, self.pad_id, self.run.say)
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows))
@@ -366,7 +367,7 @@ class GRPOTrainer:
         """GROUP_SIZE sampled responses to each prompt: a batch, its tensors (prompts * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
             # drawn at once: BATCH_SIZE does not matter to it
-            uniform = torch.rand(len(prompts) * GROUP_SIZE, turns() * MAX_NEW_TOKENS)
+            uniform = torch.rand(most_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             return converse(self.actor, self.tokenizer, prompts, uniform, GROUP_SIZE)
 
     @torch.no_grad()
@@ -535,7 +536,7 @@ class GRPOTrainer:
             return {}
         prompts, answers = ([row[key] for row in rows] for key in ("prompt", "answer"))
         generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = torch.rand(len(rows) * EVAL_SAMPLES, turns() * MAX_NEW_TOKENS, generator=generator)
+        uniform = torch.rand(most_turns(), len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
         greedy = converse(self.actor, self.tokenizer, rows, None)
         batch = converse(self.actor, self.tokenizer, rows, uniform, EVAL_SAMPLES)
         many, golds = ([x for x in xs for _ in range(EVAL_SAMPLES)] for xs in (prompts, answers))
@@ -560,7 +561,7 @@ class GRPOTrainer:
         rows = encode_texts([prompt], None, "generate_response", self.tokenizer, self.readers, self.run.say)
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
-        uniform = None if greedy else torch.rand(1, turns() * MAX_NEW_TOKENS)
+        uniform = None if greedy else torch.rand(most_turns(), 1, MAX_NEW_TOKENS)
         return converse(self.actor, self.tokenizer, rows, uniform).responses[0]
 
     def record(self, batch, metrics):
@@ -2223,7 +2224,8 @@ def further_arguments(name, function, prompts, responses):
     takes_all = any(p.kind == p.VAR_KEYWORD for p in others)
     for p in others:
         if p.kind != p.VAR_KEYWORD and p.default is p.empty and p.name not in known and facts:
-            todo = "name its column in EXTRA_COLUMNS, or give the parameter a default"
+            todo = "set ENVIRONMENT" if p.name == "turns" else "name its column in EXTRA_COLUMNS"
+            todo += ", or give the parameter a default"
             raise UserError(f"{name} takes {p.name!r}, which these prompts do not know: {todo}")
     wanted = known if takes_all else [p.name for p in others if p.name in known]
     # copies: a judge may append the response to its messages
@@ -2292,6 +2294,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -2328,8 +2331,8 @@ def constants():
 
 
 def plain_name(value):
-    """What stands for a value that is not JSON: a function's name stays the same from run to run."""
-    return getattr(value, "__name__", repr(value))
+    """What stands for a value that is not JSON, without addresses: it stays the same from run to run."""
+    return getattr(value, "__name__", re.sub(" at 0x[0-9a-f]+", "", repr(value)))
 
 
 def printable(text):
@@ -2917,7 +2920,7 @@ class Run:
         out, too, whether one has drawn random numbers that the others have not."""
         signals, drawn = zip(*exchange((self.signal or 0, digest_of([torch.get_rng_state()]))))
         if len(set(drawn)) > 1:
-            todo = "a reward function that draws them from torch needs a generator of its own"
+            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
             raise UserError(f"the processes have drawn different random numbers: {todo}")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
@@ -3427,44 +3430,53 @@ def sentence_of(error):
 # ================================================================ turns
 
 
-def turns():
-    """How many of the policy's an episode may have."""
+def most_turns():
+    """How many turns of the policy an episode may have."""
     return MAX_TURNS if ENVIRONMENT else 1
 
 
 def converse(model, tokenizer, rows, uniform, group_size=1):
     """group_size responses to each row's prompt. With an ENVIRONMENT a response holds every turn: what the
     policy sampled as it was sampled, where response_mask is 1, and after each turn but the last what the
-    environment said. uniform (rows * group_size, turns() * MAX_NEW_TOKENS); None is greedy.
+    environment said. uniform (most_turns(), rows * group_size, MAX_NEW_TOKENS); None is greedy.
 
     Returns a batch as respond() does, and its rows. A response's text is that of its last turn, its messages
     are all; it is truncated if that turn was, or if the environment's answer did not fit."""
-    columns = [None] * turns() if uniform is None else uniform.split(MAX_NEW_TOKENS, 1)
-    batch = respond(model, tokenizer, [row["ids"] for row in rows], columns[0], group_size)
-    batch.rows = [row for row in rows for _ in range(group_size)]
+    prompts = [row["ids"] for row in rows]
+    first = respond(model, tokenizer, prompts, None if uniform is None else uniform[0], group_size)
+    first.rows = [row for row in rows for _ in range(group_size)]
     if not ENVIRONMENT:
-        return batch
+        return first
     episodes = [
-        SimpleNamespace(number=i, row=row, ids=[], mask=[], logprobs=[], entropies=[], messages=[])
-        for i, row in enumerate(batch.rows)]
+        SimpleNamespace(
+            number=i, row=row, ids=[], mask=[], logprobs=[], entropies=[], messages=[], response="",
+            truncated=False)
+        for i, row in enumerate(first.rows)]
+    add_turn(episodes, first, tokenizer)
     going_on = episodes
-    said = batch
-    for turn in range(turns()):
-        if turn:
-            going_on = answered(going_on, model, tokenizer)
-            if not going_on:
-                break
-            contexts = [episode.row["ids"] + episode.ids for episode in going_on]
-            some = None if uniform is None else columns[turn][[episode.number for episode in going_on]]
-            said = respond(model, tokenizer, contexts, some, at_once=BATCH_SIZE * GROUP_SIZE)
+    for turn in range(1, most_turns()):
+        going_on = ask_environment(going_on, model, tokenizer)
+        if not going_on:
+            break
+        contexts = [episode.row["ids"] + episode.ids for episode in going_on]
+        own = None if uniform is None else uniform[turn][[episode.number for episode in going_on]]
+        said = respond(model, tokenizer, contexts, own, at_once=BATCH_SIZE * GROUP_SIZE)
         add_turn(going_on, said, tokenizer)
-    batch.response_ids = pad_right([e.ids for e in episodes], padding_id(model, tokenizer)).to(model.device)
-    batch.response_lengths = torch.tensor([len(e.ids) for e in episodes], device=model.device)
-    for key, values in (("response_mask", "mask"), ("logprobs", "logprobs"), ("entropies", "entropies")):
-        setattr(batch, key, pad_right([getattr(e, values) for e in episodes], 0.0).to(model.device))
-    batch.truncated = torch.tensor([e.truncated for e in episodes], device=model.device)
-    batch.responses = [the_response(e) for e in episodes]
-    return batch
+
+    def padded(key, value=0.0):
+        return pad_right([getattr(episode, key) for episode in episodes], value).to(model.device)
+
+    facts = [{"response_ids": episode.ids, "turns": episode.messages} for episode in episodes]
+    responses = [with_facts(episode.response, **known) for episode, known in zip(episodes, facts)]
+    for response in responses:
+        response.messages = response.facts["turns"]
+    return SimpleNamespace(
+        rows=first.rows, prompt_ids=first.prompt_ids, prompt_lengths=first.prompt_lengths,
+        response_ids=padded("ids", padding_id(model, tokenizer)),
+        response_lengths=torch.tensor([len(episode.ids) for episode in episodes], device=model.device),
+        response_mask=padded("mask"), logprobs=padded("logprobs"), entropies=padded("entropies"),
+        truncated=torch.tensor([episode.truncated for episode in episodes], device=model.device),
+        responses=responses)
 
 
 def add_turn(episodes, said, tokenizer):
@@ -3483,81 +3495,73 @@ def add_turn(episodes, said, tokenizer):
         episode.truncated = truncated
 
 
-def answered(episodes, model, tokenizer):
-    """Ask the environment; the episodes that go on, with its turn at their end."""
+def ask_environment(episodes, model, tokenizer):
+    """Append the environment's turns to the episodes; returns those that go on."""
     episodes = [episode for episode in episodes if not episode.truncated]
     ends = end_ids(model, tokenizer).tolist()
-    size = BATCH_SIZE * GROUP_SIZE
 
-    def ask(i):
-        with watched(f"ENVIRONMENT, {plain_name(ENVIRONMENT)}", ENVIRONMENT):
-            return [environments_turn(e, ends, tokenizer) for e in episodes[i:i + size]]
-
-    turns_said = [turn for some in dealt(range(0, len(episodes), size), ask) for turn in some]
-    going_on = []
-    for episode, (text, ids) in zip(episodes, turns_said):
+    def ask(episode):
+        messages = conversation(episode.row["prompt"]) + episode.messages
+        name = plain_name(ENVIRONMENT)
+        with watched(f"ENVIRONMENT, {name}", ENVIRONMENT):
+            text = ENVIRONMENT(copy.deepcopy(messages[:-1]), messages[-1]["content"], episode.row["answer"])
         if text is None:
-            continue
+            return None, []
+        if not isinstance(text, str):
+            must = "must return a text, or None where the episode ends"
+            raise UserError(f"ENVIRONMENT ({name}) {must}; it returned {repr(text)[:80]}")
+        tail = turn_text(tokenizer, conversation(episode.row["prompt"]), text, ends, episode.ids[-1])
+        # some tokenizers begin a text with a space of their own, but not after a special token
+        ids = tokenizer(tokenizer.eos_token + tail, add_special_tokens=False)["input_ids"][1:]
         if max(ids, default=0) >= known_ids(model):
             knows = f"its tokenizer gives the id {max(ids)}, its model knows {known_ids(model)} ids"
             raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {knows}: what ENVIRONMENT says cannot be read")
+        if tokenizer.unk_token_id in ids:  # show what the policy reads
+            text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return str(text), ids
+
+    going_on = []
+    for episode, (text, ids) in zip(episodes, dealt(episodes, ask)):
         context = len(episode.row["ids"]) + len(episode.ids) + len(ids)
-        if context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
+        if text is not None and context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
             episode.truncated = True
-            continue
-        episode.ids += ids
-        for values in (episode.mask, episode.logprobs, episode.entropies):
-            values += [0.0] * len(ids)
-        episode.messages.append({"role": ENVIRONMENT_ROLE, "content": text})
-        going_on.append(episode)
+        elif text is not None:
+            episode.ids += ids
+            for values in (episode.mask, episode.logprobs, episode.entropies):
+                values += [0.0] * len(ids)
+            episode.messages.append({"role": ENVIRONMENT_ROLE, "content": text})
+            going_on.append(episode)
     return going_on
 
 
-def environments_turn(episode, ends, tokenizer):
-    """(What ENVIRONMENT says after the last of the turns, its ids); (None, []) where that is the end."""
-    messages = conversation(episode.row["prompt"]) + episode.messages
-    text = ENVIRONMENT(copy.deepcopy(messages[:-1]), messages[-1]["content"], episode.row["answer"])
-    if text is None:
-        return None, []
-    if not isinstance(text, str):
-        must = "must return a text, or None where the episode ends"
-        raise UserError(f"ENVIRONMENT ({plain_name(ENVIRONMENT)}) {must}; it returned {repr(text)[:80]}")
-    return str(text), turn_ids(tokenizer, messages, text, ends, episode.ids[-1])
+def turn_text(tokenizer, asked, text, ends, end):
+    """What the chat template puts between a turn of the policy, which ended in the id `end`, one of ends, and
+    its next: the environment's turn, and what begins the next one. Of the conversation it reads `asked`, the
+    prompt's messages, and some turn of the policy; what that said makes no difference, and is not written
+    anew. A template that shows turns of before otherwise than they were sampled is refused."""
+    if not tokenizer.chat_template:
+        return text
+    where = f"ACTOR_MODEL = {ACTOR_MODEL!r}"
+    seen = render(tokenizer, asked, where, True)
+    said = "2"
+    if "</think>" in str(tokenizer.chat_template) and not seen.rstrip().endswith("</think>"):
+        begin = "" if seen.rstrip().endswith("<think>") else "<think>\n"
+        said = f"{begin}2\n</think>\n\n2"  # a template may forget what stands before that
+    turns = [{"role": "assistant", "content": said}, {"role": ENVIRONMENT_ROLE, "content": text}]
+    now = render(tokenizer, asked + turns, where, True)
+    after = now[len(seen):]
+    if not now.startswith(seen) or not after.startswith(said):
+        rewrites = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
+        todo = "take the other ENVIRONMENT_ROLE, or a template that keeps them"
+        raise UserError(f"{where}: its chat template {rewrites}, so not as they were sampled: {todo}")
+    tail = after[len(said):]
+    if not tail.startswith(tuple(tokenizer.batch_decode([[i] for i in ends]))):
+        todo = "take a template that does"
+        raise UserError(f"{where}: its chat template does not end a turn by the model's EOS alone: {todo}")
+    return tail.removeprefix(tokenizer.decode([end]))
 
 
-def turn_ids(tokenizer, messages, text, ends, end):
-    """Ids of the environment's turn and of what begins the policy's next, to be appended to those of
-    `messages`, of which the last ended in the id `end`, one of ends. The chat template must show what the
-    policy was shown and said, but for white space around it."""
-    tail = text
-    if tokenizer.chat_template:
-        where = f"ACTOR_MODEL = {ACTOR_MODEL!r}"
-        answer = {"role": ENVIRONMENT_ROLE, "content": text}
-        seen = render(tokenizer, messages[:-1], where, True)
-        now = render(tokenizer, [*messages, answer], where, True)
-        said = messages[-1]["content"].strip()
-        after = now[len(seen):].lstrip()
-        if not now.startswith(seen) or not after.startswith(said):
-            rewrites = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
-            todo = "take the other ENVIRONMENT_ROLE, or a template that keeps them"
-            raise UserError(f"{where}: its chat template {rewrites}, so not as they were sampled: {todo}")
-        tail = after[len(said):].lstrip()
-        if not tail.startswith(tuple(tokenizer.batch_decode([[i] for i in ends]))):
-            todo = "take a template that does"
-            raise UserError(f"{where}: its chat template does not end a turn by the model's EOS: {todo}")
-        tail = tail.removeprefix(tokenizer.decode([end]))
-    # some tokenizers begin a text with a space of their own, but not after a special token
-    return tokenizer(tokenizer.eos_token + tail, add_special_tokens=False)["input_ids"][1:]
-
-
-def the_response(episode):
-    """The last turn's text, which knows the others and the ids of all."""
-    response = with_facts(episode.response, response_ids=episode.ids, turns=episode.messages)
-    response.messages = episode.messages
-    return response
-
-
-def check_environment(tokenizer, readers):
+def check_environment(trainer):
     """Refuse before anything is sampled what turns cannot do right."""
     if ENVIRONMENT is None:
         return
@@ -3570,23 +3574,25 @@ def check_environment(tokenizer, readers):
         one_turn = f"MAX_PROMPT_TOKENS + MAX_NEW_TOKENS = {MAX_PROMPT_TOKENS + MAX_NEW_TOKENS}"
         less = f"is less than one turn, {one_turn}: raise it"
         raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS} {less}")
+    readers = {**trainer.readers, **({"REWARD_MODEL": trainer.reward_model} if trainer.reward_model else {})}
     for whose, model in readers.items():
         most, why = positions_of(model)
         if MAX_CONTEXT_TOKENS > most:
             reads = f"{whose} reads {most} at most ({why}): lower it"
             raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}: {reads}")
-    ends = end_ids(readers["ACTOR_MODEL"], tokenizer).tolist()
-    asked = {"role": "user", "content": "1"}
-    said = {"role": "assistant", "content": "2"}
-    if "</think>" in str(tokenizer.chat_template):  # it may forget what stands before that
-        seen = render(tokenizer, [asked], "ACTOR_MODEL", True).rstrip()
-        begin = "" if seen.endswith("<think>") else "<think>\n"
-        said["content"] = "2" if seen.endswith("</think>") else f"{begin}2\n</think>\n\n2"
-    ids = turn_ids(tokenizer, [asked, said], "345", ends, tokenizer.eos_token_id)
-    if "345" not in tokenizer.decode(ids):
-        shows = f"does not show a text of the role {ENVIRONMENT_ROLE!r}"
-        todo = "take the other ENVIRONMENT_ROLE, or another template"
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template {shows}: {todo}")
+    ends = end_ids(trainer.actor, trainer.tokenizer).tolist()
+    kinds = {tuple(m["role"] for m in conversation(row["prompt"])): row for row in trainer.train_rows}
+    for row in kinds.values():  # a prompt of each order of roles
+        asked = conversation(row["prompt"])
+        if "345" not in turn_text(trainer.tokenizer, asked, "345", ends, trainer.tokenizer.eos_token_id):
+            shows = f"does not show a text of the role {ENVIRONMENT_ROLE!r}"
+            todo = "take the other ENVIRONMENT_ROLE, or another template"
+            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template {shows}: {todo}")
+        if trainer.reward_model:
+            response = Text("2")
+            response.messages = [
+                {"role": role, "content": "2"} for role in ("assistant", ENVIRONMENT_ROLE, "assistant")]
+            chat(trainer.reward_tokenizer, row["prompt"], "REWARD_MODEL", response)
 
 
 def turn_metrics(batch):

@@ -887,7 +887,8 @@ def further_arguments(name, function, prompts, responses):
     takes_all = any(p.kind == p.VAR_KEYWORD for p in others)
     for p in others:
         if p.kind != p.VAR_KEYWORD and p.default is p.empty and p.name not in known and facts:
-            todo = "name its column in EXTRA_COLUMNS, or give the parameter a default"
+            todo = "set ENVIRONMENT" if p.name == "turns" else "name its column in EXTRA_COLUMNS"
+            todo += ", or give the parameter a default"
             raise UserError(f"{name} takes {p.name!r}, which these prompts do not know: {todo}")
     wanted = known if takes_all else [p.name for p in others if p.name in known]
     # copies: a judge may append the response to its messages
@@ -956,6 +957,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -992,8 +994,8 @@ def constants():
 
 
 def plain_name(value):
-    """What stands for a value that is not JSON: a function's name stays the same from run to run."""
-    return getattr(value, "__name__", repr(value))
+    """What stands for a value that is not JSON, without addresses: it stays the same from run to run."""
+    return getattr(value, "__name__", re.sub(" at 0x[0-9a-f]+", "", repr(value)))
 
 
 def printable(text):
@@ -1581,7 +1583,7 @@ class Run:
         out, too, whether one has drawn random numbers that the others have not."""
         signals, drawn = zip(*exchange((self.signal or 0, digest_of([torch.get_rng_state()]))))
         if len(set(drawn)) > 1:
-            todo = "a reward function that draws them from torch needs a generator of its own"
+            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
             raise UserError(f"the processes have drawn different random numbers: {todo}")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None

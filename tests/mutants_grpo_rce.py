@@ -8,7 +8,7 @@ IN_SPEED = "tests/test_speed.py::test_"
 
 MUTANTS = [
     # survived until the audit: evaluation, best, patience
-    (GRPO, "turns() * MAX_NEW_TOKENS, generator=generator)", "turns() * MAX_NEW_TOKENS)",
+    (GRPO, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
      IN_GRPO + "evaluating_takes_nothing_from_the_random_streams_of_training"),
     (RCE, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
      IN_RCE + "evaluating_and_validating_take_nothing_from_the_random_streams_of_training"),

@@ -2,6 +2,7 @@
 that matters; what a block does that all trainers have is tried in each of them."""
 import errno
 import io
+import functools
 import json
 import math
 import os
@@ -1188,3 +1189,11 @@ def test_a_prompt_that_is_a_record_is_named_with_what_to_write(ppo, tmp_path):
     says = "must be a text that is not empty, or name what is in it, such as 'input': 'problem.text'$"
     with pytest.raises(script.UserError, match=f"line 1: 'problem' {says}"):
         script.PPOTrainer()
+
+
+def test_an_objects_name_has_no_address(ppo):
+    script = ppo()
+    same = functools.partial(sum, start=1)
+    assert script.plain_name(functools.partial(same)) == script.plain_name(functools.partial(same))
+    assert script.plain_name(object()) == script.plain_name(object()) == "<object object>"
+    assert script.plain_name(sum) == "sum"

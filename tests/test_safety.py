@@ -491,7 +491,7 @@ def test_a_prompt_without_tokens_is_named(ppo):
         return {"input_ids": []}
 
     tokenizer.chat_template = None
-    tokenizer.eos_token_id = 1
+    tokenizer.eos_token, tokenizer.eos_token_id = "$", 1
     rows = [{"id": "a.jsonl:3", "prompt": "x"}]
     says = "TRAIN_DATASETS: a.jsonl:3: its tokenizer makes no token of it"
     with pytest.raises(script.UserError, match=says):

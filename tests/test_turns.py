@@ -33,7 +33,7 @@ def conversed(grpo, rows=6, group_size=2, greedy=False, **constants):
     script = grpo(**{"ENVIRONMENT": again, "MAX_CONTEXT_TOKENS": 512, **constants})
     trainer = script.GRPOTrainer()
     generator = torch.Generator().manual_seed(3)
-    uniform = torch.rand(rows * group_size, script.turns() * script.MAX_NEW_TOKENS, generator=generator)
+    uniform = torch.rand(script.most_turns(), rows * group_size, script.MAX_NEW_TOKENS, generator=generator)
     some = trainer.train_rows[:rows]
     batch = script.converse(
         trainer.actor, trainer.tokenizer, some, None if greedy else uniform, 1 if greedy else group_size)
@@ -141,7 +141,7 @@ def test_each_turn_has_random_numbers_of_its_own(grpo):
 
     script, trainer, batch = conversed(grpo, ENVIRONMENT=sometimes)
     generator = torch.Generator().manual_seed(3)
-    uniform = torch.rand(len(batch.rows), 4 * 32, generator=generator)
+    uniform = torch.rand(4, len(batch.rows), 32, generator=generator)
     tried = 0
     for i, response in enumerate(batch.responses):
         parts = spans(batch.response_mask[i, :batch.response_lengths[i]].tolist())
@@ -149,7 +149,7 @@ def test_each_turn_has_random_numbers_of_its_own(grpo):
             ids = response.facts["response_ids"]
             alone = script.respond(
                 trainer.actor, trainer.tokenizer, [batch.rows[i]["ids"] + ids[:begin]],
-                uniform[i:i + 1, 32 * number:32 * (number + 1)])
+                uniform[number, i:i + 1])
             assert alone.response_ids[0].tolist() == ids[begin:end]
             tried += 1
     spoken = [len(response.messages) for response in batch.responses]
@@ -327,20 +327,17 @@ def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):
 # ---------------------------------------------------------------- templates and tokenizers
 
 def turns_of(folder, role="user", end=1):
-    """turn_ids() of a tokenizer: what follows a first response that ended in this id, as text."""
+    """turn_text() of a tokenizer: what follows a first response that ended in this id."""
     GRPO.ENVIRONMENT_ROLE = role
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "<think>1</think>2"}]
-    ids = GRPO.turn_ids(tokenizer, messages, "3", [0, 1], end)
-    return tokenizer.decode(ids)
+    return GRPO.turn_text(tokenizer, [{"role": "user", "content": "Tom"}], "3", [0, 1], end)
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_turn_is_what_the_template_puts_after_the_eos(role, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(with_template(tmp_path / "chatml", template=CHATML))
-    wanted = tokenizer.decode(
-        tokenizer(f"\n<{role}>3<eos>\n<assistant>", add_special_tokens=False)["input_ids"])
-    assert turns_of(tmp_path / "chatml", role) == wanted and "3<eos>" in wanted
+    with_template(tmp_path / "chatml", template=CHATML)
+    wanted = f"\n<{role}>3<eos>\n<assistant>"
+    assert turns_of(tmp_path / "chatml", role) == wanted
     # after another of the model's ends the template's own follows
     assert turns_of(tmp_path / "chatml", role, end=0) == "<eos>" + wanted
 
@@ -369,16 +366,6 @@ def test_a_template_that_adds_thoughts_which_were_not_sampled_is_refused(grpo, t
         script.GRPOTrainer()
 
 
-def test_a_template_that_trims_is_none_that_rewrites(grpo, tmp_path):
-    trims = CHATML.replace("m['content']", "(m['content'] | trim)")
-    folder = with_template(tmp_path / "trims", template=trims)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "\n2\n"}]
-    trimmed = [messages[0], {**messages[1], "content": "2"}]
-    both = (GRPO.turn_ids(tokenizer, some, "3", [1], 1) for some in (messages, trimmed))
-    assert next(both) == next(both)
-
-
 def test_a_template_that_does_not_show_the_environments_text_is_refused(grpo, tmp_path):
     hides = CHATML.replace("m['content']", "('' if m['role'] == 'tool' else m['content'])")
     folder = with_template(tmp_path / "hides", template=hides)
@@ -405,7 +392,7 @@ def test_a_template_is_asked_with_the_thoughts_that_it_knows(grpo, opened, fits,
 
 def test_a_template_without_the_models_end_is_refused(grpo, tmp_path):
     script = grpo(ENVIRONMENT=again, ACTOR_MODEL=with_template(tmp_path / "unclosed", template=UNCLOSED))
-    with pytest.raises(script.UserError, match="does not end a turn by the model's EOS: take a template"):
+    with pytest.raises(script.UserError, match="does not end a turn by the model's EOS alone: take a"):
         script.GRPOTrainer()
 
 
@@ -414,7 +401,85 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle(tmp_
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
     assert tokenizer("a")["input_ids"] == [2]
-    assert GRPO.turn_ids(tokenizer, [{"role": "assistant", "content": ""}], "a", [1], 1) == [3]
+    assert said_by(lambda *asked: "a", tokenizer, known=4).ids == [9, 1, 3]
+
+
+def said_by(environment, tokenizer, known=82, said="x", role="user"):
+    """An episode of one turn that the environment was asked to go on with."""
+    GRPO.ENVIRONMENT, GRPO.ENVIRONMENT_ROLE = environment, role
+    episode = SimpleNamespace(
+        row={"ids": [5], "prompt": "Tom", "answer": None}, ids=[9, 1], mask=[1.0, 1.0], truncated=False,
+        logprobs=[0.0, 0.0], entropies=[0.0, 0.0], messages=[{"role": "assistant", "content": said}])
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=1), device="cpu",
+        get_input_embeddings=lambda: SimpleNamespace(num_embeddings=known))
+    assert GRPO.ask_environment([episode], model, tokenizer) == [episode]
+    return episode
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_shown_as_the_policy_reads_it():
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
+    assert said_by(lambda *asked: "17+25=42\n", tokenizer).messages[-1]["content"] == "17+25=42\n"
+    assert said_by(lambda *asked: "too high", tokenizer).messages[-1]["content"] == "<unk><unk>"
+
+
+@pytest.mark.parametrize("said", ["<think>foo</think>hi", "a</think>b</think>c", ""])
+def test_thoughts_that_are_written_oddly_end_no_run(said, tmp_path):
+    """What the policy says makes no difference to what is put after it."""
+    tokenizer = AutoTokenizer.from_pretrained(with_template(tmp_path / "forgets", template=FORGETS))
+    episodes = [said_by(lambda *asked: "3", tokenizer, said=text, role="tool") for text in (said, "x")]
+    assert episodes[0].ids == episodes[1].ids and len(episodes[0].ids) > 5
+
+
+def test_a_reward_model_that_cannot_read_turns_is_refused_at_the_start(grpo, tmp_path):
+    no_tools = "{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template = "{% for m in messages %}" + no_tools + "{{ m['content'] }}{% endfor %}"
+    folder = with_template(tmp_path / "reward", "reward_model", template)
+    for role, fits in (("user", True), ("tool", False)):
+        script = grpo(ENVIRONMENT=again, REWARD_MODEL=folder, ENVIRONMENT_ROLE=role)
+        if fits:
+            script.GRPOTrainer()
+            continue
+        with pytest.raises(script.UserError, match="REWARD_MODEL: the chat template of .*no tools"):
+            # the actor's template takes tools
+            script.ACTOR_MODEL = with_template(tmp_path / "actor", template=CHATML)
+            script.GRPOTrainer()
+
+
+def test_the_first_turn_has_the_random_numbers_of_a_run_without_turns(grpo):
+    first = []
+    for constants in ({"MAX_TURNS": 3}, {"MAX_TURNS": 1}, {"ENVIRONMENT": None}):
+        torch.manual_seed(0)
+        script = grpo(**{"ENVIRONMENT": again, **constants})
+        trainer = script.GRPOTrainer()
+        batch = trainer.rollout(trainer.train_rows[:3])
+        ids = [response.facts["response_ids"] for response in batch.responses]
+        first.append([some[:some.index(1) + 1] for some in ids if 1 in some])
+    assert first[0] == first[1] == first[2]
+
+
+def test_each_call_of_an_environment_has_its_own_time_limit(grpo, monkeypatch):
+    limits = []
+    script, trainer, _ = conversed(grpo, rows=1)
+    monkeypatch.setattr(script.faulthandler, "dump_traceback_later", lambda *a, **k: limits.append(a))
+    asked = []
+    script.ENVIRONMENT = lambda *some: asked.append(some)
+    script.converse(trainer.actor, trainer.tokenizer, trainer.train_rows[:3], None)
+    assert len(limits) == len(asked) == 3
+
+
+def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
+    """Its address is no part of its name: processes compare it, a resumed run says what has changed."""
+    script = tmp_path / "object.py"
+    script.write_text(
+        f"import functools, sys\nsys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
+        "def environment(word, messages, response, answer):\n    return word if len(messages) < 2 else None\n"
+        "grpo.ENVIRONMENT = functools.partial(environment, '1+1=2')\ngrpo.train_main()\n")
+    words = words_of("grpo/grpo.py", f"OUTPUT_DIR={tmp_path / 'run'}")
+    for count, steps in ((2, 1), (1, 2)):
+        ended = Processes(count, script, *words, f"MAX_STEPS={steps}").wait()
+        assert [end.returncode for end in ended] == [0] * count, ended
+    assert "Changed" in ended[0].stdout and "ENVIRONMENT" not in ended[0].stdout
 
 
 # ---------------------------------------------------------------- what is refused
