@@ -35,7 +35,7 @@ MUTANTS = [
      T + "test_a_sum_beyond_the_grid_is_taken_again"),
     (PPO, "        if bound == 0 or not math.isfinite(bound):", "        if bound == 0:",
      T + "test_what_is_not_finite_stays_so"),
-    (PPO, '_WAYS = ("sampled_by", "scored_by", "sum_exponent")', '_WAYS = ("sampled_by", "scored_by")',
+    (PPO, '_WAYS = ("sampled_by", "scored_by", "sum_exponent", ', '_WAYS = ("sampled_by", "scored_by", ',
      T + "test_the_grid_is_kept_by_a_checkpoint"),
     (PPO, '            if key.endswith("_max"):', "            if False:",
      T + "test_an_exact_sum_is_nearer_than_float32s"),

@@ -228,13 +228,22 @@ def drifts(optimizers, *more):
     return step(optimizers, *more)
 ppo.clip_and_step = drifts"""
 
+BASE = """
+ppo.LORA_RANK = 4
+load = ppo.load_model
+def other(*words, **more):
+    model = load(*words, **more)
+    model.model.norm.weight.data[3] += 1e-4 * ppo.rank()
+    return model
+ppo.load_model = other"""
 
 @pytest.mark.parametrize("body, sentence", [
     ("ppo.SEED += ppo.rank()", "process 1 has other constants than process 0"),
     (ROWS, "process 1 has other rows in TRAIN_DATASETS than process 0"),
     (DRAWS, "have drawn different random numbers"),
     (WEIGHTS, "process 1 has other weights than process 0"),
-], ids=["constants", "rows", "draws", "weights"])
+    (BASE, "process 1 has other weights than process 0"),
+], ids=["constants", "rows", "draws", "weights", "base"])
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
