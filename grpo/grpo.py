@@ -702,6 +702,7 @@ def add_adapter(model, constant, new_head):
         if absent:
             linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
             raise ValueError(f"{constant} has no layer {absent[0]!r}, but {', '.join(sorted(linear))}")
+        warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
         model.add_adapter(config)
     except ValueError as error:
         said = first_line(error).rstrip("(")
@@ -721,10 +722,14 @@ def add_adapter(model, constant, new_head):
 @torch.no_grad()
 def load_adapter(model, saved):
     """Fill the model's adapter from a checkpoint's folder."""
-    state = load_file(saved / "adapter_model.safetensors")
-    then = json.loads((saved / "adapter_config.json").read_text())
     own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
-    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
+    try:
+        state = load_file(saved / "adapter_model.safetensors")
+        then = json.loads((saved / "adapter_config.json").read_text())
+        same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
+    except Exception as error:  # safetensors raises kinds of its own
+        why = f"cannot be loaded ({first_line(error)}): take an older checkpoint"
+        raise UserError(f"the adapter in {saved} {why}, or set RESUME=no") from None
     if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
         made = "was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"
         raise UserError(f"{saved} {made}: resume it as it was, or set RESUME=no")

@@ -67,6 +67,8 @@ MUTANTS = [
      IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
 
     # what is refused
+    (GRPO, "except Exception as error:  # safetensors raises", "except ValueError as error:  # safetensors",
+     IN_LORA + "a_saved_adapter_that_cannot_be_read_is_a_sentence"),
     (GRPO, "saved and bool(LORA_RANK) != (", "False and bool(LORA_RANK) != (",
      IN_LORA + "a_whole_models_checkpoint_is_not_resumed_with_an_adapter"),
     (GRPO, '    if (Path(path) / "adapter_config.json").exists():', "    if False:",

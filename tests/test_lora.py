@@ -319,6 +319,7 @@ def test_recomputing_gives_the_same_adapter(tmp_path):
     ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
     ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: .*LORA_RANK"),
 ], ids=["absent", "no_layer", "tied", "base_alone", "base", "unknown", "rank", "alpha", "sync"])
+@pytest.mark.filterwarnings("error")
 def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
     with pytest.raises(Exception, match=says) as error:
         make("grpo/grpo.py", tmp_path / "run", **constants)
@@ -336,11 +337,23 @@ def test_sharding_is_refused(grpo):
     ({"LORA_ALPHA": 8.0}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
     ({"LORA_TARGETS": "q_proj"}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
     ({"LORA_RANK": 0}, "LORA_RANK = 0: .*step_6/policy was made with an adapter"),
-], ids=["rank", "alpha", "targets", "whole"])
+    ({"BASE_DTYPE": "bfloat16", "DTYPE": "bfloat16"}, "adapter of other weights, or of another BASE_DTYPE"),
+], ids=["rank", "alpha", "targets", "whole", "base"])
 @grpo_alone
 def test_a_resumed_run_needs_its_own_adapter(six, tmp_path, constants, says):
     with pytest.raises(Exception, match=says):
         make(six.path, tmp_path / "run", RESUME=str(six.out / "step_6"), **constants)
+
+
+@pytest.mark.parametrize("file, text", [
+    ("adapter_config.json", "{}"), ("adapter_config.json", "no"), ("adapter_model.safetensors", "no")])
+@grpo_alone
+def test_a_saved_adapter_that_cannot_be_read_is_a_sentence(six, tmp_path, file, text):
+    module, trainer = make(six.path, tmp_path / "run")
+    shutil.copytree(six.out / "step_6/policy", tmp_path / "saved")
+    (tmp_path / "saved" / file).write_text(text)
+    with pytest.raises(module.UserError, match="the adapter in .*/saved cannot be loaded .*or set RESUME=no"):
+        module.load_adapter(trainer.actor, tmp_path / "saved")
 
 
 def test_a_whole_models_checkpoint_is_not_resumed_with_an_adapter(tmp_path):
