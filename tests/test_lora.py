@@ -296,13 +296,17 @@ def test_the_check_of_a_model_in_bfloat16_is_in_float32_and_leaves_it_as_it_was(
 
 
 def test_recomputing_gives_the_same_adapter(tmp_path):
+    """Here to the bit; Adam's first step, of the learning rate whatever a gradient's size, leaves 3e-6 of what
+    another order of adding up makes. It failed once and was not seen to again: what differs is said."""
     trained = []
     for name, recompute in (("one", False), ("two", True)):
         _, trainer = make("grpo/grpo.py", tmp_path / name, GRADIENT_CHECKPOINTING=recompute, MAX_STEPS=1)
         trainer.train()
         trained.append(adapter_of(trainer.actor))
+    one, two = (read(tmp_path / name / "logs/samples.jsonl") for name in ("one", "two"))
+    assert [sample["response"] for sample in one] == [sample["response"] for sample in two]
     for name, a in trained[0].items():
-        torch.testing.assert_close(a, trained[1][name], msg=name)
+        torch.testing.assert_close(a, trained[1][name], msg=lambda said: f"{name}: {said}")
 
 
 # ---------------------------------------------------------------- what is refused, in a sentence
@@ -319,7 +323,7 @@ def test_recomputing_gives_the_same_adapter(tmp_path):
     ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
     ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: .*LORA_RANK"),
 ], ids=["absent", "no_layer", "tied", "base_alone", "base", "unknown", "rank", "alpha", "sync"])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:Model has .tie_word")  # the sentence stands alone
 def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
     with pytest.raises(Exception, match=says) as error:
         make("grpo/grpo.py", tmp_path / "run", **constants)
