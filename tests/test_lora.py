@@ -296,8 +296,8 @@ def test_the_check_of_a_model_in_bfloat16_is_in_float32_and_leaves_it_as_it_was(
 
 
 def test_recomputing_gives_the_same_adapter(tmp_path):
-    """Here to the bit; Adam's first step, of the learning rate whatever a gradient's size, leaves 3e-6 of what
-    another order of adding up makes. It failed once and was not seen to again: what differs is said."""
+    """Here to the bit; what another order of adding up makes of it (BATCH_SIZE=1) is 3e-6. It failed once,
+    and was not seen to again: what differs is said."""
     trained = []
     for name, recompute in (("one", False), ("two", True)):
         _, trainer = make("grpo/grpo.py", tmp_path / name, GRADIENT_CHECKPOINTING=recompute, MAX_STEPS=1)
