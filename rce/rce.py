@@ -932,8 +932,7 @@ def add_adapter(model, constant, new_head):
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        exclude_modules=heads or None, modules_to_save=heads or None,
-        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
+        modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
     names = [name for name, _ in model.named_modules()]
     absent = [] if targets == LORA_TARGETS else [
         target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]

@@ -20,10 +20,6 @@ MUTANTS = [
     (GRPO, "        self.parameters = [p for p in model.parameters() if p.requires_grad]\n",
      "        self.parameters = list(model.parameters())\n",
      IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]"),
-    (PPO, "exclude_modules=heads or None", "exclude_modules=None",
-     IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
-    (GRPO, "exclude_modules=heads or None", "exclude_modules=None",
-     IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]"),
 
     # the reference
     (GRPO, "            model.enable_adapters()\n", "            pass\n",
