@@ -271,6 +271,7 @@ def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
     trainer.train()
     after = dict(trainer.actor.named_parameters())
     assert all(torch.equal(p, after[name]) for name, p in before.items())
+    assert {after[name].dtype for name in before} == {torch.bfloat16}  # though best/ was filled
     trainer.run.gather({"policy": trainer.actor})
     trainer.run.fill_best(tmp_path, {})
     merged = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
