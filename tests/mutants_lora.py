@@ -46,7 +46,7 @@ MUTANTS = [
      IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
     (PPO, '"CRITIC_MODEL", self.device, at and at / "critic",', '"CRITIC_MODEL", self.device, None,',
      IN_LORA + "six_steps_equal_three_and_three_to_the_byte[ppo]"),
-    (PPO, "model.base_digest = bits_digest(model.parameters())\n", "pass\n",
+    (GRPO, "model.base_digest = bits_digest(model.parameters())\n", "pass\n",
      IN_LORA + "a_base_that_has_changed_under_its_adapter_is_told[grpo]"),
     (GRPO, 'base.weight + layer.get_delta_weight("default")',
      'base.weight + layer.lora_B["default"].weight @ layer.lora_A["default"].weight',
