@@ -614,8 +614,7 @@ def add_adapter(model, constant, new_head):
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        exclude_modules=heads or None, modules_to_save=heads or None,
-        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
+        modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
     names = [name for name, _ in model.named_modules()]
     absent = [] if targets == LORA_TARGETS else [
         target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
@@ -623,6 +622,7 @@ def add_adapter(model, constant, new_head):
         if absent:
             linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
             raise ValueError(f"{constant} has no layer {absent[0]!r}, but {', '.join(sorted(linear))}")
+        warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
         model.add_adapter(config)
     except ValueError as error:
         said = first_line(error).rstrip("(")
@@ -642,10 +642,14 @@ def add_adapter(model, constant, new_head):
 @torch.no_grad()
 def load_adapter(model, saved):
     """Fill the model's adapter from a checkpoint's folder."""
-    state = load_file(saved / "adapter_model.safetensors")
-    then = json.loads((saved / "adapter_config.json").read_text())
     own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
-    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
+    try:
+        state = load_file(saved / "adapter_model.safetensors")
+        then = json.loads((saved / "adapter_config.json").read_text())
+        same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
+    except Exception as error:  # safetensors raises kinds of its own
+        why = f"cannot be loaded ({first_line(error)}): take an older checkpoint"
+        raise UserError(f"the adapter in {saved} {why}, or set RESUME=no") from None
     if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
         made = "was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"
         raise UserError(f"{saved} {made}: resume it as it was, or set RESUME=no")
@@ -2958,9 +2962,12 @@ class Run:
         self.draw_plots()
 
     def weights_digest(self):
-        """Of this process's own copies; nothing where there is one, or each has its part."""
-        every = [p for model in self.models.values() for p in model.parameters()]
-        return digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))
+        """Of this process's own copies, those under an adapter as they were loaded; nothing where there is
+        one process, or each has its part."""
+        bases = [getattr(model, "base_digest", None) for model in self.models.values()]
+        every = [p for model, base in zip(self.models.values(), bases)
+                 for p in model.parameters() if p.requires_grad or not base]
+        return [*bases, digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))]
 
     # ------------------------------------------------------------ evaluation
 
@@ -3148,7 +3155,7 @@ class Run:
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
             ways = saved["ways"].get(name) or {}
             if ways.get("base_digest") != getattr(model, "base_digest", None):
-                other = "is an adapter of other weights than those in the folder that was named to it"
+                other = "is an adapter of other weights, or of another BASE_DTYPE, than are there now"
                 raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
             set_ways(model, ways)
         for name, optimizer in self.optimizers.items():

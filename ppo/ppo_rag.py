@@ -1711,9 +1711,12 @@ class Run:
         self.draw_plots()
 
     def weights_digest(self):
-        """Of this process's own copies; nothing where there is one, or each has its part."""
-        every = [p for model in self.models.values() for p in model.parameters()]
-        return digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))
+        """Of this process's own copies, those under an adapter as they were loaded; nothing where there is
+        one process, or each has its part."""
+        bases = [getattr(model, "base_digest", None) for model in self.models.values()]
+        every = [p for model, base in zip(self.models.values(), bases)
+                 for p in model.parameters() if p.requires_grad or not base]
+        return [*bases, digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))]
 
     # ------------------------------------------------------------ evaluation
 
@@ -1901,7 +1904,7 @@ class Run:
         for name, model in self.models.items():  # as the run began, whatever check_models() sees now
             ways = saved["ways"].get(name) or {}
             if ways.get("base_digest") != getattr(model, "base_digest", None):
-                other = "is an adapter of other weights than those in the folder that was named to it"
+                other = "is an adapter of other weights, or of another BASE_DTYPE, than are there now"
                 raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
             set_ways(model, ways)
         for name, optimizer in self.optimizers.items():

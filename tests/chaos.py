@@ -5,6 +5,7 @@ one.
     python tests/chaos.py grpo/grpo.py --kills 50              # SIGKILL at 50 random moments, and the rest
     python tests/chaos.py grpo/grpo.py --only kill,rewards --quick   # a few of each of these
     python tests/chaos.py ppo/ppo.py --processes 2             # begun by torchrun: kills of one, of all
+    python tests/chaos.py ppo/ppo.py LORA_RANK=4 KL_COEF=0.05  # with these constants
 
 A run is a fork of this process, which has imported the libraries already, so it starts in a moment; the
 trainer's file is run as `python trainer.py KEY=VALUE ...` runs it, without a terminal. Faults are hooks in
@@ -125,6 +126,7 @@ ALONE = {  # trainers of other things than language models have constants of the
         EVAL_EVERY_N_STEPS=3,
     ),
 }
+GIVEN = {}  # constants of the command line
 LIMIT = 240  # seconds after which a run counts as hanging
 
 
@@ -137,8 +139,13 @@ def words_of(script, folder, constants):
     own = ALONE[name] if name in ALONE else {**SMALL, **MORE[name]}
     if name == "ppo_rag.py":
         own = {**own, "CACHE_DIR": f"{folder}/cache"}
-    constants = {**own, "OUTPUT_DIR": folder, **constants}
+    constants = {**own, **GIVEN, "OUTPUT_DIR": folder, **constants}
     return [f"{key}={value}" for key, value in constants.items()]
+
+
+def weights_in(folder):
+    """A model's file of weights, or its adapter's."""
+    return next(Path(folder).glob("*model.safetensors"))
 
 
 class Run:
@@ -678,7 +685,7 @@ class Chaos:
         def none_left(how):
             folder = self.fresh(self.whole)
             for checkpoint in folder.glob("step_*"):
-                (checkpoint / "policy/model.safetensors").write_bytes(b"" if how == "cut" else b"x" * 1000)
+                weights_in(checkpoint / "policy").write_bytes(b"" if how == "cut" else b"x" * 1000)
             before, run = tree(folder), self.run(folder)
             return run.trouble(2) or (None if tree(folder) == before else "files were touched")
 
@@ -817,7 +824,7 @@ class Chaos:
                 return trouble
             if "not finite" not in run.said:
                 return "nobody was told"
-            for path in folder.glob("step_*/*/model.safetensors"):
+            for path in folder.glob("step_*/*/*model.safetensors"):
                 from safetensors.torch import load_file
 
                 if not all(w.isfinite().all() for w in load_file(path).values()):
@@ -996,6 +1003,8 @@ class Chaos:
         def one(attack):
             folder = self.fresh(self.whole)
             step, mark = folder / self.last, folder.with_suffix(".pwned")
+            weights = weights_in(step / "policy")
+            adapted = weights.name.startswith("adapter")
             if attack in ("pickle bomb", "pickled weights"):
                 import pickle
 
@@ -1003,14 +1012,15 @@ class Chaos:
                     def __reduce__(self):
                         return os.system, (f"touch {mark}",)
 
-                (
-                    step / ("training_state.pt" if attack == "pickle bomb" else "policy/pytorch_model.bin")
-                ).write_bytes(pickle.dumps(Bomb()))
+                pickled = weights.with_name("adapter_model.bin" if adapted else "pytorch_model.bin")
+                target = step / "training_state.pt" if attack == "pickle bomb" else pickled
+                target.write_bytes(pickle.dumps(Bomb()))
                 if attack == "pickled weights":
-                    (step / "policy/model.safetensors").unlink()
+                    weights.unlink()
             elif attack == "remote code":
-                config = json.loads((step / "policy/config.json").read_text())
-                (step / "policy/config.json").write_text(
+                file = step / "policy" / ("adapter_config.json" if adapted else "config.json")
+                config = {} if adapted else json.loads(file.read_text())  # of an adapter's numbers are read
+                file.write_text(
                     json.dumps(
                         {
                             **config,
@@ -1030,8 +1040,8 @@ class Chaos:
                 manifest["../../secret"] = {"size": 1, "sha256": "0"}
                 (step / "manifest.json").write_text(json.dumps(manifest))
             elif attack == "link outside":
-                (step / "policy/model.safetensors").rename(folder / "elsewhere")
-                (step / "policy/model.safetensors").symlink_to(folder / "elsewhere")
+                weights.rename(folder / "elsewhere")
+                weights.symlink_to(folder / "elsewhere")
             run = self.run(folder)
             if mark.exists():
                 return f"{attack}: its code was run"
@@ -1265,7 +1275,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("scripts", nargs="+")
+    parser.add_argument("scripts", nargs="+", help="trainers' files, and KEY=VALUE constants")
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments, for each trainer")
     parser.add_argument("--quick", action="store_true", help="a few of each")
     parser.add_argument(
@@ -1278,6 +1288,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, help="trials at a time")
     options = parser.parse_args()
+    GIVEN.update(word.split("=", 1) for word in options.scripts if "=" in word)
+    options.scripts = [word for word in options.scripts if "=" not in word]
     several = options.processes > 1
     options.trials = PROCESSES_TRIALS if several else TRIALS
     options.only = options.only or ",".join(options.trials)

@@ -2,6 +2,7 @@
 
 PPO, GRPO, RCE, REC = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", "grpo/grpo_rec.py"
 IN_LORA = "tests/test_lora.py::test_"
+IN_PROCESSES = "tests/test_processes.py::test_"
 
 MUTANTS = [
     # what is trained
@@ -12,6 +13,13 @@ MUTANTS = [
      IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
     (GRPO, "            parameter.data = parameter.data.float()\n", "            pass\n",
      IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
+    (GRPO, "lora_alpha=LORA_ALPHA, ", "lora_alpha=32.0, ",
+     IN_LORA + "an_adapters_product_counts_alpha_over_rank"),
+    (GRPO, "r=LORA_RANK, lora_alpha=LORA_ALPHA, ", "r=LORA_RANK, lora_alpha=LORA_ALPHA, use_rslora=True, ",
+     IN_LORA + "an_adapters_product_counts_alpha_over_rank"),
+    (GRPO, "        self.parameters = [p for p in model.parameters() if p.requires_grad]\n",
+     "        self.parameters = list(model.parameters())\n",
+     IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]"),
 
     # the reference
     (GRPO, "            model.enable_adapters()\n", "            pass\n",
@@ -22,6 +30,12 @@ MUTANTS = [
      IN_LORA + "a_reference_of_its_own_stays_a_model_of_its_own[grpo]"),
     (REC, "with without_adapter(self.reference):", "if True:",
      IN_LORA + "recommendation_has_an_adapter_on_what_sft_taught"),
+    (GRPO, "with without_adapter(self.reference):", "if True:",
+     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]"),
+    (RCE, "        model.disable_adapters()\n", "        pass\n",
+     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[rce]"),
+    (PPO, "KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:", "False:",
+     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]"),
 
     # what is saved
     (RCE, "        x.copy_(state[name])", "        pass",
@@ -30,18 +44,59 @@ MUTANTS = [
      IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
     (GRPO, "    copied = copy.deepcopy(model, {", "    copied = model\n    copy.deepcopy(model, {",
      IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
+    (PPO, '"CRITIC_MODEL", self.device, at and at / "critic",', '"CRITIC_MODEL", self.device, None,',
+     IN_LORA + "six_steps_equal_three_and_three_to_the_byte[ppo]"),
+    (GRPO, "model.base_digest = bits_digest(model.parameters())\n", "pass\n",
+     IN_LORA + "a_base_that_has_changed_under_its_adapter_is_told[grpo]"),
+    (GRPO, 'base.weight + layer.get_delta_weight("default")',
+     'base.weight + layer.lora_B["default"].weight @ layer.lora_A["default"].weight',
+     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
+    (GRPO, "self.save_model(merged(self.models[\"policy\"])", "self.save_model((self.models[\"policy\"])",
+     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
+    (GRPO, "    copied._hf_peft_config_loaded = False\n", "",
+     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
+    (GRPO, "config.target_modules = sorted(config.target_modules)", "pass",
+     IN_LORA + "a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names[grpo]"),
+    (GRPO, "        model.name_or_path = str(Path(path).resolve())", "        pass",
+     IN_LORA + "a_folder_is_named_to_its_adapter_from_the_root"),
+    (PPO, 'task_type="TOKEN_CLS" if new_head else "CAUSAL_LM"', 'task_type="CAUSAL_LM"',
+     IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
 
     # what is refused
+    (GRPO, "except Exception as error:  # safetensors raises", "except ValueError as error:  # safetensors",
+     IN_LORA + "a_saved_adapter_that_cannot_be_read_is_a_sentence"),
+    (GRPO, "saved and bool(LORA_RANK) != (", "False and bool(LORA_RANK) != (",
+     IN_LORA + "a_whole_models_checkpoint_is_not_resumed_with_an_adapter"),
+    (GRPO, '    if (Path(path) / "adapter_config.json").exists():', "    if False:",
+     IN_LORA + "an_adapters_folder_is_no_model[grpo]"),
+    (GRPO, 'if LORA_RANK and globals().get("SHARD") == "fsdp2":', "if False:",
+     IN_LORA + "sharding_is_refused"),
+    (GRPO, '(DTYPE != BASE_DTYPE or not LORA_RANK)', "not LORA_RANK",
+     IN_LORA + "what_cannot_be_done_right_is_refused[base]"),
+    (GRPO, '(DTYPE != BASE_DTYPE or not LORA_RANK)', "DTYPE != BASE_DTYPE",
+     IN_LORA + "what_cannot_be_done_right_is_refused[base_alone]"),
+    (GRPO, "        if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:", "        if False:",
+     IN_LORA + "what_cannot_be_done_right_is_refused[sync]"),
     (GRPO, 'ways.get("base_digest") != getattr(model, "base_digest", None)', "False",
-     IN_LORA + "a_base_that_has_changed_under_its_adapter_is_told"),
+     IN_LORA + "a_base_that_has_changed_under_its_adapter_is_told[grpo]"),
     (GRPO, '(then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)', "True",
-     IN_LORA + "a_resumed_run_needs_its_own_adapter"),
+     IN_LORA + "a_resumed_run_needs_its_own_adapter[grpo-alpha]"),
     (GRPO, "held.count(id(layer.get_base_layer().weight)) > 1", "False",
-     IN_LORA + "what_cannot_be_done_right_is_refused"),
+     IN_LORA + "what_cannot_be_done_right_is_refused[tied]"),
     (GRPO, "        if absent:\n", "        if False:\n",
-     IN_LORA + "what_cannot_be_done_right_is_refused"),
+     IN_LORA + "what_cannot_be_done_right_is_refused[absent]"),
 
     # the check of a base in bfloat16
     (GRPO, "                parameter.data = parameter.data.to(dtype)", "                pass",
      IN_LORA + "the_check_of_a_model_in_bfloat16_is_in_float32_and_leaves_it_as_it_was"),
+    (GRPO, "    with whole(actor), in_float32(actor):", "    with whole(actor):",
+     IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
+    (GRPO, "        with whole(model), in_float32(model):", "        with whole(model):",
+     IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
+
+    # several processes
+    (PPO, "        return [*bases, digest_of(", "        return [digest_of(",
+     IN_PROCESSES + "processes_that_would_make_different_runs_end_with_a_sentence[base]"),
+    (PPO, "for p in model.parameters() if p.requires_grad or not base]", "for p in () if base]",
+     IN_PROCESSES + "processes_that_would_make_different_runs_end_with_a_sentence[weights]"),
 ]

@@ -36,6 +36,9 @@ def six(request, tmp_path_factory):
     return SimpleNamespace(path=request.param, module=module, trainer=trainer, actor=trainer.actor, out=out)
 
 
+grpo_alone = pytest.mark.parametrize("six", ["grpo/grpo.py"], ids=["grpo"], indirect=True)
+
+
 def adapter_of(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -85,6 +88,7 @@ def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six)
     assert len(frozen) == len(dict(plain(six).named_parameters()))
     for name, parameter in frozen.items():
         assert torch.equal(parameter, base[name.replace(".base_layer", "")]), name
+        assert parameter.grad is None, name
     trained = adapter_of(six.actor)
     assert all("lora_" in name and p.dtype == torch.float32 and p.any() for name, p in trained.items())
     held = six.trainer.optimizers["policy"].param_groups[0]["params"]
@@ -92,6 +96,18 @@ def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six)
     assert any("self_attn.q_proj" in name for name in trained) and not any("lm_head" in n for n in trained)
     said = next((six.out / "logs").glob("training_*.log")).read_text()
     assert f"{sum(p.numel() for p in held):,} of them trained" in said
+
+
+def test_an_adapters_product_counts_alpha_over_rank(grpo):
+    module = grpo(LORA_RANK=4, LORA_ALPHA=6.0)
+    model = module.load_trained(
+        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu"))
+    layer = model.model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    with torch.no_grad():
+        b.normal_(generator=torch.Generator().manual_seed(3))
+        x = torch.randn(5, a.shape[1], generator=torch.Generator().manual_seed(4))
+        torch.testing.assert_close(layer(x), layer.base_layer(x) + 1.5 * x @ a.T @ b.T)
 
 
 def test_a_new_adapter_changes_nothing_and_the_first_ratio_is_one(six):
@@ -127,9 +143,8 @@ def with_rows(six, batch):
     return batch
 
 
+@pytest.mark.parametrize("six", ["ppo/ppo.py", "grpo/grpo.py"], ids=["ppo", "grpo"], indirect=True)
 def test_a_reference_of_its_own_stays_a_model_of_its_own(six, tmp_path):
-    if six.path == "rce/rce.py":
-        return
     _, trainer = make(six.path, tmp_path / "run", REFERENCE_MODEL=str(TINY / "policy"))
     assert trainer.reference is not trainer.actor and not hasattr(trainer.reference, "peft_config")
     assert "REFERENCE_MODEL" in trainer.readers
@@ -160,7 +175,8 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names(six):
     folder = six.out / "step_6/policy"
     assert not (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(TINY / "policy") and config["r"] == 4
+    assert config["base_model_name_or_path"] == str((TINY / "policy").resolve()) and config["r"] == 4
+    assert config["target_modules"] == sorted(config["target_modules"])  # no set's order, another each run
     ids = torch.tensor([six.trainer.eval_rows[0]["ids"]])
     loaded = AutoPeftModelForCausalLM.from_pretrained(folder).eval()
     six.actor.set_attn_implementation("sdpa")
@@ -246,12 +262,16 @@ def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
 
 def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
     module, trainer = make("grpo/grpo.py", tmp_path / "run", BASE_DTYPE="bfloat16", DTYPE="bfloat16")
+    _, wide = make("grpo/grpo.py", tmp_path / "wide")  # sampled and scored the same, fast way
+    for way in ("sampled_by", "scored_by"):
+        assert getattr(trainer.actor, way) == getattr(wide.actor, way)
     before = {n: p.clone() for n, p in trainer.actor.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in before.values()} == {torch.bfloat16}
     assert {p.dtype for p in adapter_of(trainer.actor).values()} == {torch.float32}
     trainer.train()
     after = dict(trainer.actor.named_parameters())
     assert all(torch.equal(p, after[name]) for name, p in before.items())
+    assert {after[name].dtype for name in before} == {torch.bfloat16}  # though best/ was filled
     trainer.run.gather({"policy": trainer.actor})
     trainer.run.fill_best(tmp_path, {})
     merged = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
@@ -277,13 +297,17 @@ def test_the_check_of_a_model_in_bfloat16_is_in_float32_and_leaves_it_as_it_was(
 
 
 def test_recomputing_gives_the_same_adapter(tmp_path):
+    """Here to the bit; what another order of adding up makes of it (BATCH_SIZE=1) is 3e-6. It failed once,
+    and was not seen to again: what differs is said."""
     trained = []
     for name, recompute in (("one", False), ("two", True)):
         _, trainer = make("grpo/grpo.py", tmp_path / name, GRADIENT_CHECKPOINTING=recompute, MAX_STEPS=1)
         trainer.train()
         trained.append(adapter_of(trainer.actor))
+    one, two = (read(tmp_path / name / "logs/samples.jsonl") for name in ("one", "two"))
+    assert [sample["response"] for sample in one] == [sample["response"] for sample in two]
     for name, a in trained[0].items():
-        torch.testing.assert_close(a, trained[1][name], msg=name)
+        torch.testing.assert_close(a, trained[1][name], msg=lambda said: f"{name}: {said}")
 
 
 # ---------------------------------------------------------------- what is refused, in a sentence
@@ -299,7 +323,8 @@ def test_recomputing_gives_the_same_adapter(tmp_path):
     ({"LORA_RANK": -1}, "LORA_RANK = -1 is out of range"),
     ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
     ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: .*LORA_RANK"),
-])
+], ids=["absent", "no_layer", "tied", "base_alone", "base", "unknown", "rank", "alpha", "sync"])
+@pytest.mark.filterwarnings("error:Model has .tie_word")  # the sentence stands alone
 def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
     with pytest.raises(Exception, match=says) as error:
         make("grpo/grpo.py", tmp_path / "run", **constants)
@@ -317,12 +342,23 @@ def test_sharding_is_refused(grpo):
     ({"LORA_ALPHA": 8.0}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
     ({"LORA_TARGETS": "q_proj"}, "policy was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
     ({"LORA_RANK": 0}, "LORA_RANK = 0: .*step_6/policy was made with an adapter"),
-])
+    ({"BASE_DTYPE": "bfloat16", "DTYPE": "bfloat16"}, "adapter of other weights, or of another BASE_DTYPE"),
+], ids=["rank", "alpha", "targets", "whole", "base"])
+@grpo_alone
 def test_a_resumed_run_needs_its_own_adapter(six, tmp_path, constants, says):
-    if six.path != "grpo/grpo.py":
-        return
     with pytest.raises(Exception, match=says):
         make(six.path, tmp_path / "run", RESUME=str(six.out / "step_6"), **constants)
+
+
+@pytest.mark.parametrize("file, text", [
+    ("adapter_config.json", "{}"), ("adapter_config.json", "no"), ("adapter_model.safetensors", "no")])
+@grpo_alone
+def test_a_saved_adapter_that_cannot_be_read_is_a_sentence(six, tmp_path, file, text):
+    module, trainer = make(six.path, tmp_path / "run")
+    shutil.copytree(six.out / "step_6/policy", tmp_path / "saved")
+    (tmp_path / "saved" / file).write_text(text)
+    with pytest.raises(module.UserError, match="the adapter in .*/saved cannot be loaded .*or set RESUME=no"):
+        module.load_adapter(trainer.actor, tmp_path / "saved")
 
 
 def test_a_whole_models_checkpoint_is_not_resumed_with_an_adapter(tmp_path):
@@ -332,9 +368,16 @@ def test_a_whole_models_checkpoint_is_not_resumed_with_an_adapter(tmp_path):
         make("grpo/grpo.py", tmp_path / "run", RESUME="yes")
 
 
+def test_a_folder_is_named_to_its_adapter_from_the_root(grpo, monkeypatch):
+    """So that it loads from any working directory."""
+    monkeypatch.chdir(TINY)
+    module = grpo(LORA_RANK=4)
+    model = module.load_trained(module.AutoModelForCausalLM, "policy", "ACTOR_MODEL", torch.device("cpu"))
+    assert model.name_or_path == str((TINY / "policy").resolve())
+
+
+@grpo_alone
 def test_a_base_that_has_changed_under_its_adapter_is_told(six, tmp_path):
-    if six.path != "grpo/grpo.py":
-        return
     other = tmp_path / "other"
     shutil.copytree(TINY / "policy", other)
     same = str(six.out / "step_6")
@@ -343,10 +386,11 @@ def test_a_base_that_has_changed_under_its_adapter_is_told(six, tmp_path):
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-4
     model.save_pretrained(other)
-    with pytest.raises(Exception, match="step_6/policy is an adapter of other weights than"):
+    with pytest.raises(Exception, match="step_6/policy is an adapter of other weights, or of "):
         make(six.path, tmp_path / "run", RESUME=same, ACTOR_MODEL=str(other))
 
 
+@grpo_alone
 def test_an_adapters_folder_is_no_model(six, tmp_path):
     with pytest.raises(Exception, match="is an adapter, not a model: take the best/policy of its run"):
         make(six.path, tmp_path / "run", ACTOR_MODEL=str(six.out / "step_6/policy"), LORA_RANK=0)

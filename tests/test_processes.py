@@ -127,6 +127,21 @@ def test_a_run_is_the_same_to_the_byte_on_any_number_of_processes(file, count, a
     assert_same_run(alone(file), tmp_path / "run")
 
 
+# An adapter's base is frozen, and the reference too: of the weights that are compared alone a part is trained
+LORA = {"LORA_RANK": 4, "LEARNING_RATE": 1e-3, "MAX_STEPS": 2}
+
+
+@pytest.mark.parametrize("file, more", [
+    ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 0}),
+    pytest.param("ppo/ppo.py", {}, marks=pytest.mark.sweep),
+    pytest.param("rce/rce.py", {}, marks=pytest.mark.sweep),
+    pytest.param("ppo/ppo.py", {"BASE_DTYPE": "bfloat16", "DTYPE": "bfloat16"}, marks=pytest.mark.sweep)])
+def test_adapters_are_the_same_to_the_byte_on_two_processes(file, more, tmp_path):
+    for count, folder in (1, tmp_path / "alone"), (2, tmp_path / "two"):
+        run(count, file, folder, **LORA, **more)
+    assert_same_run(tmp_path / "alone", tmp_path / "two")
+
+
 @pytest.mark.parametrize("file, before, after", [
     ("ppo/ppo.py", 4, 1), ("rce/rce.py", 1, 3),
     *(pytest.param(*case, marks=pytest.mark.sweep) for case in (
@@ -215,13 +230,22 @@ def drifts(optimizers, *more):
     return step(optimizers, *more)
 ppo.clip_and_step = drifts"""
 
+BASE = """
+ppo.LORA_RANK = 4
+load = ppo.load_model
+def other(*words, **more):
+    model = load(*words, **more)
+    model.model.norm.weight.data[3] += 1e-4 * ppo.rank()
+    return model
+ppo.load_model = other"""
 
 @pytest.mark.parametrize("body, sentence", [
     ("ppo.SEED += ppo.rank()", "process 1 has other constants than process 0"),
     (ROWS, "process 1 has other rows in TRAIN_DATASETS than process 0"),
     (DRAWS, "have drawn different random numbers"),
     (WEIGHTS, "process 1 has other weights than process 0"),
-], ids=["constants", "rows", "draws", "weights"])
+    (BASE, "process 1 has other weights than process 0"),
+], ids=["constants", "rows", "draws", "weights", "base"])
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
