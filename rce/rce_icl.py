@@ -2261,8 +2261,6 @@ def run_main(trainer_class):
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
         trainer.train()
-        if dist.is_initialized():
-            dist.destroy_process_group()
         sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
         sys.exit(130)
@@ -2277,6 +2275,9 @@ def run_main(trainer_class):
             raise
         complain(text)
         sys.exit(2)
+    finally:
+        if dist.is_initialized():  # a thread of gloo's that is left at the end may abort the program
+            dist.destroy_process_group()
 
 
 def complain(text):
