@@ -26,6 +26,10 @@ from conftest import (
 from program import Program
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+# The other trainers by -m sweep: what is tested stands in the blocks that they share
+SOME = [pytest.param("ppo/ppo.py", marks=pytest.mark.sweep), "grpo/grpo.py"]
+SOME += [pytest.param("rce/rce.py", marks=pytest.mark.sweep)]
+
 
 def jsonl(path, *lines):
     """A .jsonl file of these objects, or lines as they are; the data set that it is."""
@@ -510,6 +514,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_sentence(unbroken, p
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("path", SOME, ids=["ppo", "grpo", "rce"])
 def test_a_step_of_the_default_size_is_the_same_every_time(path, tmp_path, request):
     """Many rows share a prompt, and threads must not decide in which order their gradients are added."""
     threads = torch.get_num_threads()
@@ -991,6 +996,7 @@ def test_a_custom_metric_by_overriding_evaluate(ppo, tmp_path):
     assert {"accuracy_greedy", "accuracy_sampled", "reward"} <= metrics.keys()
 
 
+@pytest.mark.parametrize("path", SOME, ids=["ppo", "grpo", "rce"])
 def test_the_file_and_rewards_alone_are_a_working_trainer(path, tmp_path):
     """One step in a folder that has nothing else of the repository but models and data."""
     name = Path(path).name
