@@ -92,6 +92,8 @@ def worker(script, folder, cpu, constants):
     found["state"] = held_bytes(module, trainer) / 2**20
     found["peak"] = peak()
     Path(f"{folder}/{os.environ['RANK']}.json").write_text(json.dumps(found))
+    if module.dist.is_initialized():  # a thread of gloo's that is left at the end may abort the program
+        module.dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- the table
