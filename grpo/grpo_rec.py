@@ -2200,18 +2200,28 @@ def read_row(spec, record, columns, where, chats=False):
     last = answer[-1] if chats and isinstance(answer, list) and answer else None
     if isinstance(last, dict) and "role" in last:
         answer = last.get("content") or answer
-    golds = answer if isinstance(answer, list) else [answer]
-    if answer is not None and not (golds and all(map(is_plain, golds))):
-        must = "a text, a number or a list of such that is not empty" + inside(answer, "output", spec)
-        held = f"{spec['output']!r} holds {repr(answer)[:80]}"
-        raise UserError(f"{where}: {held}: write {must}, or delete the line")
-    golds = [str(gold) for gold in golds if gold is not None]
-    try:
-        "".join([transcript(prompt), *golds]).encode()
-    except UnicodeEncodeError:
+    if answer is not None:
+        kind = "texts" if isinstance(answer, list) else "text"
+        answer = read_as(kind, answer, f"{where}: {spec['output']!r}", inside(answer, "output", spec))
+    return {"prompt": read_as("text", prompt, f"{where}: {spec['input']!r}"), "answer": answer}
+
+
+def read_as(kind, value, where, hint=""):
+    """A value that a file gives as its kind: "text" (a number becomes one), "number" or "texts" (a list of
+    texts, or one). Any other is an error, of `where`: file, line and column."""
+    if kind == "texts" and isinstance(value, (list, tuple)) and value:
+        return [read_as("text", item, where, hint) for item in value]
+    if kind == "number" and isinstance(value, (str, bool)) or not is_plain(value):
+        takes = {"text": "a text or a number", "number": "a number", "texts": "a text or a list of texts"}
+        raise UserError(f"{where} must be {takes[kind]}{hint}, not {repr(value)[:80]}: mend or delete it")
+    if kind == "number":
+        return value
+    text = transcript(value)
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         half = "half of a surrogate pair, such as \\ud800, is no character"
-        raise UserError(f"{where}: {half}; mend or delete it") from None
-    return {"prompt": prompt, "answer": golds if isinstance(answer, list) else golds[0] if golds else None}
+        raise UserError(f"{where}: {half}; mend or delete it")
+    text = value if isinstance(value, str) else str(value)
+    return [text] if kind == "texts" else text
 
 
 def next_rows(rows, state, count):

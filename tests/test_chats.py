@@ -126,7 +126,7 @@ def test_a_chat_that_is_none_is_named_with_its_line(tmp_path, chat, says):
 def test_an_answer_of_messages_without_a_text_is_named(tmp_path):
     for completion in ([{"role": "assistant", "content": None}], [{"role": "assistant"}], [{"text": "1"}]):
         data = data_set(tmp_path / "a.jsonl", {"q": [USER], "a": completion}, input="q", output="a")
-        with pytest.raises(PPO.UserError, match="a.jsonl line 1: 'a' holds .*: write a text"):
+        with pytest.raises(PPO.UserError, match="a.jsonl line 1: 'a' must be a text or a number"):
             PPO.load_rows([data], "TRAIN_DATASETS")
 
 

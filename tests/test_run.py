@@ -1171,20 +1171,20 @@ def test_parquet_reads_only_the_columns_it_needs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "solution, says",
     [
-        ({"text": ["1"], "answer_start": [0]}, "such as 'output': 'solution.text'"),
-        ([], "not empty, or delete"),
-        ([["1"]], "a list of such"),
-        (["1", None], "a list of such"),
-        ([{"text": "1"}], "a list of such"),
-        ({}, "that is not empty, or delete"),
-        (math.nan, "write a text, a number"),
-        ([1.0, math.inf], "a number"),
+        ({"text": ["1"], "answer_start": [0]}, "a text or .* such as 'output': 'solution.text', not {"),
+        ([], "a text or a list of texts, not \\[\\]: mend"),
+        ([["1"]], "a text or a number, not \\['1'\\]: mend"),
+        (["1", None], "a text or a number, not None: mend"),
+        ([{"text": "1"}], "a text or a number, not {'text': '1'}: mend"),
+        ({}, "a text or a number, not {}: mend"),
+        (math.nan, "a text or a number, not nan: mend"),
+        ([1.0, math.inf], "a text or a number, not inf: mend"),
     ],
 )
 def test_an_answer_that_is_no_text_is_named_with_its_line(ppo, tmp_path, solution, says):
     lines = {"problem": "x", "solution": 1}, {"problem": "y", "solution": solution}
     script = ppo(TRAIN_DATASETS=[jsonl(tmp_path / "a.jsonl", *lines)])
-    match = f"TRAIN_DATASETS: .*a.jsonl line 2: 'solution' holds .*{says}"
+    match = f"TRAIN_DATASETS: .*a.jsonl line 2: 'solution' must be {says}"
     with pytest.raises(script.UserError, match=match) as error:
         script.PPOTrainer()
     assert len(str(error.value).splitlines()) == 1
