@@ -63,7 +63,7 @@ REFERENCE_MODEL: str | None = None  # None: a frozen copy of the actor; none is 
 LORA_RANK = 0  # 0: whole models are trained; else adapters of this rank (2106.09685), on frozen weights
 LORA_ALPHA = 32.0  # an adapter's product counts LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # which layers get one: all-linear (but the heads), or names: q_proj,v_proj
-BASE_DTYPE = "float32"  # float32 | bfloat16: of the weights under an adapter
+BASE_DTYPE: str | None = None  # float32 | bfloat16: of the weights under an adapter; None: DTYPE
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
@@ -418,7 +418,8 @@ class GRPOTrainer:
         batch.advantages = group_advantages(batch.scores, GROUP_SIZE, scale, LEAVE_ONE_OUT)
         batch.trained = batch.response_mask.clone()  # (rows, R)
         if TOP_ENTROPY_FRACTION < 1:
-            least = batch.entropies[batch.response_mask > 0].quantile(1 - TOP_ENTROPY_FRACTION)
+            ordered = batch.entropies[batch.response_mask > 0].sort().values  # quantile() takes 2**24 at most
+            least = ordered[math.ceil((1 - TOP_ENTROPY_FRACTION) * (len(ordered) - 1) - 1e-6)]
             batch.trained *= batch.entropies >= least
         if MASK_TRUNCATED:
             batch.trained *= ~batch.truncated[:, None]
@@ -510,7 +511,6 @@ class GRPOTrainer:
                 return (batch.weights[rows] * self.token_losses(batch, rows, logprobs, entropy)[0]).sum()
 
             learns = has_gradient(loss, batch.logprobs[rows], batch.entropies[rows])
-            learns |= ~learns.any()  # Adam's momentum moves the weights even where nothing does
         parts = []
         for learn in (True, False):
             some = micro_batches(batch, rows[learns == learn], rows_at_once(self.actor, batch))
@@ -585,6 +585,7 @@ class GRPOTrainer:
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import bisect
+import functools
 import inspect
 import json
 import math
@@ -671,7 +672,7 @@ def load_trained(auto_class, path, constant, device, saved=None, new_head=False)
     """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
     weights are frozen; an adapter on them, the saved one or one that changes nothing yet, is trained, and a
     new head."""
-    if BASE_DTYPE != "float32" and (DTYPE != BASE_DTYPE or not LORA_RANK):
+    if BASE_DTYPE == "bfloat16" and (DTYPE != BASE_DTYPE or not LORA_RANK):
         needs = "is for frozen weights and computes in it: it needs LORA_RANK and the same DTYPE"
         raise UserError(f"BASE_DTYPE = {BASE_DTYPE!r} {needs}")
     if LORA_RANK and globals().get("SHARD") == "fsdp2":
@@ -682,7 +683,7 @@ def load_trained(auto_class, path, constant, device, saved=None, new_head=False)
         raise UserError(f"LORA_RANK = {LORA_RANK}: {made}: resume it as it was, or set RESUME=no")
     if not LORA_RANK:
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
-    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, BASE_DTYPE))
+    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, BASE_DTYPE or DTYPE))
     model.base_digest = bits_digest(model.parameters())
     if Path(path).exists():
         model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
@@ -845,7 +846,7 @@ def load_reward_model(path, device):
 
 def known_ids(model):
     """How many token ids model has an embedding for."""
-    return model.get_input_embeddings().num_embeddings
+    return len(model.get_input_embeddings().weight)
 
 
 def end_ids(model, tokenizer):
@@ -968,7 +969,8 @@ def load_prompts(datasets, constant, limit, tokenizer, readers, say):
     if not rows and constant == "TRAIN_DATASETS":
         todo = "raise MAX_PROMPT_TOKENS or give it data"
         raise UserError(f"{constant} leaves no prompt to train on: {todo}")
-    must_agree(f"rows in {constant}", [[row["id"], row["ids"], row["answer"]] for row in rows])
+    seen = [[row["id"], row["ids"], row["answer"], row["prompt"].facts] for row in rows]
+    must_agree({f"rows in {constant}": seen})
     return rows
 
 
@@ -1001,12 +1003,18 @@ def micro_batches(batch, rows, size):
     return rows[(longest * len(rows) + prompt).argsort(descending=True, stable=True)].split(size)
 
 
+@functools.cache
+def room_for_logits(device):
+    """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest memory of all processes' cards,
+    since all must cut the same micro-batches."""
+    return min(exchange(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+
+
 def rows_at_once(model, batch):
     """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    take more than 64 MiB, on a GPU 1/16 of its memory (a large vocabulary)."""
-    room = torch.cuda.mem_get_info(model.device)[1] // 16 if model.device.type == "cuda" else 2**26
+    not fit into room_for_logits() (a large vocabulary)."""
     a_row = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // a_row))
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room_for_logits(model.device) // a_row))
 
 
 def autocast(model):
@@ -1485,9 +1493,11 @@ def summed(models, parts, metrics):
                 shares[number] = {}
                 yield part, shares[number]
             shares.pop(None, None)
-            found = exchange((shares, [total.greatest for total in sums]))
-            shares = {number: share for some, _ in found for number, share in some.items()}
-            greatest = [{k: v for _, some in found for k, v in some[i].items()} for i in range(len(sums))]
+            found = exchange((len(parts), shares, [total.greatest for total in sums]))
+            if len(counts := {count for count, *_ in found}) > 1:
+                raise UserError(f"the processes cut one optimizer step into {sorted(counts)} micro-batches")
+            shares = {number: share for _, some, _ in found for number, share in some.items()}
+            greatest = [{k: v for *_, some in found for k, v in some[i].items()} for i in range(len(sums))]
             fits = all([total.fits(bounds) for total, bounds in zip(sums, greatest)])
         for total in sums:
             total.finish()
@@ -1633,7 +1643,7 @@ def choose_sampling(model, constant, prompts, pad_id):
             prompt_ids=pad_left(twice, pad_id).to(model.device),
             prompt_lengths=torch.tensor([len(p) for p in twice], device=model.device),
             response_ids=ids, response_lengths=lengths, response_mask=mask)
-        alone = (single_rows(model, batch) / 1.5).log_softmax(-1)
+        alone = sampling_logprobs(single_rows(model, batch), 1.5)
         return logprobs[mask], alone.gather(1, ids[mask].unsqueeze(-1)).squeeze(-1), batch
 
     ways = ("cached", "uncached") if shared_windows(model) is None else ("grouped", "cached", "uncached")
@@ -1685,6 +1695,7 @@ def check_models(readers, trained, rows, pad_id, say):
     a backward pass."""
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     constant, actor = next(iter(readers.items()))
+    room_for_logits(actor.device)  # all processes ask at one place
     with whole(actor), in_float32(actor):
         batch = choose_sampling(actor, constant, prompts, pad_id)
     for constant, model in readers.items():
@@ -1987,6 +1998,9 @@ def read_prompt(value, where):
             raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:80]}")
         if message.get("tool_calls"):
             message.setdefault("content", "")
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+            message["content"] = "".join(str(part.get("text", "")) for part in parts)
         if not isinstance(message.get("content"), str):
             holds = f"content of a {message['role']!r} message is {repr(message.get('content'))[:80]}"
             raise UserError(f"{where}: {holds}; it must be a text: no lists of parts, such as images")
@@ -2146,6 +2160,8 @@ def read_records(spec, columns, where, extra=()):
 
             names = pyarrow.parquet.read_schema(spec["path"]).names
             heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            if absent := [head for head in heads if head not in names]:
+                raise ValueError(f"it has no column {absent[0]!r}, but {', '.join(names)}")
             heads += [head for path in extra for head, _ in splits(path) if head in names]
             table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
             records = table.to_pylist()
@@ -2168,11 +2184,23 @@ def resolve_rewards(functions, constant):
             raise UserError(f"{constant}: {takes}, not {pair!r}")
         if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-    found = []
+    found = {}
     for function, weight in functions:
         function = function if callable(function) else getattr(rewards, function)
-        found.append((getattr(function, "__name__", str(function)), function, weight))
-    return found
+        name = first = reward_name(function)
+        number = 1
+        while name in found:  # such as two lambdas
+            number += 1
+            name = f"{first}_{number}"
+        found[name] = (name, function, weight)
+    return list(found.values())
+
+
+def reward_name(function):
+    """A function's name, of a functools.partial its function's, of another object its class's: the same at
+    every start and in every process."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def holds_lists(values):
@@ -2192,7 +2220,7 @@ def check_token_rewards(name, values, responses, width):
     for i, (value, response) in enumerate(zip(values, responses)):
         count = len(getattr(response, "facts", {}).get("response_ids", value))
         try:
-            numbers = torch.as_tensor(value, dtype=torch.float32).detach()
+            numbers = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
         except (TypeError, ValueError, RuntimeError):
             numbers = torch.tensor(math.nan)
         if numbers.shape != (count,) or not numbers.isfinite().all():
@@ -2209,7 +2237,7 @@ def check_scores(name, values, count):
     if holds_lists(values):
         raise UserError(f"{must} lists of numbers, as compute_rewards of ppo/ppo.py alone may (one a token)")
     try:
-        numbers = torch.as_tensor(values, dtype=torch.float32).detach()
+        numbers = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(f"{must} {repr(values)[:100]}") from None
     if numbers.shape != (count,) or not numbers.isfinite().all():
@@ -2249,13 +2277,18 @@ def further_arguments(name, function, prompts, responses):
 @contextmanager
 def watched(what, function):
     """Inside the block a user's function runs: what it raises goes on with a note that names it. If it takes
-    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python."""
+    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python. One process of
+    several runs it for its share alone, so there it may not draw from the generators that all have alike."""
+    drawn = rng_digest() if processes() > 1 else None
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     _CALLING.append(what)
     try:
         yield
+        if drawn and rng_digest() != drawn:
+            todo = "with several processes it needs a generator of its own"
+            raise UserError(f"{what} draws random numbers from random, numpy or torch: {todo}")
     except UserError:
         raise
     except Exception as error:
@@ -2286,9 +2319,14 @@ def dealt_rewards(score, size, *columns):
     time, which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
     def work(i):
         scores, parts = score(*(column[i:i + size] for column in columns))
-        return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
 
     scores, parts = zip(*dealt(range(0, len(columns[0]), size), work))
+    names = {key for some in parts for key in some}
+    if odd := [key for key in sorted(names) if not all(key in some for some in parts)]:
+        raise UserError(f"reward_parts has {odd[0]!r} for some batches of responses only: set it for all")
+    if len({numbers.dim() for numbers in scores}) > 1:
+        raise UserError("compute_rewards must return numbers for all responses, or lists for all, not both")
     return torch.cat(scores), {key: torch.cat([some[key] for some in parts]) for key in parts[0]}
 # ==== end of block: data and rewards
 
@@ -2316,6 +2354,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -2345,7 +2384,10 @@ def constants():
 
 
 def plain_name(value):
-    """What stands for a value that is not JSON, without addresses: it stays the same from run to run."""
+    """What stands for a value that is not JSON, without addresses, and of a set in order: it stays the same
+    from run to run."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
     return getattr(value, "__name__", re.sub(" at 0x[0-9a-f]+", "", repr(value)))
 
 
@@ -2362,6 +2404,8 @@ def first_line(error):
 
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
+    annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
+    annotations = annotate(1) if annotate else globals().get("__annotations__", {})
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in constants():
@@ -2369,7 +2413,7 @@ def apply_overrides(words):
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
         kind = type(globals()[key]).__name__
-        kind = str(globals()["__annotations__"].get(key, kind))  # such as "int | None"
+        kind = str(annotations.get(key, kind))  # such as "int | None"
         value = text
         if "str" not in kind or "None" in kind and text == "None":
             try:
@@ -2389,7 +2433,7 @@ def check_constants():
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
-            if isinstance(allowed, list) and value not in allowed:
+            if isinstance(allowed, list) and value is not None and value not in allowed:
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 upper = f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"
@@ -2446,11 +2490,14 @@ def join_processes():
     try:
         store = next(dist.rendezvous("env://", timeout=wait))[0]
         store = dist.PrefixStore(name_of_start(store), store)
+        _STORE.append(store)
         dist.init_process_group(
             backend, store=store, timeout=wait, world_size=processes(), rank=rank())
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
-    must_agree("constants", constants())
+    files = [Path(__file__), *Path(rewards.__file__).parent.rglob("*.py")]
+    must_agree({str(path.name): file_digest(path) for path in sorted(files)})
+    must_agree(constants())
 
 
 def name_of_start(store):
@@ -2505,6 +2552,7 @@ def first_says(function):
     return exchange(function() if rank() == 0 else None)[0]
 
 
+_STORE = []  # that the processes met by
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
@@ -2519,15 +2567,21 @@ def dealt(parts, work):
     finally:
         _DEALING.pop()
     everyone = exchange(mine)
+    if sum(map(len, everyone)) != len(parts):
+        raise UserError("the processes cut their work into unlike parts: their devices or settings differ")
     return [everyone[i % len(everyone)][i // len(everyone)] for i in range(len(parts))]
 
 
-def must_agree(what, value):
-    """Raise on all processes where one has another value, of JSON: they would make another run each."""
-    found = exchange(hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest())
-    for number, other in enumerate(found):
-        if other != found[0]:
-            raise UserError(f"process {number} has other {what} than process 0, and must have the same")
+def must_agree(values):
+    """Raise on all processes where one has another of these values, {name: JSON}: they would make another run
+    each."""
+    def digest(value):
+        return hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest()
+
+    found = exchange({name: digest(value) for name, value in values.items()})
+    for number, digests in enumerate(found):
+        if other := [name for name in found[0] if digests.get(name) != found[0][name]]:
+            raise UserError(f"process {number} has another {other[0]} than process 0: make them the same")
 
 
 def full(tensor):
@@ -2632,6 +2686,13 @@ def set_rng_state(state):
     torch.set_rng_state(state["torch"])
 
 
+def rng_digest():
+    """One value for the states of Python's, NumPy's and torch's generators."""
+    state = get_rng_state()
+    text = repr((state["python"], state["numpy"])).encode()
+    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+
+
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
     os.fsync(handle)
@@ -2705,12 +2766,14 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". What
-    torchrun has started again goes on with what it had begun."""
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". Of a
+    run's folder it is the newest. What torchrun has started again goes on with what it had begun."""
     begun = Path(output_dir) / ".torchrun"
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and list_checkpoints(output_dir):
         resume = "yes" if begun.exists() and begun.read_text() == launch_name() else resume
     if resume not in ("ask", "yes", "no"):
+        if list_checkpoints(resume):
+            return choose_checkpoint("yes", resume, say)
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
         return Path(resume)
@@ -2852,7 +2915,7 @@ class Run:
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_bytes", "wandb_id", "threads")
+        "log_bytes", "wandb_id", "threads", "evaluation")
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
         self.name = name
@@ -2909,12 +2972,13 @@ class Run:
         self.tokenizer = tokenizer
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
-        must_agree("weights", self.weights_digest())
+        must_agree({"state of the weights": self.weights_digest()})
 
     @contextmanager
     def opened(self, headline):
         """Around the whole of training: OUTPUT_DIR ready, its files open, signals caught; at the end a
         checkpoint."""
+        self.signal = None
         self.open_files(headline)
         handlers = self.catch_signals()
         try:
@@ -2932,7 +2996,7 @@ class Run:
     def listen(self):
         """Whether a signal has come to one of the processes; all call it at the same places. There they find
         out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*exchange((self.signal or 0, digest_of([torch.get_rng_state()]))))
+        signals, drawn = zip(*exchange((self.signal or 0, rng_digest())))
         if len(set(drawn)) > 1:
             todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
             raise UserError(f"the processes have drawn different random numbers: {todo}")
@@ -3048,8 +3112,8 @@ class Run:
 
     def save(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
-        must_agree("weights", self.weights_digest())
-        folder = self.folder / f"step_{self.step}"
+        must_agree({"state of the weights": self.weights_digest()})
+        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if first_says(folder.exists):
             return
         self.gather(self.models, self.optimizers)
@@ -3155,6 +3219,7 @@ class Run:
     def open_files(self, headline):
         if rank() == 0:
             self.open_folder()
+        self.best_value = exchange(self.best_value)[0]
         self.say(headline)
         hidden = rank() > 0 or not sys.stderr.isatty()
         self.bar = tqdm(
@@ -3170,6 +3235,8 @@ class Run:
         logs.mkdir(parents=True, exist_ok=True)
         if not self.lock.is_locked:
             self.take_lock()
+        if USE_WANDB:
+            self.open_wandb()
         for pattern in ("step_*.tmp", "best.tmp", "*.png.tmp"):  # what a kill left half written
             for stale in self.folder.glob(pattern):
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -3177,6 +3244,9 @@ class Run:
             # a broken checkpoint beyond this one, or one of a future given up, would be found by the next
             # resume
             beyond = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+            if beyond and self.step_of_best() > self.step:
+                beyond.append(self.folder / "best")
+                self.best_value = -math.inf  # the next evaluation's policy is the best that is left
             move_aside(beyond, OUTPUT_DIR, self.say)
             self.cut_logs(logs)
         else:
@@ -3195,12 +3265,24 @@ class Run:
             (self.folder / ".torchrun").write_text(launch_name())
         config = {"constants": constants(), **run_facts(self.device)}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
-        if USE_WANDB:
-            import wandb
 
-            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+    def open_wandb(self):
+        import wandb
+
+        options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+        try:
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
+        except Exception as error:  # wandb's own kinds
+            todo = "run `wandb login`, or set WANDB_MODE=offline or USE_WANDB=False"
+            raise UserError(f"USE_WANDB = True: wandb does not start ({first_line(error)}): {todo}") from None
+        self.wandb_id = self.wandb.id
+
+    def step_of_best(self):
+        """The step whose policy is in best/; -1 where there is none."""
+        try:
+            return json.loads((self.folder / "best/metrics.json").read_text())["step"]
+        except (OSError, ValueError, KeyError):
+            return -1
 
     def cut_logs(self, logs):
         """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
@@ -3296,17 +3378,23 @@ class Run:
     # ------------------------------------------------------------ the end
 
     def catch_signals(self):
-        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        """Ctrl-C, SIGTERM and a closed terminal end the run after the current step; a second Ctrl-C leaves at
+        once."""
         def handler(number, frame):
             if self.signal and number == signal.SIGINT:
                 os._exit(130)
             self.signal = number
+            if number == signal.SIGHUP:  # the terminal is gone: what is written to it would raise
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if rank() == 0:
                 print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
         if threading.current_thread() is not threading.main_thread():
             return {}  # there signals are somebody else's
-        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        ends = [signal.SIGINT, signal.SIGTERM]
+        ends += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []  # nohup's
+        return {number: signal.signal(number, handler) for number in ends}
 
     def finish(self):
         best = self.folder / "best/policy"
@@ -3395,9 +3483,9 @@ def show_samples(words):
 
 
 def run_main(trainer_class):
-    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
-    1. An error of one process ends all of them; the first says so."""
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130, 143 or 129 after Ctrl-C,
+    SIGTERM or SIGHUP. What a reward function raised, and what we did not foresee, keeps its traceback and
+    exits with 1. An error of one process ends all of them; the first says so."""
     try:
         if any(word.startswith("SHOW=") for word in sys.argv[1:]):
             show_samples(sys.argv[1:])
@@ -3413,8 +3501,11 @@ def run_main(trainer_class):
         sys.exit(2)
     except Exception as error:
         text = sentence_of(error)
+        words = text or f"{type(error).__name__}: {first_line(error)}"
+        if globals().get("SHARD") == "fsdp2":
+            leave_sharded(words, text)
         with suppress(ErrorElsewhere):
-            exchange(error=text or f"{type(error).__name__}: {first_line(error)}")
+            exchange(error=words)
         if text is None:
             raise
         complain(text)
@@ -3422,6 +3513,17 @@ def run_main(trainer_class):
     finally:
         if dist.is_initialized():  # a thread of gloo's that is left at the end may abort the program
             dist.destroy_process_group()
+
+
+def leave_sharded(words, text):
+    """End a process of a sharded run by its error: a sentence (text), or a traceback. The others may wait in
+    a collective of FSDP2's, which an exchange() would break: they fail by themselves, or torchrun ends them,
+    and are silent where the store knows of an earlier failure."""
+    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode() if _STORE else ""
+    if first == f"{rank()}: {words}" or not first:
+        print(text or traceback.format_exc(), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2 if text else 1)
 
 
 def complain(text):
@@ -3528,6 +3630,7 @@ def ask_environment(episodes, model, tokenizer):
         if not isinstance(text, str):
             must = "must return a text, or None where the episode ends"
             raise UserError(f"ENVIRONMENT ({name}) {must}; it returned {repr(text)[:80]}")
+        read_as("text", text, f"what ENVIRONMENT ({name}) returned")  # half a surrogate is no character
         tail = turn_text(tokenizer, conversation(episode.row["prompt"]), text, ends, episode.ids[-1])
         # some tokenizers begin a text with a space of their own, but not after a special token
         ids = tokenizer(tokenizer.eos_token + tail, add_special_tokens=False)["input_ids"][1:]

@@ -853,6 +853,9 @@ def read_prompt(value, where):
             raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:80]}")
         if message.get("tool_calls"):
             message.setdefault("content", "")
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+            message["content"] = "".join(str(part.get("text", "")) for part in parts)
         if not isinstance(message.get("content"), str):
             holds = f"content of a {message['role']!r} message is {repr(message.get('content'))[:80]}"
             raise UserError(f"{where}: {holds}; it must be a text: no lists of parts, such as images")
@@ -1012,6 +1015,8 @@ def read_records(spec, columns, where, extra=()):
 
             names = pyarrow.parquet.read_schema(spec["path"]).names
             heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
+            if absent := [head for head in heads if head not in names]:
+                raise ValueError(f"it has no column {absent[0]!r}, but {', '.join(names)}")
             heads += [head for path in extra for head, _ in splits(path) if head in names]
             table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
             records = table.to_pylist()
@@ -1034,11 +1039,23 @@ def resolve_rewards(functions, constant):
             raise UserError(f"{constant}: {takes}, not {pair!r}")
         if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-    found = []
+    found = {}
     for function, weight in functions:
         function = function if callable(function) else getattr(rewards, function)
-        found.append((getattr(function, "__name__", str(function)), function, weight))
-    return found
+        name = first = reward_name(function)
+        number = 1
+        while name in found:  # such as two lambdas
+            number += 1
+            name = f"{first}_{number}"
+        found[name] = (name, function, weight)
+    return list(found.values())
+
+
+def reward_name(function):
+    """A function's name, of a functools.partial its function's, of another object its class's: the same at
+    every start and in every process."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def holds_lists(values):
@@ -1058,7 +1075,7 @@ def check_token_rewards(name, values, responses, width):
     for i, (value, response) in enumerate(zip(values, responses)):
         count = len(getattr(response, "facts", {}).get("response_ids", value))
         try:
-            numbers = torch.as_tensor(value, dtype=torch.float32).detach()
+            numbers = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
         except (TypeError, ValueError, RuntimeError):
             numbers = torch.tensor(math.nan)
         if numbers.shape != (count,) or not numbers.isfinite().all():
@@ -1075,7 +1092,7 @@ def check_scores(name, values, count):
     if holds_lists(values):
         raise UserError(f"{must} lists of numbers, as compute_rewards of ppo/ppo.py alone may (one a token)")
     try:
-        numbers = torch.as_tensor(values, dtype=torch.float32).detach()
+        numbers = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(f"{must} {repr(values)[:100]}") from None
     if numbers.shape != (count,) or not numbers.isfinite().all():
@@ -1115,13 +1132,18 @@ def further_arguments(name, function, prompts, responses):
 @contextmanager
 def watched(what, function):
     """Inside the block a user's function runs: what it raises goes on with a note that names it. If it takes
-    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python."""
+    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python. One process of
+    several runs it for its share alone, so there it may not draw from the generators that all have alike."""
+    drawn = rng_digest() if processes() > 1 else None
     if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
         # not sys.stderr, which a notebook or a test may have replaced by something without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     _CALLING.append(what)
     try:
         yield
+        if drawn and rng_digest() != drawn:
+            todo = "with several processes it needs a generator of its own"
+            raise UserError(f"{what} draws random numbers from random, numpy or torch: {todo}")
     except UserError:
         raise
     except Exception as error:
@@ -1152,9 +1174,14 @@ def dealt_rewards(score, size, *columns):
     time, which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
     def work(i):
         scores, parts = score(*(column[i:i + size] for column in columns))
-        return scores, {key: torch.as_tensor(values).flatten().cpu() for key, values in parts.items()}
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
 
     scores, parts = zip(*dealt(range(0, len(columns[0]), size), work))
+    names = {key for some in parts for key in some}
+    if odd := [key for key in sorted(names) if not all(key in some for some in parts)]:
+        raise UserError(f"reward_parts has {odd[0]!r} for some batches of responses only: set it for all")
+    if len({numbers.dim() for numbers in scores}) > 1:
+        raise UserError("compute_rewards must return numbers for all responses, or lists for all, not both")
     return torch.cat(scores), {key: torch.cat([some[key] for some in parts]) for key in parts[0]}
 # ==== end of block: data and rewards
 
@@ -1182,6 +1209,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -1211,7 +1239,10 @@ def constants():
 
 
 def plain_name(value):
-    """What stands for a value that is not JSON, without addresses: it stays the same from run to run."""
+    """What stands for a value that is not JSON, without addresses, and of a set in order: it stays the same
+    from run to run."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
     return getattr(value, "__name__", re.sub(" at 0x[0-9a-f]+", "", repr(value)))
 
 
@@ -1228,6 +1259,8 @@ def first_line(error):
 
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
+    annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
+    annotations = annotate(1) if annotate else globals().get("__annotations__", {})
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in constants():
@@ -1235,7 +1268,7 @@ def apply_overrides(words):
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
         kind = type(globals()[key]).__name__
-        kind = str(globals()["__annotations__"].get(key, kind))  # such as "int | None"
+        kind = str(annotations.get(key, kind))  # such as "int | None"
         value = text
         if "str" not in kind or "None" in kind and text == "None":
             try:
@@ -1255,7 +1288,7 @@ def check_constants():
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
-            if isinstance(allowed, list) and value not in allowed:
+            if isinstance(allowed, list) and value is not None and value not in allowed:
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 upper = f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"
@@ -1312,11 +1345,14 @@ def join_processes():
     try:
         store = next(dist.rendezvous("env://", timeout=wait))[0]
         store = dist.PrefixStore(name_of_start(store), store)
+        _STORE.append(store)
         dist.init_process_group(
             backend, store=store, timeout=wait, world_size=processes(), rank=rank())
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
-    must_agree("constants", constants())
+    files = [Path(__file__), *Path(rewards.__file__).parent.rglob("*.py")]
+    must_agree({str(path.name): file_digest(path) for path in sorted(files)})
+    must_agree(constants())
 
 
 def name_of_start(store):
@@ -1371,6 +1407,7 @@ def first_says(function):
     return exchange(function() if rank() == 0 else None)[0]
 
 
+_STORE = []  # that the processes met by
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
@@ -1385,15 +1422,21 @@ def dealt(parts, work):
     finally:
         _DEALING.pop()
     everyone = exchange(mine)
+    if sum(map(len, everyone)) != len(parts):
+        raise UserError("the processes cut their work into unlike parts: their devices or settings differ")
     return [everyone[i % len(everyone)][i // len(everyone)] for i in range(len(parts))]
 
 
-def must_agree(what, value):
-    """Raise on all processes where one has another value, of JSON: they would make another run each."""
-    found = exchange(hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest())
-    for number, other in enumerate(found):
-        if other != found[0]:
-            raise UserError(f"process {number} has other {what} than process 0, and must have the same")
+def must_agree(values):
+    """Raise on all processes where one has another of these values, {name: JSON}: they would make another run
+    each."""
+    def digest(value):
+        return hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest()
+
+    found = exchange({name: digest(value) for name, value in values.items()})
+    for number, digests in enumerate(found):
+        if other := [name for name in found[0] if digests.get(name) != found[0][name]]:
+            raise UserError(f"process {number} has another {other[0]} than process 0: make them the same")
 
 
 def full(tensor):
@@ -1498,6 +1541,13 @@ def set_rng_state(state):
     torch.set_rng_state(state["torch"])
 
 
+def rng_digest():
+    """One value for the states of Python's, NumPy's and torch's generators."""
+    state = get_rng_state()
+    text = repr((state["python"], state["numpy"])).encode()
+    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+
+
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
     os.fsync(handle)
@@ -1571,12 +1621,14 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". What
-    torchrun has started again goes on with what it had begun."""
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". Of a
+    run's folder it is the newest. What torchrun has started again goes on with what it had begun."""
     begun = Path(output_dir) / ".torchrun"
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and list_checkpoints(output_dir):
         resume = "yes" if begun.exists() and begun.read_text() == launch_name() else resume
     if resume not in ("ask", "yes", "no"):
+        if list_checkpoints(resume):
+            return choose_checkpoint("yes", resume, say)
         if fault := checkpoint_fault(Path(resume)):
             raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
         return Path(resume)
@@ -1718,7 +1770,7 @@ class Run:
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_bytes", "wandb_id", "threads")
+        "log_bytes", "wandb_id", "threads", "evaluation")
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
         self.name = name
@@ -1775,12 +1827,13 @@ class Run:
         self.tokenizer = tokenizer
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
-        must_agree("weights", self.weights_digest())
+        must_agree({"state of the weights": self.weights_digest()})
 
     @contextmanager
     def opened(self, headline):
         """Around the whole of training: OUTPUT_DIR ready, its files open, signals caught; at the end a
         checkpoint."""
+        self.signal = None
         self.open_files(headline)
         handlers = self.catch_signals()
         try:
@@ -1798,7 +1851,7 @@ class Run:
     def listen(self):
         """Whether a signal has come to one of the processes; all call it at the same places. There they find
         out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*exchange((self.signal or 0, digest_of([torch.get_rng_state()]))))
+        signals, drawn = zip(*exchange((self.signal or 0, rng_digest())))
         if len(set(drawn)) > 1:
             todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
             raise UserError(f"the processes have drawn different random numbers: {todo}")
@@ -1914,8 +1967,8 @@ class Run:
 
     def save(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
-        must_agree("weights", self.weights_digest())
-        folder = self.folder / f"step_{self.step}"
+        must_agree({"state of the weights": self.weights_digest()})
+        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if first_says(folder.exists):
             return
         self.gather(self.models, self.optimizers)
@@ -2021,6 +2074,7 @@ class Run:
     def open_files(self, headline):
         if rank() == 0:
             self.open_folder()
+        self.best_value = exchange(self.best_value)[0]
         self.say(headline)
         hidden = rank() > 0 or not sys.stderr.isatty()
         self.bar = tqdm(
@@ -2036,6 +2090,8 @@ class Run:
         logs.mkdir(parents=True, exist_ok=True)
         if not self.lock.is_locked:
             self.take_lock()
+        if USE_WANDB:
+            self.open_wandb()
         for pattern in ("step_*.tmp", "best.tmp", "*.png.tmp"):  # what a kill left half written
             for stale in self.folder.glob(pattern):
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -2043,6 +2099,9 @@ class Run:
             # a broken checkpoint beyond this one, or one of a future given up, would be found by the next
             # resume
             beyond = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+            if beyond and self.step_of_best() > self.step:
+                beyond.append(self.folder / "best")
+                self.best_value = -math.inf  # the next evaluation's policy is the best that is left
             move_aside(beyond, OUTPUT_DIR, self.say)
             self.cut_logs(logs)
         else:
@@ -2061,12 +2120,24 @@ class Run:
             (self.folder / ".torchrun").write_text(launch_name())
         config = {"constants": constants(), **run_facts(self.device)}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
-        if USE_WANDB:
-            import wandb
 
-            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+    def open_wandb(self):
+        import wandb
+
+        options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+        try:
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
+        except Exception as error:  # wandb's own kinds
+            todo = "run `wandb login`, or set WANDB_MODE=offline or USE_WANDB=False"
+            raise UserError(f"USE_WANDB = True: wandb does not start ({first_line(error)}): {todo}") from None
+        self.wandb_id = self.wandb.id
+
+    def step_of_best(self):
+        """The step whose policy is in best/; -1 where there is none."""
+        try:
+            return json.loads((self.folder / "best/metrics.json").read_text())["step"]
+        except (OSError, ValueError, KeyError):
+            return -1
 
     def cut_logs(self, logs):
         """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
@@ -2162,17 +2233,23 @@ class Run:
     # ------------------------------------------------------------ the end
 
     def catch_signals(self):
-        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        """Ctrl-C, SIGTERM and a closed terminal end the run after the current step; a second Ctrl-C leaves at
+        once."""
         def handler(number, frame):
             if self.signal and number == signal.SIGINT:
                 os._exit(130)
             self.signal = number
+            if number == signal.SIGHUP:  # the terminal is gone: what is written to it would raise
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if rank() == 0:
                 print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
         if threading.current_thread() is not threading.main_thread():
             return {}  # there signals are somebody else's
-        return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        ends = [signal.SIGINT, signal.SIGTERM]
+        ends += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []  # nohup's
+        return {number: signal.signal(number, handler) for number in ends}
 
     def finish(self):
         best = self.folder / "best/policy"
@@ -2261,9 +2338,9 @@ def show_samples(words):
 
 
 def run_main(trainer_class):
-    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with
-    1. An error of one process ends all of them; the first says so."""
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130, 143 or 129 after Ctrl-C,
+    SIGTERM or SIGHUP. What a reward function raised, and what we did not foresee, keeps its traceback and
+    exits with 1. An error of one process ends all of them; the first says so."""
     try:
         if any(word.startswith("SHOW=") for word in sys.argv[1:]):
             show_samples(sys.argv[1:])
@@ -2279,8 +2356,11 @@ def run_main(trainer_class):
         sys.exit(2)
     except Exception as error:
         text = sentence_of(error)
+        words = text or f"{type(error).__name__}: {first_line(error)}"
+        if globals().get("SHARD") == "fsdp2":
+            leave_sharded(words, text)
         with suppress(ErrorElsewhere):
-            exchange(error=text or f"{type(error).__name__}: {first_line(error)}")
+            exchange(error=words)
         if text is None:
             raise
         complain(text)
@@ -2288,6 +2368,17 @@ def run_main(trainer_class):
     finally:
         if dist.is_initialized():  # a thread of gloo's that is left at the end may abort the program
             dist.destroy_process_group()
+
+
+def leave_sharded(words, text):
+    """End a process of a sharded run by its error: a sentence (text), or a traceback. The others may wait in
+    a collective of FSDP2's, which an exchange() would break: they fail by themselves, or torchrun ends them,
+    and are silent where the store knows of an earlier failure."""
+    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode() if _STORE else ""
+    if first == f"{rank()}: {words}" or not first:
+        print(text or traceback.format_exc(), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2 if text else 1)
 
 
 def complain(text):

@@ -30,7 +30,7 @@ MUTANTS = [
      IN_CHATS + "an_answer_of_messages_without_a_text_is_named"),
     (PPO, '    if messages[-1]["role"] == "assistant":\n', "    if False:\n",
      IN_CHATS + "a_chat_that_is_none_is_named_with_its_line"),
-    (PPO, '"".join([transcript(prompt), *golds]).encode()', '"".join([prompt, *golds]).encode()',
+    (PPO, "    text = transcript(value)\n    if not", "    text = str(value)\n    if not",
      IN_CHATS + "a_chat_that_is_none_is_named_with_its_line"),
     (PPO, "            heads += [head for path in extra", "            heads += [path for path in extra",
      IN_CHATS + "parquet_reads_the_further_columns_too_and_no_others"),

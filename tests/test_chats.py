@@ -106,6 +106,7 @@ BAD = [
     ([{"from": "human", "value": "Tom"}], "such as .*'from': 'human'"),
     ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}],
      "content of a 'user' message is .*it must be a text: no lists of parts, such as images"),
+    ([{"role": "user", "content": []}, {"role": "user", "content": [7]}], "content of a 'user' message is"),
     ([{"role": "user"}], "content of a 'user' message is None"),
     ([{"role": "system", "content": "x"}], "must have a 'user' message"),
     ([{"role": "user", "content": " "}], "the last of which is not empty"),
@@ -365,3 +366,9 @@ def test_a_parameter_that_nothing_fills_is_a_sentence():
         PPO.call_reward("judge", judge, ["x"], ["a"], [None])
     for judge in (lambda p, r, a, n=3.0: [n], lambda *lists: [float(len(lists))], lambda messages, r, a: [3]):
         assert PPO.call_reward("judge", judge, ["x"], ["a"], [None]).tolist() == [3.0]
+
+
+def test_content_in_parts_of_text_alone_is_joined(ppo):
+    script = ppo()
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
+    assert script.read_prompt([{"role": "user", "content": parts}], "here") == "How many?"

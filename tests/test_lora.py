@@ -261,7 +261,7 @@ def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
 
 
 def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
-    module, trainer = make("grpo/grpo.py", tmp_path / "run", BASE_DTYPE="bfloat16", DTYPE="bfloat16")
+    module, trainer = make("grpo/grpo.py", tmp_path / "run", DTYPE="bfloat16")  # BASE_DTYPE follows it
     _, wide = make("grpo/grpo.py", tmp_path / "wide")  # sampled and scored the same, fast way
     for way in ("sampled_by", "scored_by"):
         assert getattr(trainer.actor, way) == getattr(wide.actor, way)
@@ -318,7 +318,7 @@ def test_recomputing_gives_the_same_adapter(tmp_path):
     ({"LORA_TARGETS": "mlp"}, "LORA_TARGETS = 'mlp' gives no adapter: Target module LlamaMLP$"),
     ({"LORA_TARGETS": "embed_tokens"}, "embed_tokens shares its weight with another layer of ACTOR_MODEL"),
     ({"LORA_RANK": 0, "BASE_DTYPE": "bfloat16", "DTYPE": "bfloat16"}, "BASE_DTYPE .* needs LORA_RANK"),
-    ({"BASE_DTYPE": "bfloat16"}, "BASE_DTYPE = 'bfloat16' .* the same DTYPE"),
+    ({"BASE_DTYPE": "bfloat16", "DTYPE": "float32"}, "BASE_DTYPE = 'bfloat16' .* the same DTYPE"),
     ({"BASE_DTYPE": "float16"}, "BASE_DTYPE = 'float16' is unknown"),
     ({"LORA_RANK": -1}, "LORA_RANK = -1 is out of range"),
     ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
@@ -394,3 +394,20 @@ def test_a_base_that_has_changed_under_its_adapter_is_told(six, tmp_path):
 def test_an_adapters_folder_is_no_model(six, tmp_path):
     with pytest.raises(Exception, match="is an adapter, not a model: take the best/policy of its run"):
         make(six.path, tmp_path / "run", ACTOR_MODEL=str(six.out / "step_6/policy"), LORA_RANK=0)
+
+
+def test_untied_embeddings_may_have_an_adapter(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig.from_pretrained(TINY / "policy", tie_word_embeddings=False)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "untied")
+    for file in (TINY / "policy").glob("*token*"):
+        shutil.copy(file, tmp_path / "untied")
+    module, trainer = make(
+        "grpo/grpo.py", tmp_path / "run", ACTOR_MODEL=str(tmp_path / "untied"), MAX_STEPS=1,
+        LORA_TARGETS="q_proj,embed_tokens")
+    trainer.train()
+    ids = torch.arange(5, 25)[None]
+    module.merged(trainer.actor).save_pretrained(tmp_path / "merged")
+    merged = module.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, trainer.actor(ids).logits, rtol=1e-4, atol=1e-4)

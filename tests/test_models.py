@@ -475,3 +475,27 @@ def test_a_device_without_deterministic_kernels_is_named_and_the_run_goes_on(
     monkeypatch.setattr(script, "response_logits", divide)
     with pytest.raises(ZeroDivisionError):
         script.try_strict_kernels(models, one_row(), trainer.run.say)
+
+
+@pytest.mark.parametrize("name", ["grouped", "banned", "top_p"])
+def test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains(name, grpo):
+    script = grpo(MAX_STEPS=1, KL_COEF=0.0)
+    plain = script.sampling_logprobs
+
+    def banned(logits, temperature):
+        logits = logits.float().clone()
+        logits[..., 20] = -1e4
+        return plain(logits, temperature)
+
+    def top_p(logits, temperature):
+        logprobs = plain(logits, temperature)
+        ordered, order = logprobs.sort(-1, descending=True)
+        cut = ordered.exp().cumsum(-1) - ordered.exp() > 0.95
+        return plain(logprobs.masked_fill(cut.gather(-1, order.argsort(-1)), -1e4), 1)
+
+    script.sampling_logprobs = {"grouped": plain, "banned": banned, "top_p": top_p}[name]
+    trainer = script.GRPOTrainer()
+    trainer.train()
+    assert trainer.run.step == 1
+    batch = trainer.rollout(trainer.train_rows[:4])
+    assert name != "banned" or not (batch.response_ids[batch.response_mask > 0] == 20).any()

@@ -217,11 +217,34 @@ ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
 ROWS = """
 load = ppo.load_rows
 ppo.load_rows = lambda *words: load(*words)[ppo.rank():]"""
+COLUMN = """
+load = ppo.load_rows
+def other(*words):
+    return [{**row, "prompt": ppo.with_facts(row["prompt"], level=ppo.rank())} for row in load(*words)]
+ppo.load_rows = other"""
+SOURCE = """
+from pathlib import Path
+copied = Path(sys.argv[0]).parent / f"{ppo.rank()}" / "ppo.py"
+copied.parent.mkdir()
+copied.write_text("#" * ppo.rank())
+ppo.__file__ = str(copied)"""
 DRAWS = """
-import torch
+import random, numpy, torch
 def draws(prompts, responses, answers):
-    return torch.rand(len(responses) + ppo.rank())[:len(responses)]
+    {}
+    return [1.0] * len(responses)
 ppo.REWARD_FUNCTIONS = [(draws, 1.0)]"""
+DRAWS_LATER = """
+import random
+say = ppo.Run.record
+def record(*words):
+    [random.random() for _ in range(ppo.rank())]
+    return say(*words)
+ppo.Run.record = record"""
+DEALT = """
+ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()"""
+SUMMED = DEALT + """
+ppo.all_logprobs = ppo.all_values = lambda model, batch: 0 * batch.logprobs"""
 WEIGHTS = """
 step = ppo.clip_and_step
 def drifts(optimizers, *more):
@@ -240,12 +263,19 @@ def other(*words, **more):
 ppo.load_model = other"""
 
 @pytest.mark.parametrize("body, sentence", [
-    ("ppo.SEED += ppo.rank()", "process 1 has other constants than process 0"),
-    (ROWS, "process 1 has other rows in TRAIN_DATASETS than process 0"),
-    (DRAWS, "have drawn different random numbers"),
-    (WEIGHTS, "process 1 has other weights than process 0"),
-    (BASE, "process 1 has other weights than process 0"),
-], ids=["constants", "rows", "draws", "weights", "base"])
+    ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
+    (ROWS, "process 1 has another rows in TRAIN_DATASETS than process 0"),
+    (COLUMN, "process 1 has another rows in TRAIN_DATASETS than process 0"),
+    (SOURCE, "process 1 has another ppo.py than process 0"),
+    (DRAWS.format("torch.rand(1)"), "reward function draws draws random numbers"),
+    (DRAWS.format("random.random()"), "reward function draws draws random numbers"),
+    (DRAWS.format("numpy.random.rand()"), "reward function draws draws random numbers"),
+    (DRAWS_LATER, "have drawn different random numbers"),
+    (WEIGHTS, "process 1 has another state of the weights than process 0"),
+    (BASE, "process 1 has another state of the weights than process 0"),
+    (DEALT, "the processes cut their work into unlike parts"),
+    (SUMMED, "the processes cut one optimizer step into [4, 8] micro-batches"),
+], ids="constants rows column source torch python numpy later weights base dealt summed".split())
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
@@ -543,3 +573,33 @@ def test_two_nodes_make_the_run_of_one_process(alone, tmp_path):
                 os.killpg(node.pid, signal.SIGKILL)
     assert [node.returncode for node in nodes] == [0, 0], said
     assert_same_run(alone("ppo/ppo.py"), tmp_path / "run")
+
+
+def test_an_objects_reward_and_a_set_among_the_constants_are_the_same_on_all(tmp_path):
+    body = """
+import functools
+class Judge:
+    def __call__(self, prompts, responses, answers):
+        return [float(len(response)) for response in responses]
+def scaled(prompts, responses, answers, by):
+    return [by] * len(responses)
+ppo.STOP_WORDS = {"a", "b", "c", "d", "e", "f"}
+ppo.REWARD_FUNCTIONS = [(Judge(), 1.0), (functools.partial(scaled, by=2.0), 1.0), (Judge(), 0.5)]"""
+    ended = run_edited(2, tmp_path, body, MAX_STEPS=1)
+    assert [end.returncode for end in ended] == [0, 0], ended
+    line = read(tmp_path / "run/logs/metrics.jsonl")[1]
+    assert line["reward/Judge"] == line["reward/Judge_2"] and line["reward/scaled"] == 2.0
+
+
+def test_an_error_of_one_process_of_a_sharded_run_is_shown(tmp_path):
+    body = """
+step = ppo.PPOTrainer.optimizer_step
+def fails(self, *words):
+    if ppo.rank() == 1:
+        raise ppo.UserError("this card is full")
+    return step(self, *words)
+ppo.PPOTrainer.optimizer_step = fails"""
+    ended = run_edited(2, tmp_path, body, SHARD="fsdp2", MAX_STEPS=1, PROCESS_TIMEOUT=20.0)
+    assert [end.returncode != 0 for end in ended] == [True, True]
+    assert ended[1].returncode == 2 and ended[1].stderr.count("this card is full") == 1
+    assert "Traceback" not in ended[0].stderr + ended[1].stderr

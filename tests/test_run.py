@@ -240,6 +240,45 @@ def test_a_reward_function_that_returns_nonsense_is_named(ppo, reward, says):
         script.PPOTrainer().rewards_of(["q"] * 4, ["r"] * 4, ["a"] * 4)
 
 
+def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
+    class Judge:
+        def __call__(self, *columns):
+            return [1.0] * len(columns[0])
+
+    script = ppo()
+    functions = [Judge(), functools.partial(max, key=len), lambda *x: 0, lambda *x: 1, "exact_answer"]
+    resolved = script.resolve_rewards([(function, 1.0) for function in functions], "REWARD_FUNCTIONS")
+    assert [name for name, *_ in resolved] == ["Judge", "max", "<lambda>", "<lambda>_2", "exact_answer"]
+
+
+@pytest.mark.parametrize("second, says", [
+    (({}, [1.0, 2.0]), "reward_parts has 'length' for some batches of responses only"),
+    (({"length": [1.0]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
+    (({"length": [1.0, math.nan]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
+    (({"length": [1.0, 2.0]}, [[1.0], [2.0]]), "numbers for all responses, or lists for all, not both"),
+])
+def test_parts_and_scores_are_alike_for_all_batches(ppo, second, says):
+    script = ppo()
+    calls = iter([({"length": [1.0, 2.0]}, [1.0, 2.0]), second])
+
+    def score(responses):
+        parts, scores = next(calls)
+        return torch.tensor(scores), parts
+
+    with pytest.raises(script.UserError, match=says):
+        script.dealt_rewards(score, 2, list("abcd"))
+
+
+def test_a_reward_on_another_device_or_with_a_gradient_is_taken(ppo):
+    class Elsewhere(torch.Tensor):
+        def cpu(self):
+            return torch.tensor([1.0, 2.0])
+
+    script = ppo()
+    values = torch.zeros(2).as_subclass(Elsewhere)
+    assert script.check_scores("judge", values, 2).tolist() == [1.0, 2.0]
+
+
 def test_data_without_answers_is_said_to_need_them(ppo):
     spec = {"path": str(TINY / "train.jsonl"), "type": "jsonl", "input": "problem"}
     script = ppo(TRAIN_DATASETS=[spec])
@@ -441,6 +480,85 @@ def test_resuming_past_a_broken_checkpoint_keeps_it_aside(unbroken, started, tmp
     assert started("ppo/ppo.py", *words(out)).returncode == 0
     assert_same_run(unbroken, out)
     assert len(list(out.glob("old_*/step_6"))) == 1
+
+
+def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future_given_up(ppo, tmp_path):
+    out = tmp_path / "run"
+
+    def train(rewards, **more):
+        every = {"SAVE_EVERY_N_STEPS": 1, "EVAL_EVERY_N_STEPS": 1, "KEEP_LAST_N_CHECKPOINTS": 9}
+        script = ppo(MAX_STEPS=4, **every, **more)
+        trainer = script.PPOTrainer()
+        trainer.evaluate = lambda: {"reward": rewards[trainer.run.step]}
+        trainer.train()
+        return json.loads((out / "best/metrics.json").read_text())
+
+    assert train([0.0, 1.0, 2.0, 3.0, 4.0])["step"] == 4
+    assert train([0.0, 1.0, 0.5, 0.2, 0.3], RESUME=str(out / "step_1"), LEARNING_RATE=0.0)["step"] == 2
+    kept, = out.glob("old_*/best/metrics.json")
+    assert json.loads(kept.read_text())["reward"] == 4.0
+    # a best policy of before the checkpoint stays where it is
+    assert train([0.0, 1.0, 0.5, 0.2, 0.3], RESUME=str(out / "step_3"), LEARNING_RATE=1e-4)["step"] == 2
+    assert len(list(out.glob("old_*/best"))) == 1
+
+
+def test_training_again_in_one_process_goes_on(ppo, tmp_path):
+    script = ppo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1)
+    trainer = script.PPOTrainer()
+    trainer.train()
+    trainer.run.signal = signal.SIGTERM  # of the training before
+    trainer.run.total_steps = 3
+    trainer.train()
+    out = tmp_path / "run"
+    assert not list(out.glob("old_*")) and (out / "best").exists()
+    assert [r["step"] for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"] == [1, 2, 3]
+
+
+def test_training_a_finished_run_gives_its_last_evaluation(ppo, tmp_path):
+    first = ppo(MAX_STEPS=1).PPOTrainer().train()
+    assert first and ppo(MAX_STEPS=1, RESUME="yes").PPOTrainer().train() == first
+
+
+def test_the_folder_of_a_run_names_its_newest_checkpoint(unbroken, tmp_path, ppo):
+    out = copy_run(unbroken, tmp_path)
+    trainer = ppo(RESUME=str(out), OUTPUT_DIR=str(tmp_path / "other")).PPOTrainer()
+    assert trainer.run.step == 3 and trainer.run.checkpoint == out / "step_3"
+
+
+def test_a_closed_terminal_saves_as_sigterm_does(unbroken, started, tmp_path):
+    out = tmp_path / "run"
+    assert start_and_signal(out, signal.SIGHUP, 1)[0] == 129
+    assert "Stopped at step" in next((out / "logs").glob("*.log")).read_text()
+    assert started("ppo/ppo.py", *words(out)).returncode == 0
+    assert_same_run(unbroken, out)
+
+
+def test_a_wandb_that_does_not_start_is_said_before_a_move(unbroken, started, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def init(**options):
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr("wandb.init", init)
+    out = copy_run(unbroken, tmp_path)
+    ended = started("ppo/ppo.py", *words(out), "RESUME=no", "USE_WANDB=True")
+    assert ended.returncode == 2 and "USE_WANDB = True: wandb does not start (No API key" in ended.stderr
+    assert (out / "step_3").exists() and not list(out.glob("old_*"))
+
+
+KINDS = {"MAX_STEPS": int | None, "KL_TARGET": float | None}
+
+
+@pytest.mark.parametrize("annotate", [None, lambda form: KINDS])
+def test_overrides_read_annotations_as_python_314_keeps_them_too(ppo, annotate):
+    script = ppo()
+    if annotate:
+        del script.__annotations__
+        script.__annotate__ = annotate
+    script.apply_overrides(["MAX_STEPS=7", "KL_TARGET=1"])
+    assert (script.MAX_STEPS, script.KL_TARGET) == (7, 1.0)
+    with pytest.raises(script.UserError, match="MAX_STEPS takes int or None"):
+        script.apply_overrides(["MAX_STEPS=many"])
 
 
 class Terminal:

@@ -302,12 +302,13 @@ def test_flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same(
             assert metrics[0][key] == pytest.approx(other_metrics[key], abs=NATS)
 
 
-def test_a_step_of_flat_groups_alone_still_takes_its_optimizer_step(grpo):
+def test_a_step_of_flat_groups_alone_takes_its_optimizer_step_without_a_pass(grpo, monkeypatch):
     script = grpo(BATCH_SIZE=3, GROUP_SIZE=2)
     trainer = script.GRPOTrainer()
     batch = trainer.score(trainer.rollout(trainer.train_rows[:3]))
     batch.scores = torch.ones(6)
     trainer.compute_advantages(batch)
+    monkeypatch.setattr(script, "response_logits", None)  # the gradient is zero: nothing is computed
     assert trainer.update(batch)["grad_norm"] == 0
     state = trainer.optimizers["policy"].state[next(trainer.actor.parameters())]
     assert state["step"] == 1

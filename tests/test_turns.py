@@ -412,7 +412,7 @@ def said_by(environment, tokenizer, known=82, said="x", role="user"):
         logprobs=[0.0, 0.0], entropies=[0.0, 0.0], messages=[{"role": "assistant", "content": said}])
     model = SimpleNamespace(
         generation_config=SimpleNamespace(eos_token_id=1), device="cpu",
-        get_input_embeddings=lambda: SimpleNamespace(num_embeddings=known))
+        get_input_embeddings=lambda: SimpleNamespace(weight=range(known)))
     assert GRPO.ask_environment([episode], model, tokenizer) == [episode]
     return episode
 
