@@ -1,0 +1,71 @@
+"""Bugs that two audits found in the machinery, planted again: issue "What two more audits found"."""
+PPO = "ppo/ppo.py"
+GRPO = "grpo/grpo.py"
+RUN = "tests/test_run.py::test_"
+PROCESSES = "tests/test_processes.py::test_"
+DIFFERENT = PROCESSES + "processes_that_would_make_different_runs_end_with_a_sentence"
+BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future_given_up"
+PARTS = RUN + "parts_and_scores_are_alike_for_all_batches"
+MUTANTS = [
+    # several processes
+    (PPO, "if len(counts := {count for count, *_ in found}) > 1:", "if False:", DIFFERENT + "[summed]"),
+    (PPO, "    if sum(map(len, everyone)) != len(parts):", "    if False:", DIFFERENT + "[dealt]"),
+    (PPO, "        if drawn and rng_digest() != drawn:", "        if False:", DIFFERENT + "[python]"),
+    (PPO, 'text = repr((state["python"], state["numpy"])).encode()', 'text = repr(state["python"]).encode()',
+     DIFFERENT + "[numpy]"),
+    (PPO, 'text = repr((state["python"], state["numpy"])).encode()', 'text = repr(state["numpy"]).encode()',
+     DIFFERENT + "[later]"),
+    (PPO, 'return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()',
+     "return hashlib.sha256(text).hexdigest()", DIFFERENT + "[torch]"),
+    (PPO, 'row["answer"], row["prompt"].facts]', 'row["answer"]]', DIFFERENT + "[column]"),
+    (PPO, "    must_agree({str(path.name): file_digest(path) for path in sorted(files)})\n", "",
+     DIFFERENT + "[source]"),
+    (PPO, "        return sorted(map(repr, value))", "        return repr(value)",
+     PROCESSES + "an_objects_reward_and_a_set_among_the_constants_are_the_same_on_all"),
+    (PPO, "getattr(function, \"__name__\", type(function).__name__)",
+     "getattr(function, \"__name__\", str(function))",
+     PROCESSES + "an_objects_reward_and_a_set_among_the_constants_are_the_same_on_all"),
+    (PPO, "            leave_sharded(words, text)", "            pass",
+     PROCESSES + "an_error_of_one_process_of_a_sharded_run_is_shown"),
+    (PPO, '"failed", "", f"{rank()}', '"failed", "-", f"{rank()}',
+     PROCESSES + "an_error_of_one_process_of_a_sharded_run_is_shown"),
+    # a run
+    (PPO, "            if beyond and self.step_of_best() > self.step:", "            if False:", BACK),
+    (PPO, "            if beyond and self.step_of_best() > self.step:", "            if beyond:", BACK),
+    (PPO, "                self.best_value = -math.inf  # the next", "                # the next", BACK),
+    (PPO, 'folder = self.checkpoint = self.folder / f"step_', 'folder = self.folder / f"step_',
+     RUN + "training_again_in_one_process_goes_on"),
+    (PPO, "        self.signal = None\n        self.open_files", "        self.open_files",
+     RUN + "training_again_in_one_process_goes_on"),
+    (PPO, '"threads", "evaluation")', '"threads")', RUN + "training_a_finished_run_gives_its_last_evaluation"),
+    (PPO, "        if list_checkpoints(resume):", "        if False:",
+     RUN + "the_folder_of_a_run_names_its_newest_checkpoint"),
+    (PPO, "        ends += [signal.SIGHUP]", "        ends += []", RUN + "a_closed_terminal_saves_as_sigterm_does"),
+    (PPO, "        if USE_WANDB:\n            self.open_wandb()\n        for", "        for",
+     RUN + "a_wandb_that_does_not_start_is_said_before_a_move"),
+    (PPO, "annotations = annotate(1) if annotate else globals", "annotations = globals",
+     RUN + "overrides_read_annotations_as_python_314_keeps_them_too"),
+    # models
+    (PPO, "alone = sampling_logprobs(single_rows(model, batch), 1.5)",
+     "alone = (single_rows(model, batch) / 1.5).log_softmax(-1)",
+     "tests/test_models.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains"),
+    (GRPO, "getattr(torch, BASE_DTYPE or DTYPE))", 'getattr(torch, BASE_DTYPE or "float32"))',
+     "tests/test_lora.py::test_a_base_in_bfloat16_under_adapters_in_float32"),
+    (GRPO, "len(model.get_input_embeddings().weight)", "model.get_input_embeddings().num_embeddings",
+     "tests/test_lora.py::test_untied_embeddings_may_have_an_adapter"),
+    # data and rewards
+    (PPO, "        while name in found:", "        while False:",
+     RUN + "rewards_without_a_name_of_their_own_get_one_that_stays"),
+    (PPO, 'function = getattr(function, "func", function)', "pass",
+     RUN + "rewards_without_a_name_of_their_own_get_one_that_stays"),
+    (PPO, 'k: check_scores(f"reward_parts[{k!r}]", v, len(scores))', "k: torch.as_tensor(v)", PARTS),
+    (PPO, "if odd := [key for key in sorted(names)", "if odd := [key for key in []", PARTS),
+    (PPO, "    if len({numbers.dim() for numbers in scores}) > 1:", "    if False:", PARTS),
+    (PPO, "        numbers = torch.as_tensor(values, dtype=torch.float32).detach().cpu()",
+     "        numbers = torch.as_tensor(values, dtype=torch.float32).detach()",
+     RUN + "a_reward_on_another_device_or_with_a_gradient_is_taken"),
+    (PPO, 'if isinstance(parts, list) and all(isinstance(p, dict)', "if False and all(isinstance(p, dict)",
+     "tests/test_chats.py::test_content_in_parts_of_text_alone_is_joined"),
+    (GRPO, "(len(ordered) - 1) - 1e-6)", "(len(ordered) - 1) - 1)",
+     "tests/test_grpo.py::test_only_the_top_entropy_tokens_are_trained"),
+]
