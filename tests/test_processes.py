@@ -274,7 +274,7 @@ ppo.load_model = other"""
     (WEIGHTS, "process 1 has another state of the weights than process 0"),
     (BASE, "process 1 has another state of the weights than process 0"),
     (DEALT, "the processes cut their work into unlike parts"),
-    (SUMMED, "the processes cut one optimizer step into [4, 8] micro-batches"),
+    (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches"),
 ], ids="constants rows column source torch python numpy later weights base dealt summed".split())
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
