@@ -154,7 +154,7 @@ USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo.py
-EXACT_SUMS = True  # of gradients: the same bits on any number of processes, for 8 bytes a parameter
+EXACT_SUMS = True  # of gradients: the same bits on any number of processes; each micro-batch's are sent
 SHARD = "none"  # none: each process has whole models | fsdp2: its part of them, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
@@ -1401,8 +1401,7 @@ def recomputing(models):
 def backward(model, loss):
     """loss.backward(), by kernels whose sums always come in one order where the device has them (see
     try_strict_kernels); the gradient becomes a part of the step's sum (see summed)."""
-    total = model.__dict__.get("gradient_sum")
-    if total and total.part is None:
+    if getattr(model, "idle", False):
         loss = 0 * loss
     strict = getattr(model, "strict", False)
     torch.use_deterministic_algorithms(True, warn_only=not strict)
@@ -1410,106 +1409,51 @@ def backward(model, loss):
         loss.backward()
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if total and total.exact:
-        total.add()
-
-
-class GradientSum:
-    """The sum of a model's gradients over micro-batches and processes, which is the same to the last bit in
-    whatever order and on however many processes it is added up: adding 1.5 * 2**k to a number in float64 and
-    taking it away again leaves a multiple of 2**(k - 52), and sums of those are exact below 2**k. Source:
-    Demmel and Nguyen 2013, "Fast reproducible floating-point summation". k follows the last optimizer step's
-    gradients. Costs 8 bytes a parameter during the update; with EXACT_SUMS = False, or sharded, float32
-    sums."""
-
-    room = 8  # a sum may be 2**room times the last one before it is taken again
-
-    def __init__(self, model):
-        self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.sharded = isinstance(model, FSDPModule)
-        self.exact = EXACT_SUMS and not self.sharded and model.device.type != "mps"  # has no float64
-        self.part = None  # the number of the part that backward() is of; None: of a process without work
-        self.model.gradient_sum = self
-
-    def begin(self):
-        self.exponent = getattr(self.model, "sum_exponent", 0)  # the last sum was below 2**exponent
-        self.greatest = {}  # of each part, before it was rounded
-        for parameter in self.parameters:
-            parameter.grad = None
-        if self.exact:
-            self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
-
-    def add(self):
-        """Take over what a backward pass has left in .grad."""
-        offset = 1.5 * 2.0 ** (self.exponent + self.room + 1)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        greatest = torch.nn.utils.get_total_norm(gradients, math.inf).item() if gradients else 0.0
-        self.greatest[self.part] = self.greatest.get(self.part, 0.0) + greatest
-        for total, parameter in zip(self.sums, self.parameters):
-            if parameter.grad is not None:
-                total += parameter.grad.double().add_(offset).sub_(offset)
-                parameter.grad = None
-
-    def fits(self, greatest):
-        """Whether the sum of parts of at most so much, by their numbers, is exact and fine enough; else it is
-        to be taken again, with what is known now."""
-        bound = sum(greatest[part] for part in sorted(greatest))
-        if bound == 0 or not math.isfinite(bound):
-            return True
-        self.model.sum_exponent = math.frexp(bound)[1]
-        return -2 * self.room <= self.model.sum_exponent - self.exponent <= self.room
-
-    def finish(self):
-        """Put the sum over all processes into .grad, zeros where nothing has come."""
-        if not self.exact:
-            self.sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        waiting = []
-        if processes() > 1 and not self.sharded:  # FSDP2 has added up already
-            waiting = [dist.all_reduce(total, async_op=True) for total in self.sums]
-        for work in waiting:
-            work.wait()
-        for total, parameter in zip(self.sums, self.parameters):
-            parameter.grad = total.float()
 
 
 def summed(models, parts, metrics):
-    """Go through the parts of one optimizer step that are this process's: yields each with a dict for what it
-    measures, to a body that calls backward(). Afterwards the models' gradients are the sums over all parts,
-    and metrics holds those of what was measured; of names that end in _max the greatest."""
-    mine = list(enumerate(parts))[rank()::processes()]
-    sums = [GradientSum(model) for model in models]
-    if any(total.sharded for total in sums) and len(mine) < math.ceil(len(parts) / processes()):
-        mine.append((None, parts[0]))  # FSDP2 waits for all processes in each part
-    try:
-        fits = False
-        while not fits:
-            shares = {}
-            for total in sums:
-                total.begin()
-            for number, part in mine:
-                for total in sums:
-                    total.part = number
-                shares[number] = {}
-                yield part, shares[number]
-            shares.pop(None, None)
-            found = exchange((len(parts), shares, [total.greatest for total in sums]))
-            if len(counts := {count for count, *_ in found}) > 1:
-                raise UserError(f"the processes cut one optimizer step into {sorted(counts)} micro-batches")
-            shares = {number: share for _, some, _ in found for number, share in some.items()}
-            greatest = [{k: v for *_, some in found for k, v in some[i].items()} for i in range(len(sums))]
-            fits = all([total.fits(bounds) for total, bounds in zip(sums, greatest)])
-        for total in sums:
-            total.finish()
-    finally:
+    """Go through the parts of one optimizer step in rounds, a part a process: yields this process's with a
+    dict for what it measures, to a body that calls backward(). After a round all processes add its gradients
+    in the order of the parts, so that their sum has the same bits on any number of processes; with EXACT_SUMS
+    = False they add up once, at the end. metrics gets the sums of what was measured; of names that end in
+    _max the greatest."""
+    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
+    for parameter in parameters:  # even where nothing comes: momentum moves the weights
+        parameter.grad = None if sharded else torch.zeros_like(parameter)
+    in_rounds = EXACT_SUMS and processes() > 1 and not sharded
+    totals = [torch.zeros_like(p) for p in parameters if in_rounds]
+    measured = []
+    for first in range(0, len(parts), processes()):
+        number = first + rank()
+        share = {}
         for model in models:
-            model.gradient_sum = None
-    for number in sorted(shares):
-        for key, value in shares[number].items():
-            if key.endswith("_max"):
-                metrics[key] = max(metrics.get(key, value), value)
-            else:
-                metrics[key] = metrics.get(key, 0.0) + value
+            model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
+        if number < len(parts) or sharded:
+            yield parts[min(number, len(parts) - 1)], share
+        found = exchange((len(parts), share))
+        if len(counts := {count for count, _ in found}) > 1:
+            raise UserError(f"the processes cut one optimizer step into {sorted(counts)} micro-batches")
+        measured += [share for _, share in found]
+        for parameter, total in zip(parameters, totals):
+            gradients = [torch.empty_like(total) for _ in found]
+            dist.all_gather(gradients, parameter.grad)
+            for gradient in gradients:
+                total += gradient
+            parameter.grad.zero_()
+    for model in models:
+        model.idle = False
+    for parameter, total in zip(parameters, totals):
+        parameter.grad = total
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if processes() > 1 and not in_rounds and not sharded:
+            dist.all_reduce(parameter.grad)
+    for share in measured[:len(parts)]:
+        for key, value in share.items():
+            both = (metrics[key], value) if key in metrics else (value,)
+            metrics[key] = max(both) if key.endswith("_max") else sum(both)
 
 
 def check_first_ratio(steps, step):
@@ -2829,11 +2773,11 @@ def run_facts(device):
         "device": name}
 
 
-_WAYS = ("sampled_by", "scored_by", "sum_exponent", "base_digest")
+_WAYS = ("sampled_by", "scored_by", "base_digest")
 
 
 def get_ways(model):
-    """What check_models() and the sums of gradients found, for a checkpoint: the same way after a resume,
+    """What check_models() found, for a checkpoint: the same way after a resume,
     whatever the trained weights would choose."""
     return {key: getattr(model, key) for key in _WAYS if hasattr(model, key)}
 

@@ -1684,11 +1684,11 @@ def run_facts(device):
         "device": name}
 
 
-_WAYS = ("sampled_by", "scored_by", "sum_exponent", "base_digest")
+_WAYS = ("sampled_by", "scored_by", "base_digest")
 
 
 def get_ways(model):
-    """What check_models() and the sums of gradients found, for a checkpoint: the same way after a resume,
+    """What check_models() found, for a checkpoint: the same way after a resume,
     whatever the trained weights would choose."""
     return {key: getattr(model, key) for key in _WAYS if hasattr(model, key)}
 
