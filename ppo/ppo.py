@@ -162,6 +162,22 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
 # ================================================================ the maths of PPO
 
 
+def full_logprobs(logits, temperature):
+    """Log-probabilities (..., vocabulary) of all tokens, in float32; a reference is scored by these."""
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def sampling_logprobs(logits, temperature):
+    """Those of the distribution that is sampled *and* trained: change it here (top-p, say), and the first
+    ratios stay 1. A token that must not come gets -inf."""
+    return full_logprobs(logits, temperature)
+
+
+def entropy_of(logprobs):
+    """Entropy (...) of a distribution's log-probabilities (..., vocabulary), in nats."""
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 times -inf is no number
+
+
 def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum()
 
@@ -329,7 +345,7 @@ class PPOTrainer:
             batch.ref_logprobs = batch.logprobs
             if self.reference:
                 with without_adapter(self.reference):
-                    batch.ref_logprobs = all_logprobs(self.reference, batch)
+                    batch.ref_logprobs = all_logprobs(self.reference, batch, distribution=full_logprobs)
 
     def rewards_of(self, *columns):
         """compute_rewards() of prompts, responses and answers, those of BATCH_SIZE prompts at a time: its
@@ -378,8 +394,8 @@ class PPOTrainer:
         state = self.state
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
-        self.optimizers["policy"].param_groups[0]["lr"] = LEARNING_RATE * scale
-        self.optimizers["critic"].param_groups[0]["lr"] = CRITIC_LEARNING_RATE * scale
+        for optimizer in self.optimizers.values():
+            set_rates(optimizer, scale)
         steps = []
         with run.timed("update"), recomputing(self.models.values()):
             for _ in range(GROUP_EPOCHS):
@@ -409,7 +425,7 @@ class PPOTrainer:
 
             logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
             policy_losses = policy_loss(logprobs, old_logprobs, advantages, CLIP_RANGE)
-            losses = policy_losses - ENTROPY_COEF * entropy
+            losses = policy_losses - ENTROPY_COEF * entropy if ENTROPY_COEF else policy_losses
             backward(self.actor, (losses * mask).sum() / tokens)
 
             values = response_values(self.critic, batch, micro)
@@ -425,7 +441,7 @@ class PPOTrainer:
                 "log_ratio": log_ratio.abs()}
             for key, x in means.items():
                 share[key] = ((x.detach() * mask).sum() / tokens).item()
-            share["ratio_max"] = (ratio - 1).abs().max().item()
+            share["ratio_max"] = (ratio - 1).abs().max().item()  # of names in _max the step has the greatest
         ids = [batch.rows[i]["id"] for i in rows.tolist()]
         must_be_finite = metrics["policy_loss"] + metrics["value_loss"]
         norms = clip_and_step(self.optimizers.values(), must_be_finite, self.run, ids)
@@ -445,13 +461,14 @@ class PPOTrainer:
         prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
         generator = torch.Generator().manual_seed(SEED + 1)
         uniform = torch.rand(len(rows), MAX_NEW_TOKENS, generator=generator)
+        greedy = respond(self.actor, self.tokenizer, ids, None)
+        sampled = respond(self.actor, self.tokenizer, ids, uniform)
         metrics = {}
-        for name, noise in (("greedy", None), ("sampled", uniform)):
-            batch = respond(self.actor, self.tokenizer, ids, noise)
-            if None not in answers:
-                metrics[f"accuracy_{name}"] = self.accuracy(prompts, batch.responses, answers).mean().item()
-        scores, parts = self.rewards_of(prompts, batch.responses, answers)
-        return {**metrics, **response_metrics(batch, scores, parts)}
+        if None not in answers:
+            metrics["accuracy_greedy"] = self.accuracy(prompts, greedy.responses, answers).mean().item()
+            metrics["accuracy_sampled"] = self.accuracy(prompts, sampled.responses, answers).mean().item()
+        scores, parts = self.rewards_of(prompts, sampled.responses, answers)
+        return {**metrics, **response_metrics(sampled, scores, parts)}
 
     def accuracy(self, *columns):
         """Whether each response is right, (rows,), in float64; of prompts, responses and answers."""
@@ -509,6 +526,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer)
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
@@ -943,12 +961,6 @@ def find_in_cdf(weights, at):
     return found, (1 - (cumulative.gather(-1, found) - target) / weight).clamp(0, 1 - 2**-40)
 
 
-def sampling_logprobs(logits, temperature):
-    """Log-probabilities of the distribution that is sampled *and* scored, in float32: generate() and
-    TokenLogprobs both ask here, so that a change of it (top-p, say) is one and the first ratios stay 1."""
-    return (logits.float() / temperature if temperature != 1 else logits.float()).log_softmax(-1)
-
-
 def sample_tokens(probabilities, uniform):
     """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform
     (rows,) in [0, 1). First among blocks of 128 ids, then within the block: four times as fast as over a
@@ -1079,11 +1091,10 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
         scaled = sampling_logprobs(logits, temperature)  # (rows still there, vocabulary)
-        probabilities = scaled.exp()
-        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
+        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(scaled.exp(), uniform[rows, t])
         ids[rows, t] = tokens
         logprobs[rows, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        entropies[rows, t] = -(probabilities * scaled).sum(-1)
+        entropies[rows, t] = entropy_of(scaled)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
         left = int(unfinished.sum()) if t % look_every == 0 else len(rows)
@@ -1181,40 +1192,16 @@ def response_logits(model, batch, rows):
     return logits_by_packing(model, batch, rows, windows)
 
 
-class TokenLogprobs(torch.autograd.Function):
-    """Log-probability of ids (tokens,) and the entropy under logits (tokens, vocabulary) / temperature, in
-    float32. One tensor of the logits' size waits for the backward pass, where autograd by itself would keep
-    three (0.66 of the update's time)."""
-
-    @staticmethod
-    def forward(ctx, logits, ids, temperature):
-        logprobs = sampling_logprobs(logits, temperature)
-        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
-        ctx.save_for_backward(logprobs, ids.unsqueeze(-1), entropy)
-        ctx.temperature = temperature
-        ctx.dtype = logits.dtype
-        return logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
-
-    @staticmethod
-    def backward(ctx, grad, grad_entropy):
-        """d log p_i / d logit_j = 1[i = j] - p_j;  dH / d logit_j = -p_j (log p_j + H)."""
-        logprobs, ids, entropy = ctx.saved_tensors
-        factor = -grad.unsqueeze(-1)
-        grad_entropy = grad_entropy.unsqueeze(-1)
-        if grad_entropy.any():
-            factor = factor - grad_entropy * (logprobs + entropy.unsqueeze(-1))
-        out = logprobs.exp().mul_(factor)
-        out.scatter_(-1, ids, out.gather(-1, ids) + grad.unsqueeze(-1))
-        return (out.div_(ctx.temperature) if ctx.temperature != 1 else out).to(ctx.dtype), None, None
-
-
-def response_logprobs(model, batch, rows, temperature):
-    """Log-probabilities of the responses' ids and the entropy at each: two (rows, R), float32, 0 where
-    response_mask is."""
+def response_logprobs(model, batch, rows, temperature, distribution=None):
+    """Log-probabilities of the responses' ids in a distribution (None: sampling_logprobs) and its entropy at
+    each: two (rows, R), float32, 0 where response_mask is. One tensor of the logits' size waits for the
+    backward pass, which computes the entropy's anew."""
     with autocast(model):
         logits, mask = response_logits(model, batch, rows)
-        ids = batch.response_ids[rows, :mask.shape[1]][mask]
-        logprobs, entropy = TokenLogprobs.apply(logits, ids, temperature)
+    ids = batch.response_ids[rows, :mask.shape[1]][mask]
+    every = (distribution or sampling_logprobs)(logits, temperature)  # (tokens, vocabulary)
+    logprobs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1).clamp(min=-1e30)
+    entropy = checkpoint(entropy_of, every, use_reentrant=False, preserve_rng_state=False)
     zeros = torch.zeros(mask.shape, device=mask.device)
     return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
 
@@ -1242,10 +1229,10 @@ def every_micro_batch(model, batch):
     return micro_batches(batch, every, rows_at_once(model, batch))
 
 
-def all_logprobs(model, batch, micros=None):
+def all_logprobs(model, batch, micros=None, distribution=None):
     """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
     def say(rows):
-        return response_logprobs(model, batch, rows, TEMPERATURE)[0]
+        return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
     with whole(model):
         return by_micro_batches(say, batch, micros or every_micro_batch(model, batch))
@@ -1284,12 +1271,19 @@ def classify(model, tokenizer, prompts, responses):
 # ---------------------------------------------------------------- the optimizer step
 
 def make_optimizer(model, learning_rate):
-    """AdamW over a model, whose activations are recomputed with GRADIENT_CHECKPOINTING."""
+    """AdamW over a model, whose activations are recomputed with GRADIENT_CHECKPOINTING. All its groups are
+    scheduled (see set_rates), clipped and stepped."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     fused = model.device.type != "mps"
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
+
+
+def set_rates(optimizer, scale):
+    """Set each group's learning rate to `scale` times that which it was made with."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
 
 
 @contextmanager
@@ -1384,7 +1378,8 @@ def clip_and_step(optimizers, loss, run, ids):
     weights stay as they are, and run.count_skipped() names the prompts' ids."""
     norms = []
     for optimizer in optimizers:
-        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         norms.append(full(norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
@@ -2891,7 +2886,7 @@ class Run:
         second, some of its responses in samples.jsonl, its line on the terminal."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
-        speed = {f"{unit}_per_second": count / sum(self.times.values())}
+        speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
         self.write_metrics("train", {**metrics, **speed, **seconds})
         self.times = {}
         if rank() == 0:
@@ -3195,8 +3190,10 @@ class Run:
                 raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
             set_ways(model, ways)
         for name, optimizer in self.optimizers.items():
+            fresh = [dict(group) for group in optimizer.param_groups]
             load_optimizer(optimizer, saved["optimizers"][name])
-            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
+            for group, now in zip(optimizer.param_groups, fresh):
+                group.update(now)  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         constants_now = json.loads(json.dumps(constants(), default=plain_name))
         for key in sorted({*then, *constants_now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):

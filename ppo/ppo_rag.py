@@ -1685,7 +1685,7 @@ class Run:
         second, some of its responses in samples.jsonl, its line on the terminal."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
-        speed = {f"{unit}_per_second": count / sum(self.times.values())}
+        speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
         self.write_metrics("train", {**metrics, **speed, **seconds})
         self.times = {}
         if rank() == 0:
@@ -1989,8 +1989,10 @@ class Run:
                 raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
             set_ways(model, ways)
         for name, optimizer in self.optimizers.items():
+            fresh = [dict(group) for group in optimizer.param_groups]
             load_optimizer(optimizer, saved["optimizers"][name])
-            optimizer.param_groups[0]["weight_decay"] = WEIGHT_DECAY  # a changed constant counts from here on
+            for group, now in zip(optimizer.param_groups, fresh):
+                group.update(now)  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         constants_now = json.loads(json.dumps(constants(), default=plain_name))
         for key in sorted({*then, *constants_now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, TRAINERS, load_script, small
+from conftest import TINY, TRAINERS, load_script, read, small
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DiffLlamaConfig, GPT2Config,
@@ -479,23 +479,27 @@ def test_a_device_without_deterministic_kernels_is_named_and_the_run_goes_on(
 
 @pytest.mark.parametrize("name", ["grouped", "banned", "top_p"])
 def test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains(name, grpo):
-    script = grpo(MAX_STEPS=1, KL_COEF=0.0)
+    script = grpo(MAX_STEPS=1, KL_COEF=0.05, ENTROPY_COEF=0.01)
     plain = script.sampling_logprobs
 
     def banned(logits, temperature):
         logits = logits.float().clone()
-        logits[..., 20] = -1e4
+        logits[..., 20] = -torch.inf
         return plain(logits, temperature)
 
     def top_p(logits, temperature):
         logprobs = plain(logits, temperature)
         ordered, order = logprobs.sort(-1, descending=True)
         cut = ordered.exp().cumsum(-1) - ordered.exp() > 0.95
-        return plain(logprobs.masked_fill(cut.gather(-1, order.argsort(-1)), -1e4), 1)
+        return plain(logprobs.masked_fill(cut.gather(-1, order.argsort(-1)), -torch.inf), 1)
 
     script.sampling_logprobs = {"grouped": plain, "banned": banned, "top_p": top_p}[name]
     trainer = script.GRPOTrainer()
     trainer.train()
     assert trainer.run.step == 1
-    batch = trainer.rollout(trainer.train_rows[:4])
+    record = read(Path(script.OUTPUT_DIR) / "logs/metrics.jsonl")[1]
+    assert record["grad_norm"] > 0 and record["entropy"] > 0
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
+    # a reference of the same weights gives every sampled token the probability that it has without the edit
+    assert ((batch.logprobs - batch.ref_logprobs)[batch.response_mask > 0] < 3).all()
     assert name != "banned" or not (batch.response_ids[batch.response_mask > 0] == 20).any()

@@ -1321,3 +1321,37 @@ def test_an_objects_name_has_no_address(ppo):
     assert script.plain_name(functools.partial(same)) == script.plain_name(functools.partial(same))
     assert script.plain_name(object()) == script.plain_name(object()) == "<object object>"
     assert script.plain_name(sum) == "sum"
+
+
+def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
+    """As of Muon for matrices with AdamW for the rest: make_optimizer alone is edited."""
+    def load(**constants):
+        script = ppo(USE_LR_SCHEDULER=True, MAX_STEPS=3, MAX_GRAD_NORM=1e-3, **constants)
+
+        def make_optimizer(model, learning_rate):
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            others = [p for p in model.parameters() if p.dim() != 2]
+            groups = [{"params": matrices, "lr": 10 * learning_rate}, {"params": others}]
+            return torch.optim.SGD(groups, learning_rate)
+
+        script.make_optimizer = make_optimizer
+        return script.PPOTrainer()
+
+    trainer = load(LEARNING_RATE=0.1)
+    trainer.reward_functions = [("length", lambda p, r, a: [float(len(x)) for x in r], 1.0)]
+    before = [p.clone() for p in trainer.actor.parameters()]
+    trainer.train()
+    groups = trainer.optimizers["policy"].param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([1.0 / 3, 0.1 / 3])
+    moved = torch.cat([(p - q).flatten() for p, q in zip(trainer.actor.parameters(), before)]).norm()
+    assert 0 < moved < 6 * 1e-3 * 1.0  # six optimizer steps of rate 1 at most
+    again = load(LEARNING_RATE=0.2, RESUME="yes")
+    assert again.run.step == 3
+    assert [group["lr"] for group in again.optimizers["policy"].param_groups] == pytest.approx([2.0, 0.2])
+
+
+def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
+    trainer = ppo().PPOTrainer()
+    with trainer.run.opened("here"):
+        trainer.run.record({"reward": 1.0}, 7, [], "line")
+    assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}

@@ -223,27 +223,37 @@ def test_no_other_attention_can_take_a_packed_sequence_for_a_row():
 # ---------------------------------------------------------------- log-probabilities of a large vocabulary
 
 
+def soft_cap(logits, temperature):
+    return module.full_logprobs(5 * torch.tanh(logits.float() / 5), temperature)
+
+
+def without_some(logits, temperature):
+    return module.full_logprobs(logits.float().masked_fill(logits < -1, -torch.inf), temperature)
+
+
+@pytest.mark.parametrize("edit", [None, soft_cap, without_some])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1, 0.7])
 @pytest.mark.parametrize("of_entropy", [0.0, 0.3])
-def test_token_logprobs_and_their_gradient_are_autograds(dtype, temperature, of_entropy):
+def test_logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit(edit, dtype, of_entropy, grpo):
+    script = grpo()
+    script.sampling_logprobs = edit or script.sampling_logprobs
     torch.manual_seed(0)
-    logits = (3 * torch.randn(4, 6, 50)).to(dtype).requires_grad_()
-    ids = torch.randint(50, (4, 6))
+    logits = (3 * torch.randn(24, 50)).to(dtype).requires_grad_()
+    ids = logits.argmax(-1).view(4, 6)
+    script.response_logits = lambda *words: (logits, torch.ones(4, 6, dtype=torch.bool))
+    batch = SimpleNamespace(response_ids=ids)
+    got = script.response_logprobs(SimpleNamespace(device=torch.device("cpu")), batch, torch.arange(4), 0.7)
+    every = (edit or module.full_logprobs)(logits.double(), 0.7).double()
+    spread = (every.exp() * torch.where(every.isinf(), 0, every)).sum(-1)
+    want = every.gather(-1, ids.view(-1, 1)).view(4, 6), -spread.view(4, 6)
     weights = torch.randn(2, 4, 6)
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    want = logprobs.gather(-1, ids[..., None])[..., 0], -(logprobs.exp() * logprobs).sum(-1)
-    got = module.TokenLogprobs.apply(logits, ids, temperature)
 
     def gradient(said, entropy):
-        loss = (weights[0] * said + of_entropy * weights[1] * entropy).sum()
-        return torch.autograd.grad(loss, logits)[0]
+        return torch.autograd.grad((weights[0] * said + of_entropy * weights[1] * entropy).sum(), logits)[0]
 
     for a, b in zip(got, want):
-        assert distance(a, b) < 1e-5  # float32 sums of 50; bfloat16 keeps 8 bits
-    mine = gradient(*got)
-    assert mine.dtype == dtype
-    assert distance(mine, gradient(*want)) < (1e-5 if dtype == torch.float32 else 2**-8)
+        assert distance(a, b) < 1e-5  # float32 sums of 50
+    assert distance(gradient(*got), gradient(*want)) < (1e-5 if dtype == torch.float32 else 2**-8)
 
 
 def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grpo, monkeypatch):
