@@ -3,6 +3,7 @@ transformers, which takes longer than most tests. It has a pid, may be killed, a
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ def be_program(words, cwd, environment, outputs):
     import matplotlib.figure
 
     matplotlib.figure.Figure.savefig = save_nothing
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup it is ignored
     os.environ.update(environment)
     os.chdir(cwd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
