@@ -17,8 +17,8 @@ MUTANTS = [
      IN_LORA + "an_adapters_product_counts_alpha_over_rank"),
     (GRPO, "r=LORA_RANK, lora_alpha=LORA_ALPHA, ", "r=LORA_RANK, lora_alpha=LORA_ALPHA, use_rslora=True, ",
      IN_LORA + "an_adapters_product_counts_alpha_over_rank"),
-    (GRPO, "        self.parameters = [p for p in model.parameters() if p.requires_grad]\n",
-     "        self.parameters = list(model.parameters())\n",
+    (GRPO, "[p for model in models for p in model.parameters() if p.requires_grad]\n    sharded",
+     "[p for model in models for p in model.parameters()]\n    sharded",
      IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]"),
 
     # the reference

@@ -8,7 +8,7 @@ BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_f
 PARTS = RUN + "parts_and_scores_are_alike_for_all_batches"
 MUTANTS = [
     # several processes
-    (PPO, "if len(counts := {count for count, *_ in found}) > 1:", "if False:", DIFFERENT + "[summed]"),
+    (PPO, "if len(counts := {count for count, _ in found}) > 1:", "if False:", DIFFERENT + "[summed]"),
     (PPO, "    if sum(map(len, everyone)) != len(parts):", "    if False:", DIFFERENT + "[dealt]"),
     (PPO, "        if drawn and rng_digest() != drawn:", "        if False:", DIFFERENT + "[python]"),
     (PPO, 'text = repr((state["python"], state["numpy"])).encode()', 'text = repr(state["python"]).encode()',
