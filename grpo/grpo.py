@@ -189,20 +189,10 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
 # ================================================================ the maths of GRPO
 
 
-def full_logprobs(logits, temperature):
-    """Log-probabilities (..., vocabulary) of all tokens, in float32; a reference is scored by these."""
-    return (logits.float() / temperature).log_softmax(-1)
-
-
 def sampling_logprobs(logits, temperature):
-    """Those of the distribution that is sampled *and* trained: change it here (top-p, say), and the first
-    ratios stay 1. A token that must not come gets -inf."""
+    """Log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: change it here
+    (top-p, say), and the first ratios stay 1. A token that must not come gets -inf."""
     return full_logprobs(logits, temperature)
-
-
-def entropy_of(logprobs):
-    """Entropy (...) of a distribution's log-probabilities (..., vocabulary), in nats."""
-    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 times -inf is no number
 
 
 def group_advantages(scores, group_size, scale, leave_one_out):
@@ -267,15 +257,6 @@ def kl_loss(logprobs, ref_logprobs, estimator):
     k2 = 0.5 * log_ratio ** 2
     value = {"k1": log_ratio, "k2": k2, "k3": (-log_ratio).exp() - 1 + log_ratio}[estimator]
     return k2 + (value - k2).detach()
-
-
-def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
 
 
 # ================================================================ the trainer
@@ -1050,6 +1031,16 @@ def find_in_cdf(weights, at):
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
     weight = weights.double().gather(-1, found)
     return found, (1 - (cumulative.gather(-1, found) - target) / weight).clamp(0, 1 - 2**-40)
+
+
+def full_logprobs(logits, temperature):
+    """Log-probabilities (..., vocabulary) of all tokens, in float32; a reference is scored by these."""
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def entropy_of(logprobs):
+    """Entropy (...) of a distribution's log-probabilities (..., vocabulary), in nats."""
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 times -inf is no number
 
 
 def sample_tokens(probabilities, uniform):
@@ -2767,6 +2758,15 @@ def run_facts(device):
         "processes": processes(),
         "threads": torch.get_num_threads(),
         "device": name}
+
+
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
 
 
 _WAYS = ("sampled_by", "scored_by", "base_digest")

@@ -177,15 +177,6 @@ def value_loss(values, old_values, returns, clip_range):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 
-def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
-
-
 # ================================================================ what the policy sees and does
 
 SIGNS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
@@ -1475,6 +1466,15 @@ def run_facts(device):
         "processes": processes(),
         "threads": torch.get_num_threads(),
         "device": name}
+
+
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
 
 
 _WAYS = ("sampled_by", "scored_by", "base_digest")

@@ -283,16 +283,6 @@ def tau_at(epoch):
     return TAU * (TAU_END / TAU) ** (min(epoch, RCE_EPOCHS - 1) / max(1, RCE_EPOCHS - 1))
 
 
-def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at a stage's step (from 0): linear warm-up, then the schedule; kind None
-    stays at 1."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
-
-
 # ================================================================ the pointer network
 
 
@@ -1682,6 +1672,15 @@ def run_facts(device):
         "processes": processes(),
         "threads": torch.get_num_threads(),
         "device": name}
+
+
+def learning_rate_scale(step, total, warmup, kind, halvings):
+    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
 
 
 _WAYS = ("sampled_by", "scored_by", "base_digest")

@@ -6,6 +6,7 @@ IN_RCE = "tests/test_rce.py::test_"
 IN_REWARDS = "tests/test_rewards.py::test_"
 IN_SPEED = "tests/test_speed.py::test_"
 
+AUTOGRADS = IN_SPEED + "logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit"
 MUTANTS = [
     # survived until the audit: evaluation, best, patience
     (GRPO, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
@@ -314,11 +315,11 @@ MUTANTS = [
 
     # log-probabilities and sampling
     (GRPO, "checkpoint(entropy_of, every,", "checkpoint(entropy_of, every.detach(),",
-     IN_SPEED + "logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit"),
+     AUTOGRADS),
     (GRPO, "every = (distribution or sampling_logprobs)(logits, temperature)",
-     "every = (distribution or sampling_logprobs)(logits, 1)", IN_SPEED + "logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit"),
+     "every = (distribution or sampling_logprobs)(logits, 1)", AUTOGRADS),
     (GRPO, "every = (distribution or sampling_logprobs)(logits, temperature)",
-     "every = (distribution or full_logprobs)(logits, temperature)", IN_SPEED + "logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit"),
+     "every = (distribution or full_logprobs)(logits, temperature)", AUTOGRADS),
     (GRPO, "torch.searchsorted(cumulative, target, right=True)", "torch.searchsorted(cumulative, target)",
      IN_SPEED + "sampling_by_blocks_inverts_the_same_distribution"),
 

@@ -2,12 +2,13 @@
 PPO = "ppo/ppo.py"
 T = "tests/test_processes.py::"
 ANY = T + "test_a_run_is_the_same_to_the_byte_on_any_number_of_processes"
+ORDER = T + "test_two_processes_add_up_in_the_order_of_the_parts_as_one_does"
 MUTANTS = [
     # what one process draws, adds up or says alone
     (PPO, "torch.manual_seed(seed)", "torch.manual_seed(seed + rank())", f"{ANY}[ppo/ppo.py-2]"),
     (PPO, "            for gradient in gradients:", "            for gradient in gradients[::-1]:",
-     T + "test_two_processes_add_up_in_the_order_of_the_parts_as_one_does"),
-    (PPO, "            parameter.grad.zero_()\n", "", T + "test_two_processes_add_up_in_the_order_of_the_parts_as_one_does"),
+     ORDER),
+    (PPO, "            parameter.grad.zero_()\n", "", ORDER),
     (PPO, "        if processes() > 1 and not in_rounds and not sharded:", "        if False:",
      T + "test_plain_sums_run_too_and_are_near"),
     (PPO, "        measured += [share for _, share in found]", "        measured += [found[0][1]]",
@@ -24,12 +25,13 @@ MUTANTS = [
     ("grpo/grpo_rec.py", "    found = dealt(range(0, len(rows), at_once), some_rows)",
      "    found = [some_rows(i) for i in range(0, len(rows), at_once)][rank():]",
      f"{ANY}[grpo/grpo_rec.py-3]"),
-    (PPO, "            parameter.grad = torch.zeros_like(parameter)\n        if", "            pass\n        if",
+    (PPO, "            parameter.grad = torch.zeros_like(parameter)\n        if",
+     "            pass\n        if",
      T + "test_sharded_models_make_the_same_run_to_rounding[ppo/ppo.py-2-bfloat16]"),
     (PPO, "parameter.grad = None if sharded else torch.zeros_like(parameter)", "parameter.grad = None",
-     T + "test_two_processes_add_up_in_the_order_of_the_parts_as_one_does"),
+     ORDER),
     (PPO, 'metrics[key] = max(both) if key.endswith("_max") else sum(both)', "metrics[key] = sum(both)",
-     T + "test_two_processes_add_up_in_the_order_of_the_parts_as_one_does"),
+     ORDER),
     # what all must know of
     (PPO, "            exchange(error=words)", "            pass",
      T + "test_a_reward_that_raises_on_one_process_ends_all_and_shows_where"),

@@ -1,6 +1,6 @@
 """Several processes: the same bytes on any number of them, what one of them does that the others do not,
-sums of gradients in one order, models sharded by FSDP2. Processes begin as torchrun begins them, but in a moment;
-torchrun itself stands in the last tests. Further numbers of processes: python -m pytest -m sweep
+sums of gradients in one order, models sharded by FSDP2. Processes begin as torchrun begins them, but in a
+moment; torchrun itself stands in the last tests. Further numbers of processes: python -m pytest -m sweep
 tests/test_processes.py."""
 import math
 import os
@@ -342,8 +342,8 @@ class OneNumber(torch.nn.Module):
 
 
 def sum_of(script, model, gradients, others=()):
-    """The gradient of an optimizer step of parts with these gradients; others: of the second of two processes,
-    the first of which this is."""
+    """The gradient of an optimizer step of parts with these gradients; others: this is the first of two
+    processes, and sees every other one."""
     metrics = {}
     mine = gradients[::2] if others else gradients
     for part, (gradient, share) in enumerate(script.summed([model], gradients, metrics)):
@@ -377,7 +377,8 @@ def test_two_processes_add_up_in_the_order_of_the_parts_as_one_does(parts, ppo, 
     script = ppo()
     assert torch.equal(sum_of(script, OneNumber(), gradients), in_order(gradients))
 
-    others = iter([g for gradient in [*gradients[1::2], torch.zeros(1000)] for g in (gradient, torch.zeros(3))])
+    second = [*gradients[1::2], torch.zeros(1000)]
+    others = iter([g for gradient in second for g in (gradient, torch.zeros(3))])  # of each parameter
 
     def all_gather(found, mine):
         found[0].copy_(mine)
@@ -391,7 +392,8 @@ def test_two_processes_add_up_in_the_order_of_the_parts_as_one_does(parts, ppo, 
 
 def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch):
     script = ppo(EXACT_SUMS=False)
-    rounds = iter([[{"x": 1e100}, {"x": 1.0}], [{"x": -1e100}, {"x": 7.0}]])  # of two processes; 7.0 has no part
+    # of two processes; the second has no part in the last round
+    rounds = iter([[{"x": 1e100}, {"x": 1.0}], [{"x": -1e100}, {"x": 7.0}]])
     monkeypatch.setattr(script, "processes", lambda: 2)
     monkeypatch.setattr(script.dist, "all_reduce", lambda total: None)
     monkeypatch.setattr(script, "exchange", lambda value: [(value[0], share) for share in next(rounds)])
