@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, load_script
+from matplotlib.colors import to_hex
 
 SAMPLES = [
     {"step": step, "id": f"a.jsonl:{n}", "prompt": f"Tom has {n} apples.\nHow many?",
@@ -208,7 +209,8 @@ def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plo
     figure, _ = plot(a_run(tmp_path / "a/run"), a_run(tmp_path / "b/run"))
     assert list(legend(figure))[:2] == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
     figure, _ = plot(*(a_run(tmp_path / f"seed_{n}") for n in range(12)))
-    assert len(set(legend(figure).values()) - {"grey"}) == 12
+    colours = {to_hex(colour) for colour in legend(figure).values()}
+    assert len(colours - {to_hex("grey")}) == 12
 
 
 def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot, tmp_path):
