@@ -2282,7 +2282,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -3358,80 +3357,11 @@ class Run:
             self.wandb.finish()
 
 
-def read_samples(path):
-    """The records of samples.jsonl; a line that is none, such as one just being written, is left out."""
-    records = []
-    with open(path, errors="replace") as file:
-        for line in file:
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    records.append(record)
-    return records
-
-
-def reward_of(sample):
-    """A sample's reward; NaN, which no order holds, where it has none."""
-    value = sample.get("reward")
-    return value if isinstance(value, (int, float)) else math.nan
-
-
-def show_sample(sample, colour):
-    """A sample as text for a terminal: numbers in its first line, then each text under its name."""
-    def paint(code, text):
-        return f"\033[{code}m{text}\033[0m" if colour else text
-
-    facts = []
-    texts = []
-    for key, value in sample.items():
-        if key in ("prompt", "response", "answer", "question") and value is not None:
-            value = printable(value if isinstance(value, str) else json.dumps(value))
-            texts.append(paint(2, key) + "\n" + textwrap.indent(value, "    ", lambda line: True))
-        elif value is not None:
-            value = f"{value:.3f}" if isinstance(value, float) else value
-            facts.append(printable(f"{key} {value}"))
-    good = reward_of(sample) > 0
-    return "\n".join([paint("1;32" if good else "1;31", "  ".join(facts)), *texts]) + "\n"
-
-
-def show_samples(words):
-    """Print logs/samples.jsonl of a run: SHOW=OUTPUT_DIR and, if wanted, STEP=n, and BY=worst or BY=best for
-    the ten of lowest or highest reward. Takes no lock: the run may be going on."""
-    asked = dict(word.partition("=")[::2] for word in words)
-    by = asked.get("BY", "")
-    step = asked.get("STEP", "0")
-    if set(asked) - {"SHOW", "STEP", "BY"} or by not in ("", "worst", "best") or not step.isdecimal():
-        raise UserError(f"{' '.join(words)}: SHOW=OUTPUT_DIR takes STEP=n and BY=worst or BY=best beside it")
-    path = Path(asked["SHOW"]) / "logs/samples.jsonl"
-    if not path.is_file():
-        raise UserError(f"there is no {path}: SHOW takes the OUTPUT_DIR of a run that has done a step")
-    samples = read_samples(path)
-    steps = [sample["step"] for sample in samples]
-    if "STEP" in asked:
-        samples = [sample for sample in samples if sample["step"] == int(step)]
-    if by:
-        samples = [sample for sample in samples if not math.isnan(reward_of(sample))]
-        samples = sorted(samples, key=reward_of, reverse=by == "best")[:10]
-    if not samples:
-        has = f"its steps are {min(steps)} to {max(steps)}" if steps else "it is empty"
-        raise UserError(f"{path} has no such sample: {has}")
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    try:
-        for sample in samples:
-            print(show_sample(sample, colour))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; what is left goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130, 143 or 129 after Ctrl-C,
     SIGTERM or SIGHUP. What a reward function raised, and what we did not foresee, keeps its traceback and
     exits with 1. An error of one process ends all of them; the first says so."""
     try:
-        if any(word.startswith("SHOW=") for word in sys.argv[1:]):
-            show_samples(sys.argv[1:])
-            sys.exit(0)
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
         trainer.train()

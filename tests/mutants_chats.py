@@ -1,9 +1,8 @@
-"""Mutants of what came with chats, further columns, rewards a token and SHOW. The program is mutants.py."""
+"""Mutants of what came with chats, further columns and rewards a token. The program is mutants.py."""
 
 PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
 IN_CHATS = "tests/test_chats.py::test_"
 IN_DENSE = "tests/test_dense.py::test_"
-IN_SHOW = "tests/test_show.py::test_"
 
 MUTANTS = [
     # what the model reads
@@ -65,21 +64,4 @@ MUTANTS = [
      IN_DENSE + "a_list_that_does_not_fit_its_response_is_a_sentence"),
     (PPO, '"reward": a_response(scores).mean().item(),', '"reward": scores.mean().item(),',
      IN_DENSE + "a_run_logs_the_sums"),
-
-    # SHOW
-    (PPO, "texts.append(paint(2, key)", "texts.append(paint(1, key)",
-     IN_SHOW + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
-    (GRPO, "            value = printable(value if isinstance(value, str) else json.dumps(value))\n",
-     "            value = value if isinstance(value, str) else json.dumps(value)\n",
-     IN_SHOW + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
-    (GRPO, 'facts.append(printable(f"{key} {value}"))', 'facts.append(f"{key} {value}")',
-     IN_SHOW + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
-    (GRPO, 'reverse=by == "best")[:10]', 'reverse=by == "worst")[:10]',
-     IN_SHOW + "a_step_and_the_worst_or_best_can_be_asked_for"),
-    (GRPO, "        samples = [sample for sample in samples if not math.isnan(reward_of(sample))]\n", "",
-     IN_SHOW + "a_step_and_the_worst_or_best_can_be_asked_for"),
-    (GRPO, "with suppress(ValueError, RecursionError):", "with suppress(OSError):",
-     IN_SHOW + "a_run_in_progress_and_a_spoilt_file_are_shown_as_far_as_they_go"),
-    (GRPO, "    except BrokenPipeError:", "    except KeyError:",
-     IN_SHOW + "a_reader_that_has_seen_enough_ends_it_quietly"),
 ]

@@ -1,0 +1,37 @@
+"""Mutants of the programs in tools/. The program is mutants.py."""
+
+SHOW, PLOT = "tools/show.py", "tools/plot.py"
+IN = "tests/test_tools.py::test_"
+
+MUTANTS = [
+    # show.py
+    (SHOW, "textwrap.indent(printable(str(value)),", "textwrap.indent(str(value),",
+     IN + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
+    (SHOW, 'facts.append(printable(f"{key} {value}"))', 'facts.append(f"{key} {value}")',
+     IN + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
+    (SHOW, 'sys.stdout.isatty() and "NO_COLOR" not in os.environ', "sys.stdout.isatty()",
+     IN + "escapes_are_printed_safely_and_colours_at_a_terminal_alone"),
+    (SHOW, 'reverse=by == "best")[:10]', 'reverse=by == "worst")[:10]',
+     IN + "a_step_and_the_worst_or_best_can_be_asked_for"),
+    (SHOW, 'samples = [sample for sample in samples if sample.get("reward") is not None]', "pass",
+     IN + "a_step_and_the_worst_or_best_can_be_asked_for"),
+    (SHOW, "with suppress(ValueError):", "with suppress(OSError):",
+     IN + "a_run_in_progress_is_shown_as_far_as_it_goes"),
+    (SHOW, "    except BrokenPipeError:", "    except KeyError:",
+     IN + "a_reader_that_has_seen_enough_ends_it_quietly"),
+
+    # plot.py
+    (PLOT, "with suppress(ValueError):  # a line half-written", "with suppress(OSError):",
+     IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes"),
+    (PLOT, " and math.isfinite(value):", ":",
+     IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes"),
+    (PLOT, "values[max(0, i - window):i]", "values[max(0, i - window):i + 1]",
+     IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes"),
+    (PLOT, "shared = [key for key in first if all(key in metrics for metrics in others)]",
+     "shared = list(first)",
+     IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour"),
+    (PLOT, "names = names if len(set(names)) == len(names) else words.runs", "pass",
+     IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour"),
+    (PLOT, 'f"C{n}" if len(runs) <= 10 else many(n)', 'f"C{n}"',
+     IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour"),
+]

@@ -1,0 +1,251 @@
+"""The programs in tools/, which read a run's files: what the policy says, its metrics as a picture."""
+import ast
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, load_script
+from matplotlib.colors import to_hex
+
+SAMPLES = [
+    {"step": step, "id": f"a.jsonl:{n}", "prompt": f"Tom has {n} apples.\nHow many?",
+     "response": f"say {step}.{n}", "answer": None, "truncated": False, "reward": reward,
+     "reward/exact_answer": reward, "advantage": -0.5}
+    for step, n, reward in ((1, 1, 0.25), (1, 2, -1.0), (2, 3, 1.0), (2, 4, 0.0))]
+
+
+def write(folder, *records, end="", name="samples.jsonl"):
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "logs" / name).write_text(lines + end)
+    return folder
+
+
+def ended(program, capsys):
+    """What a program printed that ended by itself with an exit code."""
+    with pytest.raises(SystemExit) as end:
+        program()
+    said = capsys.readouterr()
+    return SimpleNamespace(returncode=end.value.code, stdout=said.out, stderr=said.err)
+
+
+@pytest.mark.parametrize("tool, others", [("show", set()), ("plot", {"matplotlib"})])
+def test_a_tool_imports_nothing_of_ours(tool, others):
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / f"tools/{tool}.py").read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module.partition(".")[0])
+    assert names - set(sys.stdlib_module_names) == others
+
+
+# ---------------------------------------------------------------- show.py
+
+@pytest.fixture
+def show(capsys):
+    """show(word, ...): what tools/show.py prints."""
+    def run(*words):
+        load_script("tools/show.py").main(*map(str, words))
+        return capsys.readouterr().out
+    return run
+
+
+def responses(text):
+    """The samples printed, by their responses, in order."""
+    return [line.split()[1] for line in text.splitlines() if line.startswith("    say ")]
+
+
+def test_samples_are_printed_and_nothing_is_written(tmp_path):
+    run = write(tmp_path / "run", SAMPLES[0])
+    command = [sys.executable, "-I", ROOT / "tools/show.py", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == """\
+step 1  id a.jsonl:1  truncated False  reward 0.250  reward/exact_answer 0.250  advantage -0.500
+prompt
+    Tom has 1 apples.
+    How many?
+response
+    say 1.1
+
+"""
+    assert sorted(str(file.relative_to(run)) for file in run.rglob("*")) == ["logs", "logs/samples.jsonl"]
+
+
+def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
+    run = write(tmp_path / "lr=1e-4", *SAMPLES)
+    assert responses(show(run)) == ["1.1", "1.2", "2.3", "2.4"]
+    assert responses(show(run, "STEP=2")) == ["2.3", "2.4"]
+    assert responses(show(run, "BY=worst")) == ["1.2", "2.4", "1.1", "2.3"]
+    assert responses(show(run, "BY=best", "STEP=1")) == ["1.1", "1.2"]
+    many = [{**SAMPLES[0], "response": f"say {n}", "reward": n} for n in range(30)]
+    write(run, *many[15:], {**SAMPLES[0], "reward": None}, *many[:15])
+    assert responses(show(run, "BY=best")) == [str(n) for n in range(29, 19, -1)]
+    assert responses(show(run, "BY=worst")) == [str(n) for n in range(10)]
+    assert len(responses(show(run))) == 31
+
+
+def test_escapes_are_printed_safely_and_colours_at_a_terminal_alone(show, tmp_path, monkeypatch):
+    nasty = {**SAMPLES[2], "response": "say \033[2J\x07 5 \u202e", "id": "\033]0;x\x07"}
+    run = write(tmp_path, nasty)
+    text = show(run)
+    assert "\033" not in text and "\x07" not in text and "\u202e" not in text
+    assert "    say \\x1b[2J\\x07 5 \\u202e\n" in text
+    script = load_script("tools/show.py")
+    assert script.show_sample(SAMPLES[2], False) == script.show_sample(SAMPLES[2], True).replace(
+        "\033[1;32m", "").replace("\033[2m", "").replace("\033[0m", "")
+    assert "\033[1;31m" in script.show_sample(SAMPLES[3], True)
+    for terminal, no_colour, coloured in ((True, False, True), (True, True, False), (False, False, False)):
+        monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+        monkeypatch.setattr("os.environ", {"NO_COLOR": "1"} if no_colour else {})
+        assert ("\033[0m" in show(run)) == coloured
+
+
+def test_a_run_in_progress_is_shown_as_far_as_it_goes(show, tmp_path):
+    assert responses(show(write(tmp_path, *SAMPLES, end='{"step": 3, "pro'))) == ["1.1", "1.2", "2.3", "2.4"]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["{none}"], "there is no {none}/logs/samples.jsonl: it takes the OUTPUT_DIR of a run"),
+    (["{run}", "STEP=9"], "{run}/logs/samples.jsonl has no such sample: its steps are 1 to 2"),
+    (["{empty}"], "{empty}/logs/samples.jsonl has no such sample: it is empty"),
+    ([], "it takes a run's OUTPUT_DIR"),
+    (["{run}", "STEP=x"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
+    (["{run}", "BY=reward"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
+    (["{run}", "{run}"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
+])
+def test_what_cannot_be_shown_is_a_sentence(capsys, tmp_path, words, says):
+    folders = {"none": "none", "run": write(tmp_path / "run", *SAMPLES), "empty": write(tmp_path / "empty")}
+    words = [word.format(**folders) for word in words]
+    done = ended(lambda: load_script("tools/show.py").main(*words), capsys)
+    assert done.returncode == 2 and done.stdout == ""
+    assert says.format(**folders) in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path, monkeypatch):
+    run = write(tmp_path, *SAMPLES * 2000)
+    end, written = os.pipe()
+    os.close(end)
+    with os.fdopen(written, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        load_script("tools/show.py").main(str(run))
+        print("to nowhere", flush=True)
+
+
+# ---------------------------------------------------------------- plot.py
+
+def a_run(folder, *, steps=24, seed=0, **more):
+    """A run's metrics: a reward that is its step and its seed, evaluated every 12 steps."""
+    records = []
+    for step in range(steps + 1):
+        if step:
+            records.append({"phase": "train", "step": step, "reward": step + seed, "entropy": 0.5, **more})
+        if step % 12 == 0:
+            records.append({"phase": "eval", "step": step, "reward": -step - seed, "accuracy": 0.5})
+    return write(folder, *records, name="metrics.jsonl", end='{"phase": "train", "step": 99, "rew')
+
+
+@pytest.fixture
+def plot(monkeypatch, capsys):
+    """plot(word, ...): the figure that tools/plot.py draws, and the path it writes it to."""
+    def run(*words):
+        drawn = []
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *of, **_: drawn.append(of))
+        monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, words)])
+        load_script("tools/plot.py").main()
+        (figure, path), = drawn
+        assert capsys.readouterr().out == f"{path}\n"
+        return figure, path
+    return run
+
+
+def panels(figure):
+    """{y label: its lines, each (colour, [(x, y), ...])}."""
+    found = {}
+    for axis in figure.axes:
+        assert axis.get_xlabel() == "training step"
+        found[axis.get_ylabel()] = [(line.get_color(), line.get_xydata().tolist()) for line in axis.lines]
+    return found
+
+
+def legend(figure):
+    return {text.get_text(): handle.get_color() for text, handle in
+            zip(figure.legends[0].texts, figure.legends[0].legend_handles)}
+
+
+def test_every_metric_of_a_run_is_drawn_as_far_as_it_goes(plot, tmp_path):
+    nan = float("nan")
+    run = a_run(tmp_path / "one", broken=None, **{"seconds/update": 2.0, "kl": nan, "name": "x"})
+    write(run, {"phase": "mine", "step": 0, "mined": 1.0}, name="mined.jsonl")
+    with open(run / "logs/metrics.jsonl", "a") as file:
+        file.write("\n" + (run / "logs/mined.jsonl").read_text())
+    figure, path = plot(run)
+    assert path == "metrics.png" and figure.get_figwidth() == 16
+    drawn = panels(figure)
+    assert list(drawn) == ["reward", "accuracy", "entropy (nats a token)", "seconds/update (s)"]
+    faint, rolling, held_out, start = drawn["reward"]
+    assert faint[1] == [[step, step] for step in range(1, 25)]
+    assert rolling[1] == [[1, 1], *([step, step - 0.5] for step in range(2, 25))]  # mean of 24 // 12
+    assert held_out[1] == [[0, 0], [12, -12], [24, -24]]
+    assert start[1] == [[0, 0], [1, 0]]  # over the whole width
+    assert len(drawn["accuracy"]) == len(drawn["seconds/update (s)"]) == 2
+    assert list(legend(figure)) == ["one", "training, mean of 2", "held out"]
+
+
+def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plot, tmp_path):
+    one, two = a_run(tmp_path / "one", extra=1), a_run(tmp_path / "two", steps=36, seed=5, other=1)
+    figure, _ = plot(one, two)
+    drawn = panels(figure)
+    assert list(drawn) == ["reward", "accuracy", "entropy (nats a token)"]
+    named = legend(figure)
+    assert list(named) == ["one", "two", "training, mean of 3", "held out"]
+    for name, first in (("one", 1), ("two", 6)):
+        faint, rolling, held_out, start = [line for c, line in drawn["reward"] if c == named[name]]
+        assert faint[0] == [1, first] and rolling[3] == [4, first + 2]
+    figure, _ = plot(a_run(tmp_path / "a/run"), a_run(tmp_path / "b/run"))
+    assert list(legend(figure))[:2] == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
+    figure, _ = plot(*(a_run(tmp_path / f"seed_{n}") for n in range(12)))
+    colours = {to_hex(colour) for colour in legend(figure).values()}
+    assert len(colours - {to_hex("grey")}) == 12
+
+
+def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot, tmp_path):
+    one, two = a_run(tmp_path / "one", extra=1), a_run(tmp_path / "two")
+    figure, path = plot(one, two, "--metrics", "extra,reward", "--out", tmp_path / "x.svg")
+    assert path == str(tmp_path / "x.svg")
+    drawn = panels(figure)
+    assert list(drawn) == ["extra", "reward"]
+    assert {colour for colour, _ in drawn["extra"]} == {legend(figure)["one"]}
+    assert len(drawn["reward"]) == 8
+
+
+@pytest.mark.parametrize("words, says", [
+    (["none"], "there is no none/logs/metrics.jsonl"),
+    (["begun", "run"], "begun/logs/metrics.jsonl holds no metric yet"),
+    (["run", "--metrics", "reward,kl"], "--metrics kl: no run has it; they have accuracy, entropy, reward"),
+    (["run", "apart"], "these runs share no metric: name some by --metrics"),
+    (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
+    (["run", "--out", "none/x.png"], "--out none/x.png: "),
+])
+def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    a_run(tmp_path / "run")
+    write(tmp_path / "begun", name="metrics.jsonl", end='{"phase": "ev')
+    write(tmp_path / "apart", {"phase": "train", "step": 1, "other": 1}, name="metrics.jsonl")
+    monkeypatch.setattr(sys, "argv", ["plot.py", *words])
+    done = ended(load_script("tools/plot.py").main, capsys)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("plot.py: ") and says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_picture_is_written(tmp_path):
+    a_run(tmp_path / "run")
+    command = [sys.executable, ROOT / "tools/plot.py", "run", "--metrics", "reward", "--out", "x.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "x.png\n", done.stderr
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

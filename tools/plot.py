@@ -1,0 +1,114 @@
+"""Draw logs/metrics.jsonl of one or several runs of any trainer, ended or going on.
+
+    python tools/plot.py checkpoints/ppo                       # every metric of the run, to metrics.png
+    python tools/plot.py checkpoints/seed_1 checkpoints/seed_2 # all that they share, each run in a colour
+    python tools/plot.py checkpoints/seed_* --metrics reward,accuracy_sampled --out seeds.png
+
+Training is faint with a rolling mean on top, evaluation is points from a dashed start. The ending of --out
+chooses the kind of file: png, pdf, svg.
+"""
+import argparse
+import json
+import math
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+
+def stop(sentence):
+    print(f"plot.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_metrics(run):
+    """{metric: {"train": [(step, value), ...], "eval": [...]}} of a run's OUTPUT_DIR."""
+    path = Path(run) / "logs/metrics.jsonl"
+    if not path.is_file():
+        stop(f"there is no {path}: it takes the OUTPUT_DIR of runs that have begun to train")
+    metrics = {}
+    for line in path.read_text(errors="replace").splitlines():
+        record = {}
+        with suppress(ValueError):  # a line half-written
+            record = json.loads(line)
+        for key, value in record.items():
+            known = record.get("phase") in ("train", "eval") and key not in ("phase", "step")
+            if known and isinstance(value, (int, float)) and math.isfinite(value):
+                phases = metrics.setdefault(key, {"train": [], "eval": []})
+                phases[record["phase"]].append((record["step"], value))
+    if not metrics:
+        stop(f"{path} holds no metric yet")
+    return metrics
+
+
+def with_unit(key):
+    """A metric's name with its unit."""
+    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats a token")}
+    unit = "s" if key.startswith("seconds/") else units.get(key)
+    return f"{key} ({unit})" if unit else key
+
+
+def draw(runs, keys, path):
+    """Write a grid of panels, one for each of the metrics `keys`, of {name: read_metrics()}."""
+    width = min(3, len(keys))
+    height = math.ceil(len(keys) / 3)
+    figure = Figure(figsize=(16, 0.6 + 3.4 * height), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.03)
+    longest = max(len(phases["train"]) for metrics in runs.values() for phases in metrics.values())
+    window = max(1, longest // 12)
+    many = matplotlib.colormaps["turbo"].resampled(len(runs))
+    colours = [f"C{n}" if len(runs) <= 10 else many(n) for n in range(len(runs))]
+    for number, key in enumerate(keys, 1):
+        axis = figure.add_subplot(height, width, number, xlabel="training step", ylabel=with_unit(key))
+        axis.grid(alpha=0.3)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        for metrics, colour in zip(runs.values(), colours):
+            phases = metrics.get(key, {"train": [], "eval": []})
+            if phases["train"]:
+                steps, values = zip(*phases["train"])
+                parts = [values[max(0, i - window):i] for i in range(1, len(values) + 1)]
+                axis.plot(steps, values, color=colour, alpha=0.25, zorder=1)
+                axis.plot(steps, [sum(part) / len(part) for part in parts], color=colour)
+            if phases["eval"]:
+                axis.plot(*zip(*phases["eval"]), "o-", color=colour, markersize=5, linewidth=0.8)
+                axis.axhline(phases["eval"][0][1], color=colour, linestyle="--", linewidth=0.8)
+    legend = [Line2D([], [], color=colour, linewidth=4, label=name) for name, colour in zip(runs, colours)]
+    legend.append(Line2D([], [], color="grey", label=f"training, mean of {window}"))
+    legend.append(Line2D([], [], color="grey", marker="o", markersize=5, linewidth=0.8, label="held out"))
+    columns = max(1, 160 // max(20, 8 + max(map(len, runs))))  # as many as 16 inches hold
+    figure.legend(handles=legend, loc="outside upper center", ncols=min(columns, len(legend)))
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's OUTPUT_DIR")
+    parser.add_argument("--metrics", metavar="A,B", help="these alone, in this order")
+    parser.add_argument("--out", metavar="FILE", default="metrics.png")
+    words = parser.parse_args()
+    names = [Path(run).resolve().name for run in words.runs]
+    names = names if len(set(names)) == len(names) else words.runs
+    runs = {name: read_metrics(run) for name, run in zip(names, words.runs)}
+    first, *others = runs.values()
+    shared = [key for key in first if all(key in metrics for metrics in others)]
+    keys = words.metrics.split(",") if words.metrics else shared
+    there = {key for metrics in runs.values() for key in metrics}
+    for key in keys:
+        if key not in there:
+            stop(f"--metrics {key}: no run has it; they have {', '.join(sorted(there))}")
+    if not keys:
+        stop("these runs share no metric: name some by --metrics")
+    try:
+        draw(runs, keys, words.out)
+    except (ValueError, OSError) as error:  # an ending unknown to matplotlib, a folder that is not there
+        stop(f"--out {words.out}: {error}")
+    print(words.out)
+
+
+if __name__ == "__main__":
+    main()
