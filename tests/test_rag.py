@@ -93,9 +93,9 @@ def rag(world, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(world, tmp_path_factory):
     """(module, trainer) of a short finished run, no two of whose numbers are equal."""
-    weights = {"EM_WEIGHT": 1.3, "F1_WEIGHT": 0.7, "COST_WEIGHT": 0.09, "COST_TOKENS": 50.0, "COST_PAIRS": 7.0}
-    seeds = {"SEED": 5, "SPLIT_SEED": 3, "DRAWS": 2}
-    script = toy(world, tmp_path_factory.mktemp("trained"), **weights, **seeds)
+    weights = {"EM_WEIGHT": 1.3, "F1_WEIGHT": 0.7, "COST_WEIGHT": 0.09}
+    others = {"COST_TOKENS": 50.0, "COST_PAIRS": 7.0, "SEED": 5, "SPLIT_SEED": 3, "DRAWS": 2}
+    script = toy(world, tmp_path_factory.mktemp("trained"), **weights, **others)
     trainer = script.RAGTrainer()
     trainer.train()
     return script, trainer
@@ -715,6 +715,106 @@ def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
         script.RAGTrainer()
 
 
+def with_lines(world, folder, corpus=(), questions=()):
+    """DATASET: the toy world and further records."""
+    folder.mkdir()
+    for name, more in (("corpus", corpus), ("questions", questions)):
+        lines = "".join(json.dumps(row) + "\n" for row in more)
+        (folder / f"{name}.jsonl").write_text((world / f"{name}.jsonl").read_text() + lines)
+    return {"path": str(folder), "type": "folder"}
+
+
+def asked(**others):
+    return {"question": "Where lives Ida?", "answer": "Arle", "gold": ["Ida"], "type": "one", **others}
+
+
+HALF = "Ada \ud800"  # of a surrogate pair
+LONG = {"questions": [asked(question="Ada " * 6000)]}
+
+
+@pytest.mark.parametrize("lines, constants, says", [
+    ({"corpus": [{"title": ["Zoe"], "text": "x"}]}, {},
+     "corpus.jsonl line 21: 'title' must be a text or a number, not ['Zoe']"),
+    ({"corpus": [{"title": "Zoe", "text": ["x"]}]}, {}, "corpus.jsonl line 21: 'text' must be a text"),
+    ({"corpus": [{"title": "Zoe", "text": HALF}]}, {}, "line 21: 'text': half of a surrogate pair"),
+    ({"questions": [asked(question=HALF)]}, {}, "line 33: 'question': half of a surrogate pair"),
+    ({"questions": [asked(question=["Who?"])]}, {}, "line 33: 'question' must be a text"),
+    ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text"),
+    ({"questions": [asked(gold=[["Ida"]])]}, {}, "line 33: 'gold' must be a text or a number, not ['Ida']"),
+    ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
+    ({"questions": [asked(type=["one"])]}, {}, "line 33: 'type' must be a text or a number"),
+    ({"questions": [asked(level={})]}, {}, "line 33: 'level' must be a text or a number"),
+    (LONG, {}, "questions.jsonl:33 takes 60"),
+    ({}, {"GENERATOR": "{world}/gpt2"}, "in PROMPT without any paragraph, the generator reads 20"),
+    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "cannot be filled ('foo'): it may name {contexts}, {qu"),
+    ({}, {"PROMPT": "{contexts} {question} {"}, "cannot be filled (Single '{' encountered"),
+    ({}, {"PROMPT": "{contexts}"}, "lacks {question}: the generator would not see it"),
+    ({}, {"PROMPT": "{question}"}, "lacks {contexts}"),
+    ({}, {"PARAGRAPH": "{titel}: {text}"}, "cannot be filled ('titel'): it may name {n}, {title}, {text}"),
+    ({}, {"PARAGRAPH": "{n} {title}"}, "lacks {text}"),
+    ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
+    ({}, {"DATASET": {"path": 3, "type": "hotpotqa"}}, "it takes {'path': ..., 'type'"),
+    ({}, {"DATASET": {"path": "x", "type": "hub", "split": 3}}, "it takes {'path': ..., 'type'"),
+])
+def test_odd_input_is_one_sentence_and_a_run_stays(
+        rag, world, tmp_path, monkeypatch, capsys, lines, constants, says):
+    learned = GPT2Config(n_positions=24, n_embd=8, n_layer=1, n_head=1, vocab_size=200, eos_token_id=1)
+    if not (world / "gpt2").exists():
+        save(GPT2LMHeadModel(learned), make_tokenizer(), world / "gpt2")
+    before = tmp_path / "run/step_2"
+    before.mkdir(parents=True)
+    constants = {key: x.replace("{world}", str(world)) if key == "GENERATOR" else x
+                 for key, x in constants.items()}
+    data = with_lines(world, tmp_path / "data", **lines)
+    script = rag(**{"DATASET": data, "RESUME": "no", **constants})
+    monkeypatch.setattr("sys.argv", ["ppo_rag.py"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        script.train_main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and len(said.strip().splitlines()) == 1 and says in said
+    assert before.is_dir()
+
+
+@pytest.mark.parametrize("lines", [
+    {"corpus": [{"title": 1984, "text": 7}], "questions": [asked(gold=[1984], answer=0)]},
+    {"questions": [asked(gold="Ida")]},
+    {"questions": [asked(type=None)]},
+    {"questions": [asked(type=3, level="easy"), asked(question="Where lives Leo?", level=2.5)]},
+    {"questions": [asked(question="???"), asked(question="W 5 ?"), asked(question="!")]},
+], ids=["numbers", "one gold", "no type", "mixed types", "no words"])
+def test_odd_input_that_makes_sense_is_taken(rag, world, tmp_path, lines):
+    places = {"CACHE_DIR": str(world / "cache"), "DATASET": with_lines(world, tmp_path / "data", **lines)}
+    script = rag(**places, TEMPERATURES=(0.0,), TOP_KS=(1,), FIXED_ACTION=(1, 0.0, 0))
+    trainer = script.RAGTrainer()
+    assert len(trainer.table.questions) == 32 + len(lines["questions"])
+    for row in lines["questions"]:
+        found, = [q for q in trainer.table.questions if q["question"] == row["question"]]
+        assert (found["answer"], found["type"]) == (str(row["answer"]), str(row["type"] or ""))
+        want = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
+        assert [trainer.qa.corpus[n]["title"] for n in found["gold_docs"]] == [str(title) for title in want]
+    assert trainer.answer("?")[1] in trainer.table.actions
+
+
+def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, capsys):
+    more = [{"title": f"Zyx{n}", "text": "xa xb xc xd xe xf"} for n in range(8)]
+    small = {"TEMPERATURES": (0.0,), "TOP_KS": (1,), "FIXED_ACTION": (1, 0.0, 0)}
+    rag(DATASET=with_lines(world, tmp_path / "data", corpus=more), **small).RAGTrainer()
+    tokens = make_tokenizer()
+    lines = [(tmp_path / f"data/{name}.jsonl").read_text().splitlines() for name in ("questions", "corpus")]
+    asked, told = ([json.loads(line) for line in some] for some in lines)
+    texts = [row["question"] for row in asked] + [f"{row['title']}: {row['text']}" for row in told]
+    ids = [token for text in texts for token in tokens(text)["input_ids"]]
+    share = ids.count(tokens.unk_token_id) / len(ids)
+    said = capsys.readouterr().out
+    assert f"llama' reads <unk> in place of {share:.0%} of the words of DATASET: give a model" in said
+    assert share > 0.1
+    script = rag(**small)
+    script.warn_of_unknown_words([{"question": "Where was Ada born?"}], script.SimpleNamespace(
+        generator=script.SimpleNamespace(tokenizer=tokens), corpus=[{"title": "Ada", "text": "born"}]), print)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("constants, says", [
     ({"TOP_KS": ()}, "TOP_KS = (): it takes one or more different numbers"),
     ({"TOP_KS": (1, 1)}, "TOP_KS = (1, 1): it takes one or more different numbers"),
@@ -742,6 +842,12 @@ def test_errors_are_one_sentence(rag, constants, says):
     ("[1", "is no JSON"),
     ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
     (json.dumps([{**HOTPOT, "supporting_facts": [["Gone", 0]]}]), "facts that are not in its context"),
+    (json.dumps([{**HOTPOT, "answer": ["Arle"]}]), "record 1: 'answer' must be a text"),
+    (json.dumps([{**HOTPOT, "type": ["bridge"]}]), "record 1: 'type' must be a text"),
+    (json.dumps([{**HOTPOT, "context": [["Mill \ud800", ["x"]]]}]), "a title of 'context': half of a surrog"),
+    (json.dumps([{**HOTPOT, "context": [["Mill", ["x \ud800"]]]}]), "record 1: 'Mill': half of a surrogate"),
+    (json.dumps([{**HOTPOT, "context": [[{}, ["x"]]]}]), "a title of 'context' must be a text or a number"),
+    (json.dumps([{**HOTPOT, "supporting_facts": [[[], 0]]}]), "'supporting_facts' must be a text"),
 ])
 def test_a_file_that_is_not_hotpots_is_refused(rag, tmp_path, text, says):
     (tmp_path / "bad.json").write_text(text)
