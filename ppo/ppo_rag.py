@@ -562,7 +562,7 @@ class RAGTrainer:
             self.run.say(text)
 
     def test(self):
-        """The best policy on the test questions: three of them shown, then all, beside the baselines. The
+        """The policy of best/ on the test questions: three of them shown, then all, beside the baselines. The
         last policy stays what it is: a checkpoint is still to be made of it."""
         self.best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
         rows = self.table.splits["test"]
@@ -2267,7 +2267,7 @@ class Generator:
             eos_token_id=ends, pad_token_id=self.tokenizer.pad_token_id, max_new_tokens=MAX_NEW_TOKENS,
             decoder_start_token_id=own.decoder_start_token_id, bos_token_id=own.bos_token_id)
         room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
-        room = room if self.reads_apart else room - MAX_NEW_TOKENS
+        room = room if self.reads_apart else max(0, room - MAX_NEW_TOKENS)
         self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
 
     @torch.no_grad()
@@ -2791,7 +2791,7 @@ def test_line(found):
     low, high = found["interval"]
     values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
     gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
-    oracle = f"{found['oracle']['reward']:.3f}"
+    oracle = f"{found['oracle']['reward']:.3f} after the fact"
     return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
 
 

@@ -5,6 +5,7 @@ IN_RAG = "tests/test_rag.py::test_"
 CLIP = IN_RAG + "the_clip_stops_the_gradient_where_the_ratio_left_the_range_as_the_advantage_wants"
 SIX = IN_RAG + "six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit"
 FILES = IN_RAG + "the_first_ratio_is_one_and_every_file_is_there"
+WEIGHTS = IN_RAG + "each_part_of_the_reward_has_its_own_weight"
 STEP = IN_RAG + "an_optimizer_step_by_hand_with_no_two_constants_equal"
 UPDATE = IN_RAG + "an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules_rates"
 ROLLOUT = IN_RAG + "a_rollout_asks_every_training_question_once_an_epoch_and_every_draw"
@@ -65,7 +66,8 @@ MUTANTS = [
     (RAG, '[p["title"]] * TITLE_WEIGHT', '[p["title"]]',
      IN_RAG + "a_titles_words_count_as_often_as_its_weight"),
     # data
-    (RAG, "    questions = list(same.values())[::-1]\n", "", IN_RAG + "no_question_of_the_test_is_trained_on_and_the_splits_are_said_on_disk"),
+    (RAG, "    questions = list(same.values())[::-1]\n", "",
+     IN_RAG + "no_question_of_the_test_is_trained_on_and_the_splits_are_said_on_disk"),
     (RAG, 'self.table.observations[self.table.splits["train"]]\n            self.policy.mean',
      "self.table.observations\n            self.policy.mean",
      IN_RAG + "only_the_training_questions_scale_the_observation"),
@@ -118,7 +120,8 @@ MUTANTS = [
     # which constant is handed where
     (RAG, "batch.rewards[chunk], VALUE_CLIP_RANGE)", "batch.rewards[chunk], CLIP_RANGE)", STEP),
     (RAG, "old_logprobs, advantages, CLIP_RANGE)", "old_logprobs, advantages, 0.2)", STEP),
-    (RAG, "policy_losses + VALUE_LOSS_COEF * value_losses", "policy_losses + MAX_GRAD_NORM * value_losses", STEP),
+    (RAG, "policy_losses + VALUE_LOSS_COEF * value_losses", "policy_losses + MAX_GRAD_NORM * value_losses",
+     STEP),
     (RAG, '"weight_decay": WEIGHT_DECAY}', '"weight_decay": VALUE_CLIP_RANGE}', STEP),
     (RAG, "hidden_size=HIDDEN_SIZE,", "hidden_size=BATCH_SIZE,", STEP),
     (RAG, "run.total_steps, WARMUP_STEPS, kind", "run.total_steps, 0, kind", UPDATE),
@@ -128,32 +131,37 @@ MUTANTS = [
     (RAG, "torch.randperm(N_STEPS).split(BATCH_SIZE)", "torch.arange(N_STEPS).split(BATCH_SIZE)", UPDATE),
     (RAG, "for _ in range(GROUP_EPOCHS):", "for _ in range(4):", UPDATE),
     (RAG, 'record["pairs"] / COST_PAIRS', 'record["pairs"] / 20.0', FIGURES),
-    (RAG, '"em": (EM_WEIGHT, rewards.em)', '"em": (1.0, rewards.em)',
-     IN_RAG + "the_clocks_seconds_are_a_cost_too"),
+    (RAG, '"em": (EM_WEIGHT, rewards.em)', '"em": (1.0, rewards.em)', WEIGHTS),
+    (RAG, '"f1": (F1_WEIGHT, rewards.f1)', '"f1": (EM_WEIGHT, rewards.f1)', WEIGHTS),
+    (RAG, '(ROUGE_WEIGHT, rewards.rouge_l)', '(F1_WEIGHT, rewards.rouge_l)', WEIGHTS),
     (RAG, 'table.seconds if COST == "seconds" else table.read', "table.read",
      IN_RAG + "the_clocks_seconds_are_a_cost_too"),
     (RAG, "np.random.default_rng(SPLIT_SEED)", "np.random.default_rng(SEED)",
      IN_RAG + "which_questions_are_in_which_split_is_the_split_seeds_alone"),
     (RAG, "temperature, seed)\n        seconds = ", "temperature, SEED)\n        seconds = ", BLOCKS),
     # which questions, seeds and paragraphs
-    (RAG, '        rows = self.table.splits["validation"]\n', '        rows = self.table.splits["test"]\n', FIGURES),
-    (RAG, "torch.Generator().manual_seed(SEED + 1)", "torch.Generator().manual_seed(SPLIT_SEED + 1)", FIGURES),
+    (RAG, '        rows = self.table.splits["validation"]\n', '        rows = self.table.splits["test"]\n',
+     FIGURES),
+    (RAG, "torch.Generator().manual_seed(SEED + 1)", "torch.Generator().manual_seed(SPLIT_SEED + 1)",
+     FIGURES),
     (RAG, 'self.env = RAGEnv(self.table, "train")', 'self.env = RAGEnv(self.table, "validation")', ROLLOUT),
-    (RAG, "draws = torch.randint(DRAWS, (N_STEPS,))", "draws = torch.zeros(N_STEPS, dtype=torch.long)", ROLLOUT),
+    (RAG, "draws = torch.randint(DRAWS, (N_STEPS,))", "draws = torch.zeros(N_STEPS, dtype=torch.long)",
+     ROLLOUT),
     (RAG, "ranked.append(([head[n] for n in order] + tail)[:depth])",
      "ranked.append([head[n] for n in order][:depth])", DEPTH),
     (RAG, "[self.retriever.search(question, max(depth, RERANK_DEPTH))[0]",
-     "[self.retriever.search(question, depth)[0]", FIGURES),
+     "[self.retriever.search(question, depth)[0]",
+     IN_RAG + "the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it"),
     (RAG, "key = json.dumps([questions, sides,", "key = json.dumps([sides,", BLOCKS),
     (RAG, "sides, top_k, temperature, draw]).encode()", "sides, temperature, draw]).encode()", BLOCKS),
     (RAG, "seen = [set().union(*texts[:n]) for n in (1, 2, 4)]",
      "seen = [set().union(*texts[:n]) for n in (1, 2, 3)]", IN_RAG + "the_observation_entry_by_entry"),
-    (RAG, "for p in paragraphs[:4]]", "for p in paragraphs]", IN_RAG + "the_observation_entry_by_entry"),
     # figures
     (RAG, "means[int(0.025 * resamples)].item(), means[int(0.975 * resamples) - 1].item()",
      "means[int(0.25 * resamples)].item(), means[int(0.75 * resamples) - 1].item()",
      IN_RAG + "the_gain_is_paired_with_the_best_fixed_action_and_its_interval_resamples_questions"),
-    (RAG, 'figure = {name: figures[name]["test"] for', 'figure = {name: figures[name]["validation"] for', FIGURES),
+    (RAG, 'figure = {name: figures[name]["test"] for', 'figure = {name: figures[name]["validation"] for',
+     FIGURES),
     (RAG, '"oracle": split_means(table, one_hot[mean.argmax(1)])',
      '"oracle": split_means(table, one_hot[table.rewards[:, :, 0].argmax(1)])', FIGURES),
     (RAG, '    train = table.splits["train"]\n', '    train = table.splits["test"]\n', TERMINAL),

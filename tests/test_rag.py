@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import re
+import zlib
 from pathlib import Path
 
 import gymnasium.utils.env_checker
@@ -94,10 +95,18 @@ def rag(world, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(world, tmp_path_factory):
-    """(module, trainer) of a short finished run; weights, costs and seeds are unlike the defaults."""
+    """(module, trainer) of a short finished run: weights, costs and seeds are unlike the defaults, answers
+    are guesses."""
     weights = {"EM_WEIGHT": 1.3, "F1_WEIGHT": 0.7, "COST_WEIGHT": 0.09}
     others = {"COST_TOKENS": 50.0, "COST_PAIRS": 7.0, "SEED": 5, "SPLIT_SEED": 3, "DRAWS": 2}
     script = toy(world, tmp_path_factory.mktemp("trained"), **weights, **others)
+
+    def guesses(self, prompts, temperature, seed):
+        """Towns, right now and then, which a random model's answers never are."""
+        keys = [zlib.crc32(f"{prompt} {seed if temperature else 0}".encode()) for prompt in prompts]
+        return [(f"{TOWNS[key % 4]}{' near' * (key % 3)}", 20 + key % 7) for key in keys]
+
+    script.Generator.answers = guesses
     trainer = script.RAGTrainer()
     trainer.train()
     return script, trainer
@@ -242,6 +251,13 @@ def test_which_questions_are_in_which_split_is_the_split_seeds_alone(rag):
         found[seeds] = [(row["question"], row["split"]) for row in script.load_questions(print)[0]]
     assert found[1, 0] == found[2, 0] != found[1, 7]
     assert {len(rows) for rows in found.values()} == {25}
+
+
+def test_each_part_of_the_reward_has_its_own_weight(rag, world):
+    script, trainer = quick(rag, world, EM_WEIGHT=1.3, F1_WEIGHT=0.7, ROUGE_WEIGHT=0.1)
+    responses = ["Arle town", "town Arle near", "x"]  # F1 1, .8, 0; ROUGE-L 1, .4, 0
+    found = trainer.compute_rewards(["?"] * 3, responses, ["Arle town"] * 3)
+    assert found.tolist() == pytest.approx([2.1, 0.7 * 0.8 + 0.1 * 0.4, 0])
 
 
 def test_the_clocks_seconds_are_a_cost_too(rag, world):
