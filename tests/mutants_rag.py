@@ -123,6 +123,7 @@ MUTANTS = [
     (RAG, "policy_losses + VALUE_LOSS_COEF * value_losses", "policy_losses + MAX_GRAD_NORM * value_losses",
      STEP),
     (RAG, '"weight_decay": WEIGHT_DECAY}', '"weight_decay": VALUE_CLIP_RANGE}', STEP),
+    (RAG, "        if WHITEN_ADVANTAGES:\n", "        if True:\n", STEP),
     (RAG, "hidden_size=HIDDEN_SIZE,", "hidden_size=BATCH_SIZE,", STEP),
     (RAG, "run.total_steps, WARMUP_STEPS, kind", "run.total_steps, 0, kind", UPDATE),
     (RAG, "run.total_steps, WARMUP_STEPS, kind", "N_STEPS, WARMUP_STEPS, kind", UPDATE),

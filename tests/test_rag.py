@@ -171,6 +171,10 @@ def test_an_optimizer_step_by_hand_with_no_two_constants_equal(rag, world):
     batch = trainer.rollout()
     batch.logprobs += 0.3 * torch.randn(12)
     batch.values += 0.2 * torch.randn(12)
+    script.WHITEN_ADVANTAGES = False
+    trainer.compute_advantages(batch)
+    assert torch.equal(batch.advantages, batch.rewards - batch.values)
+    script.WHITEN_ADVANTAGES = True
     trainer.compute_advantages(batch)
     chunk = torch.tensor([0, 2, 3, 5, 7, 8, 11])
     policy = copy.deepcopy(trainer.policy).double()
