@@ -101,7 +101,7 @@ def splits(numbers):
         values = [row[n] for row in found]
         print(f"{name:24}" + "  ".join(f"{x:.3f}" for x in values) + f"  mean {statistics.mean(values):.3f}")
     fixed, ppo, rule, *_ = (statistics.mean(values) for values in zip(*found))
-    print(f"PPO gains {(ppo - fixed) / (rule - fixed):.0%} of what best by type gains over best fixed, by means")
+    print(f"PPO gains {(ppo - fixed) / (rule - fixed):.0%} of what best by type gains over best fixed")
 
 
 def seeds(numbers):
