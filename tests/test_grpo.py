@@ -427,6 +427,20 @@ def test_rewards_and_overlong_penalty_add_up(grpo):
     assert penalty.min() < 0
 
 
+def test_rewards_are_asked_about_whole_groups(grpo):
+    """Some compare the responses to one prompt."""
+    asked = []
+
+    def note(prompts, responses, answers):
+        asked.append(prompts)
+        return [0.0] * len(responses)
+
+    trainer = grpo(BATCH_SIZE=3, GROUP_SIZE=4, REWARD_FUNCTIONS=[(note, 1.0)]).GRPOTrainer()
+    scored_batch(trainer, 8)
+    prompts = [row["prompt"] for row in trainer.train_rows[:8] for _ in range(4)]
+    assert asked == [prompts[:12], prompts[12:24], prompts[24:]]
+
+
 def test_the_reference_follows_the_actor_when_asked(grpo):
     follow = dict(KL_COEF=0.1, REFERENCE_SYNC_STEPS=2, REFERENCE_SYNC_ALPHA=0.25)
     script = grpo(**follow, MAX_STEPS=3, EVAL_DATASETS=[])

@@ -553,8 +553,9 @@ def test_mini_batches_share_out_every_row_once(ppo, monkeypatch):
     monkeypatch.setattr(trainer, "optimizer_step", spy)
     trainer.update(batch)
     assert len(seen) == 6
-    for a_pass in (seen[:3], seen[3:]):
-        assert sorted(itertools.chain(*a_pass)) == list(range(8))
+    passes = [list(itertools.chain(*a_pass)) for a_pass in (seen[:3], seen[3:])]
+    assert [sorted(rows) for rows in passes] == [list(range(8))] * 2
+    assert len({tuple(rows) for rows in (*passes, range(8))}) == 3  # each pass in an order of its own
 
 
 def test_entropy_bonus_has_a_gradient_and_raises_entropy(ppo):
@@ -833,6 +834,20 @@ def test_rewards_add_up_with_their_weights(ppo):
     assert parts["twice"].tolist() == [2, 2]
     assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2, atol=1e-5)
     assert parts["reward_model"][0] > parts["reward_model"][1]
+
+
+def test_parts_of_several_calls_stay_beside_their_responses(ppo):
+    def size(prompts, responses, answers):
+        sizes.append(len(responses))
+        return [float(len(response)) for response in responses]
+
+    sizes = []
+    trainer = ppo(BATCH_SIZE=3, REWARD_FUNCTIONS=[(size, 0.5)]).PPOTrainer()
+    batch = scored_batch(trainer, 8)
+    assert sizes == [6, 6, 4]  # rows of 3 prompts each, then of 2
+    lengths = [len(response) for response in batch.responses]
+    assert batch.parts["size"].tolist() == lengths != lengths[::-1]
+    assert batch.scores.tolist() == [0.5 * n for n in lengths]
 
 
 def test_evaluating_never_changes_training(ppo, tmp_path):

@@ -581,6 +581,17 @@ def test_a_reward_that_cannot_be_used_ends_the_run_with_a_sentence(rce, function
         prepared(script)
 
 
+def test_rewards_are_asked_about_batch_size_prompts_candidates_at_a_time(rce):
+    def note(prompts, responses, answers):
+        asked.append(len(responses))
+        return [1.0] * len(responses)
+
+    asked = []
+    trainer = rce(BATCH_SIZE=3, GROUP_SIZE=4, REWARD_FUNCTIONS=[(note, 1.0)]).RCETrainer()
+    trainer.rewards_of(["a"] * 30, ["b"] * 30, ["c"] * 30)
+    assert asked == [12, 12, 6]
+
+
 def test_the_reward_model_is_squashed_into_the_soft_reward(rce):
     trainer = rce(REWARD_MODEL=str(TINY / "reward_model"), SOFT_REWARD="reward_model").RCETrainer()
     for c in trainer.mine_part(trainer.train_rows[:2]):
