@@ -1136,7 +1136,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     trained = [x[:n] for x, n in zip(seen["trained"], lengths)]
     assert 0 < sum(cut) < count and all(not x.any() for x, is_cut in zip(trained, cut) if is_cut)
     entropies = torch.cat([h for _, h in old])
-    least = entropies.sort().values[round(0.3 * len(entropies))] if len(entropies) else 0
+    least = entropies.sort().values[round(0.3 * len(entropies))]
     for x, (_, h), is_cut in zip(trained, old, cut):
         sure = (h - least).abs() > 0.02  # the tokens about the border may fall to either side
         assert is_cut or torch.equal(x[sure] > 0, (h > least)[sure])
@@ -1173,7 +1173,8 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     assert distance(torch.cat([x.flatten() for x in seen["gradients"]]), wanted) < 1e-3
 
     # afterwards: the reference, which moves every fourth step; rates of the third and the eighth step
-    towards = c.REFERENCE_SYNC_ALPHA * flat_weights(moved) + (1 - c.REFERENCE_SYNC_ALPHA) * flat_weights(reference)
+    alpha = c.REFERENCE_SYNC_ALPHA
+    towards = alpha * flat_weights(moved) + (1 - alpha) * flat_weights(reference)
     assert distance(seen["reference"], towards) < 1e-6
     cosine = 0.5 * (1 + math.cos(math.pi * (7 - c.WARMUP_STEPS) / (seen["plan"] - c.WARMUP_STEPS)))
     assert seen["rates"] == pytest.approx([c.LEARNING_RATE * scale for scale in (3 / c.WARMUP_STEPS, cosine)])

@@ -1002,8 +1002,8 @@ def one_step(tmp_path_factory):
     class Spy(script.PPOTrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor critic pad_id models readers reference reward_model reward_tokenizer optimizers"
-            for name in names.split():
+            names = "tokenizer actor critic pad_id models readers reference reward_model reward_tokenizer"
+            for name in [*names.split(), "optimizers"]:
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
             self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]
@@ -1093,7 +1093,8 @@ def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_ste
 def algorithm_of(path):
     """The constants of a trainer from its rewards to its schedule."""
     text = (ROOT / path).read_text()
-    return set(re.findall("^([A-Z_]+)[ :]", text[text.index("\n# Rewards:"):text.index("\n# Bookkeeping")], re.M))
+    text = text[text.index("\n# Rewards:"):text.index("\n# Bookkeeping")]
+    return set(re.findall("^([A-Z_]+)[ :]", text, re.M))
 
 
 def test_no_constant_of_the_algorithm_was_forgotten():
@@ -1116,14 +1117,15 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     assert seen["plan"] == 3 * steps_an_epoch
 
     # log-probabilities and values, each row alone
-    def plain(kind, weights, last=None):
+    def plain(kind, weights):
         model = kind.from_pretrained(c.ACTOR_MODEL, dtype=torch.float64, num_labels=1)
         model.load_state_dict(weights)
         return model
 
     causal, labels = AutoModelForCausalLM, AutoModelForTokenClassification
     actor, critic = (plain(*x) for x in zip((causal, labels), trainer.weights))
-    moved = [plain(kind, model.state_dict()) for kind, model in zip((causal, labels), trainer.models.values())]
+    models = zip((causal, labels), trainer.models.values())
+    moved = [plain(kind, model.state_dict()) for kind, model in models]
     reference = causal.from_pretrained(c.REFERENCE_MODEL, dtype=torch.float64)
     lengths = batch.response_lengths.tolist()
     ids = [row["ids"] + said[:n] for row, said, n in zip(batch.rows, batch.response_ids.tolist(), lengths)]
@@ -1158,10 +1160,10 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     for score, (p, _), (q, _), v in zip(scores, old, ref, old_values):
         r = -c.KL_COEF * (p - q)
         r[-1] += score
-        ahead = torch.cat([v[1:], torch.zeros(1)])
-        delta = r + c.GAMMA * ahead - v
+        delta = r + c.GAMMA * torch.cat([v[1:], torch.zeros(1)]) - v
         n = len(v)
-        raw.append(torch.stack([sum((c.GAMMA * c.LAM) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]))
+        ahead = [sum((c.GAMMA * c.LAM) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+        raw.append(torch.stack(ahead))
     every = torch.cat(raw)
     white = [(x - every.mean()) / every.std(correction=0) for x in raw]
     got = [x[:n] for x, n in zip(seen["advantages"], lengths)]

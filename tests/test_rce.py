@@ -1812,9 +1812,9 @@ CONSTANTS = {**MINED, **TRAINED}
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory):
-    """one_step(KEY=value, ...): the module, the trainer, and what its first round and its eighth step were like
-    with CONSTANTS but for these: mined by one policy, trained on by one that has moved on. Where these have no
-    part in mining, the candidates are those of the first call."""
+    """one_step(KEY=value, ...): the module, the trainer, and what its first round and its eighth step were
+    like with CONSTANTS but for these: mined by one policy, trained on by one that has moved on. Where these
+    have no part in mining, the candidates are those of the first call."""
     constants = {**SMALL, **{name: value for name, (value, _, _) in CONSTANTS.items()}}
     constants |= tiny_files(tmp_path_factory.mktemp("constants"))
     del constants["REFERENCE_MODEL"]
@@ -1877,11 +1877,13 @@ def one_step(tmp_path_factory):
         candidates = pq.read_table(path).to_pylist()
         trainer.candidates = candidates
         batch = trainer.batch
+        proposal = ("prompt_id", "token_ids", "source", "temperature")
+        columns = ("logprob", "gt_prob", "hard", "soft", "eval_mode")
         return script, trainer, {
             **trainer.seen,
             "plan": [trainer.round_end, trainer.run.total_steps],
-            "proposed": [[c[key] for key in ("prompt_id", "token_ids", "source", "temperature")] for c in candidates],
-            **{key: [c[key] for c in candidates] for key in ("logprob", "gt_prob", "hard", "soft", "eval_mode")},
+            "proposed": [[x[key] for key in proposal] for x in candidates],
+            **{key: [x[key] for x in candidates] for key in columns},
             "held_back": sorted(trainer.held_back),
             "shaped": [row["rewards"] for row in trainer.train_rows],
             "asked": list(dict.fromkeys(row["id"] for row in batch.rows)),
