@@ -1032,7 +1032,7 @@ def one_step(tmp_path_factory):
         def record(self, batch, metrics):
             self.batch, self.metrics = batch, metrics
 
-    def step(**changed):
+    def take_step(**changed):
         for name, value in {**constants, **changed}.items():
             setattr(script, name, value)
         for model, before in zip(first.models.values(), weights):
@@ -1062,7 +1062,7 @@ def one_step(tmp_path_factory):
             reference=flat_weights(trainer.reference))
         return script, trainer, seen
 
-    yield step
+    yield take_step
     first.run.lock.release()
 
 

@@ -1033,7 +1033,7 @@ def one_step(tmp_path_factory):
         def record(self, batch, metrics):
             self.batch = batch
 
-    def step(**changed):
+    def take_step(**changed):
         for name, value in {**constants, **changed}.items():
             setattr(script, name, value)
         for model, before in zip(first.models.values(), weights):
@@ -1064,7 +1064,7 @@ def one_step(tmp_path_factory):
             norms=[metrics["grad_norm"], metrics["critic_grad_norm"]])
         return script, trainer, seen
 
-    yield step
+    yield take_step
     first.run.lock.release()
 
 

@@ -1747,7 +1747,7 @@ def share(prompts, responses, answers):
     return [n / 30 for n in vowels(prompts, responses, answers)]
 
 
-def length(prompts, responses, answers):
+def hundredths(prompts, responses, answers):
     return [len(response) / 100 for response in responses]
 
 
@@ -1755,7 +1755,7 @@ def odd(prompts, responses, answers):
     return [1 - value for value in even(prompts, responses, answers)]
 
 
-FUNCTIONS = [(even, 0.6), (share, 0.2), (length, 0.0), (odd, 0.0)]
+FUNCTIONS = [(even, 0.6), (share, 0.2), (hundredths, 0.0), (odd, 0.0)]
 LEARNT = {"policy_loss", "norm", "gradient"}
 WEIGHED = {"weights", *LEARNT}
 SHAPED = {"shaped", *WEIGHED}
@@ -1766,7 +1766,7 @@ MINED = {  # its value, another, and what that alone changes
     "REWARD_FUNCTIONS": (FUNCTIONS, [(even, 0.7), *FUNCTIONS[1:]], {"evaluation"}),
     "REWARD_MODEL_WEIGHT": (0.31, 0.37, {"evaluation"}),
     "HARD_REWARD": ("even", "odd", {"hard", *SHAPED}),
-    "SOFT_REWARD": ("share", "length", {"soft"}),
+    "SOFT_REWARD": ("share", "hundredths", {"soft"}),
     "ANSWER_FORM": ("= {answer}", "* {answer}", {"gt_prob", *VERIFIED}),
     "GOLD_FULL_COUNT": (2, 3, {"gt_prob"}),
     "MINE_PROMPTS": (6, 5, PROMPTS),
@@ -1788,7 +1788,7 @@ TRAINED = {  # and of what has no part in mining
     "REWARD_MODE": ("hybrid", "hard_plus_soft", SHAPED),
     "HYBRID_SCORE": ("share", "logprob", SHAPED),
     "SIMILARITY_WEIGHT": (0.13, 0.17, SHAPED),
-    "SIMILARITY": ("length", "share", SHAPED),
+    "SIMILARITY": ("hundredths", "share", SHAPED),
     "ACCURACY_FUNCTION": (even, share, {"evaluation"}),
     "EVAL_SAMPLES": (2, 3, {"evaluation"}),
     "BATCH_SIZE": (3, 4, {"asked", "plan", "rates", *WEIGHED}),
@@ -1844,7 +1844,7 @@ def one_step(tmp_path_factory):
             self.seen = seen
             return self.metrics
 
-    def step(**changed):
+    def take_step(**changed):
         for name, value in {**constants, **changed}.items():
             setattr(script, name, value)
         first.actor.load_state_dict(weights)
@@ -1891,7 +1891,7 @@ def one_step(tmp_path_factory):
             "policy_loss": trainer.metrics["policy_loss"],
             "norm": trainer.metrics["grad_norm"]}
 
-    yield step
+    yield take_step
     first.run.lock.release()
 
 
@@ -1962,7 +1962,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_formulas_in_float64(one_st
         candidates = [x for x in trainer.candidates if x["prompt_id"] == key and x["hard"] is not None]
         scores = torch.tensor([x["reward/share"] for x in candidates], dtype=torch.float64)
         hard = torch.tensor([x["reward/even"] for x in candidates], dtype=torch.float64)
-        near = torch.tensor([x["reward/length"] for x in candidates], dtype=torch.float64)
+        near = torch.tensor([x["reward/hundredths"] for x in candidates], dtype=torch.float64)
         scaled = (scores - scores.min()) / (scores.max() - scores.min())
         r = scaled / 2 + hard / 2 + c.SIMILARITY_WEIGHT * near * (1 - hard)
         w = ((r - r.mean()) / (r.std() + 1e-4) / tau).softmax(0)
