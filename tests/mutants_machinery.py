@@ -104,6 +104,11 @@ MUTANTS = [
      "torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.state.round))",
      IN_RCE + FORMULAS),
 
+    (PPO, "seed_everything(SEED)", "seed_everything(1)", IN_PPO + EVALUATION),
+    (GRPO, "seed_everything(SEED)", "seed_everything(1)", IN_GRPO + EVALUATION),
+    (RCE, 'words = f"{SEED} {self', 'words = f"{self',
+     IN_RCE + "each_prompt_round_and_use_has_a_random_stream_of_its_own"),
+
     # schedules
     (PPO, "min(NUM_EPOCHS * steps_an_epoch, MAX", "min(steps_an_epoch, MAX", IN_PPO + UNLIKE),
     (GRPO, "max(0, NUM_EPOCHS - self.state.epoch)", "max(0, 1 - self.state.epoch)",

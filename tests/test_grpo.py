@@ -1193,3 +1193,10 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
     assert seen["evaluation"]["pass@1"] == pytest.approx(sum(right) / len(right))
     assert seen["evaluation"]["pass@3"] == pytest.approx(sum(best) / len(best))
     assert all(row["id"].startswith("test.jsonl:") for row in rows) and 1 < len(rows) <= c.MAX_EVAL_PROMPTS
+
+    # and training those of its step by the run's own
+    torch.manual_seed(c.SEED)
+    uniform = torch.rand(len(trainer.batch.rows), c.MAX_NEW_TOKENS)
+    asked = [row["ids"] for row in trainer.batch.rows[::c.GROUP_SIZE]]
+    said = c.respond(trainer.actor, trainer.tokenizer, asked, uniform, c.GROUP_SIZE)
+    assert torch.equal(said.response_ids, seen["responses"])

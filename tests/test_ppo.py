@@ -1214,3 +1214,10 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
         right = vowels(None, said, None)
         assert seen["evaluation"][f"accuracy_{kind}"] == pytest.approx(sum(right) / len(right))
     assert seen["evaluation"]["reward/vowels"] == pytest.approx(sum(right) / len(right))
+
+    # and training those of its step by the run's own
+    torch.manual_seed(c.SEED)
+    uniform = torch.rand(len(trainer.batch.rows), c.MAX_NEW_TOKENS)
+    asked = [row["ids"] for row in trainer.batch.rows[::c.GROUP_SIZE]]
+    said = c.respond(trainer.actor, trainer.tokenizer, asked, uniform, c.GROUP_SIZE)
+    assert torch.equal(said.response_ids, seen["responses"])

@@ -1351,7 +1351,8 @@ def test_samples_are_drawn_at_their_own_temperature(rce):
 
 
 def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
-    trainer = rce().RCETrainer()
+    script = rce()
+    trainer = script.RCETrainer()
     first, second = trainer.train_rows[:2]
 
     def draw(row, use):
@@ -1361,7 +1362,9 @@ def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
     assert draw(first, "a") == drawn[0]
     trainer.state.round = 2
     drawn.append(draw(first, "a"))
-    assert len(set(map(tuple, drawn))) == 4
+    script.SEED += 1
+    drawn.append(draw(first, "a"))
+    assert len(set(map(tuple, drawn))) == 5
 
 
 def test_so_many_others_are_verified_at_random(rce):
