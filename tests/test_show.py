@@ -57,6 +57,8 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(shown, tmp_path):
     assert responses(shown("STEP=2", run)) == ["2.3", "2.4"]
     assert responses(shown(run, "BY=worst")) == ["1.2", "2.4", "1.1", "2.3"]
     assert responses(shown(run, "BY=best", "STEP=1")) == ["1.1", "1.2"]
+    write(tmp_path, *SAMPLES, {**SAMPLES[0], "step": 3, "response": "say 3.1"})
+    assert responses(shown(run, "STEP=2")) == ["2.3", "2.4"]  # neither an earlier step nor a later one
     many = [{**SAMPLES[0], "response": f"say {n}", "reward": n} for n in range(30)]
     none = [{**SAMPLES[0], "reward": None}, {**SAMPLES[0], "reward": float("nan")}]
     write(tmp_path, *many[15:], *none, *many[:15])
