@@ -372,7 +372,9 @@ class Pointer(PreTrainedModel):
 
     def search(self, queries, vectors, pool, shots, beams=1, encoded=None):
         """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and
-        log-probabilities (queries, beams); one beam is the greedy list."""
+        log-probabilities (queries, beams), those below -1e8 of no list, where a pool has fewer lists than
+        beams; one beam is the greedy list."""
+        check_room(pool, shots)
         state, keys = encoded or self.encode(queries, vectors, pool)
         count, size = pool.shape
         taken = (pool < 0)[:, None]
@@ -394,6 +396,7 @@ class Pointer(PreTrainedModel):
     def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
         """Lists drawn with uniform numbers (queries, lists, choices) at a temperature: pointers of that
         shape."""
+        check_room(pool, uniform.shape[-1])
         state, keys = encoded or self.encode(queries, vectors, pool)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
@@ -409,6 +412,14 @@ class Pointer(PreTrainedModel):
             taken = taken.scatter(2, choice[..., None], True)
             state = self.advance(state, keys, choice)
         return torch.stack(lists, -1)
+
+
+def check_room(pool, shots):
+    """Refuse pools (queries, pool), padded by -1, of which one has fewer candidates than a list."""
+    least = (pool >= 0).sum(-1).min().item()
+    if least < shots:
+        todo = "ask for fewer SHOTS or EVAL_SHOTS, or give rows that ask something else"
+        raise UserError(f"a query's pool holds {least} candidates, a list of {shots} needs as many: {todo}")
 
 
 def list_logprobs(every, pointers):
@@ -724,17 +735,17 @@ class ICLTrainer:
 
     @torch.no_grad()
     def pick(self, queries, shots, policy=None, beams=1):
-        """The policy's lists for queries, likeliest first, as numbers within the demonstrations: (queries,
-        beams, shots), nested lists."""
+        """The policy's lists for queries, likeliest first, as numbers within the demonstrations: for each
+        query as many as there are, `beams` at most."""
         policy = (policy or self.policy).eval()
         found = []
         for i in range(0, len(queries), 64):
             some = queries[i:i + 64]
             pool = stack_pools([self.corpus.pool_of(query) for query in some])
             inputs = self.corpus.stack_vectors(some), self.corpus.vectors, pool.to(self.device)
-            lists, _ = policy.search(*inputs, shots, beams)
-            lists = lists.cpu().flatten(1)
-            found += pool.gather(1, lists).view(len(some), -1, shots).tolist()
+            lists, scores = (x.cpu() for x in policy.search(*inputs, shots, beams))
+            chosen = pool.gather(1, lists.flatten(1)).view(lists.shape)
+            found += [row[there].tolist() for row, there in zip(chosen, scores > -1e8)]
         return found
 
     def accuracy_of(self, queries, lists):
@@ -2864,6 +2875,21 @@ class Corpus:
         self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
         self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
+        number = {}
+        asked = [number.setdefault(what_is_asked(demo), len(number)) for demo in demos]
+        self.asked, self.number = torch.tensor(asked), number  # rows that ask the same have one number
+        self.check_pools()
+
+    def check_pools(self):
+        """Refuse data of which a query's pool would be smaller than a list."""
+        shots = max(SHOTS, *EVAL_SHOTS)
+        same = Counter(self.asked.tolist())
+        for query in itertools.chain(*self.splits.values()):
+            others = len(self.demos) - same[self.number.get(what_is_asked(query))]
+            if others < shots:
+                todo = "give rows with other texts, or lower SHOTS and EVAL_SHOTS"
+                ask = f"{others} of {len(self.demos)} demonstrations ask anything else than {query['id']}"
+                raise UserError(f"TRAIN_DATASET: {ask}, a list of {shots} needs as many: {todo}")
 
     def embed_query(self, text):
         """The vector of a new query."""
@@ -2882,10 +2908,8 @@ class Corpus:
             else:
                 every = torch.arange(len(self.demos))
                 order = self.similarity(query, every).argsort(descending=True, stable=True)
-            wanted = order[:POOL_SIZE + 50].tolist()  # the same text stands there a few times at most
-            own = what_is_asked(query)
-            others = [j for j in wanted if what_is_asked(self.demos[j]) != own]
-            query["pool"] = torch.tensor(others[:POOL_SIZE])
+            own = self.number.get(what_is_asked(query), -1)
+            query["pool"] = order[self.asked[order] != own][:POOL_SIZE]
         return query["pool"]
 
     def similarity(self, query, numbers):
@@ -2947,9 +2971,11 @@ class Miner:
 
     def propose(self, queries, shots):
         """A group a query: its pool and its distinct ordered lists, each with all its sources."""
-        pools = stack_pools([self.corpus.pool_of(query) for query in queries])
+        pools = [self.corpus.pool_of(query) for query in queries]
+        padded = stack_pools(pools)  # for the policy alone, which masks what is no candidate
+        check_room(padded, shots)
         vectors = self.corpus.stack_vectors(queries)
-        inputs = vectors, self.corpus.vectors, pools.to(self.corpus.device)
+        inputs = vectors, self.corpus.vectors, padded.to(self.corpus.device)
         encoded = self.policy.encode(*inputs)  # once for all beams and samples
         found = [{} for _ in queries]
 
