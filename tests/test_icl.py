@@ -227,7 +227,7 @@ def test_the_kl_of_a_choice_is_exact_and_masked_candidates_count_nothing():
 
 
 def test_gold_probability_weighs_distinct_golds_and_is_never_above_one():
-    script = load_script(FILE)
+    script = load_script(FILE, GOLDS="annotators")
     assert script.gold_weights(["red", "Red.", "blue", "the red", "blue", "x"]) == pytest.approx(
         {"red": 1.0, "blue": 2 / 3, "x": 1 / 3})
     assert script.gold_weights(["red"]) == {"red": 1.0}
@@ -329,19 +329,21 @@ def asked_rows():
 
 
 def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl, readers):
-    script = icl(READER_BATCH_SIZE=2)
+    script = icl(READER_BATCH_SIZE=2, GOLDS="annotators")
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
     found = reader.gold_probabilities(asked_rows())
     for (query, demos), probability in zip(asked_rows(), found):
         shown = "".join(f"Question: {d['text']}\nAnswer: {d['answer']}\n\n" for d in demos)
         prompt = reader.tokenizer(f"{shown}Question: {query['text']}\nAnswer:")["input_ids"]
         wanted = 0.0
-        for gold, weight in {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}.items() if len(query["golds"]) > 1 else [
-                (query["golds"][0], 1.0)]:
-            ids = reader.tokenizer(f" {gold}\n")["input_ids"]
+        weights = {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}
+        weights = weights if len(query["golds"]) > 1 else {query["golds"][0]: 1.0}
+        for blank, (gold, weight) in itertools.product(("", " "), weights.items()):
+            ids = reader.tokenizer(blank + gold)["input_ids"]
             logits = reader.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
             product = sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(ids))
-            wanted += weight * math.exp(product)
+            ends = reader.tokenizer("\n")["input_ids"] + [1]  # and EOS
+            wanted += weight * math.exp(product) * logits[-1, ends].exp().sum().item()
         assert probability == pytest.approx(wanted, rel=1e-3) and 0 < probability < 1
         assert reader.gold_probability(query, demos, query["golds"]) == pytest.approx(wanted, rel=1e-3)
 
@@ -373,16 +375,20 @@ def test_a_model_that_sees_reads_every_image_and_gives_a_probability(icl, reader
     reader = script.VisionReader(f"{readers}/llava", torch.device("cpu"))
     rows = [{"text": f"what {n}", "answer": "a", "golds": ["a"], "image": f"{readers}/{n}.png"}
             for n in range(12)]
-    read = reader.read(rows[0], rows[1:3])
+    read = reader.read(*reader.prompt(rows[0], rows[1:3]))
     assert (read["input_ids"] == 2).sum() == 3 * 4 and len(read["pixel_values"]) == 3
     found = [reader.gold_probability(rows[0], rows[1:3], ["a"]), reader.gold_probability(
         {**rows[0], "image": f"{readers}/11.png"}, rows[1:3], ["a"])]
     assert 0 < found[0] < 1 and found[0] != found[1]
-    ids = torch.cat([read["input_ids"], torch.tensor([reader.processor.tokenizer(" a\n")["input_ids"]])], 1)
-    with torch.no_grad():
-        logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
-    wanted = sum(logits[n - 1, ids[0, n]].item() for n in range(ids.shape[1] - 3, ids.shape[1]))
-    assert found[0] == pytest.approx(math.exp(wanted), rel=1e-3)
+    wanted = 0.0
+    for text in ("a\n", " a\n", "a</s>", " a</s>"):
+        more = reader.tokenizer(text)["input_ids"]
+        ids = torch.cat([read["input_ids"], torch.tensor([more])], 1)
+        with torch.no_grad():
+            logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
+        places = range(ids.shape[1] - len(more), ids.shape[1])
+        wanted += math.exp(sum(logits[n - 1, ids[0, n]].item() for n in places))
+    assert found[0] == pytest.approx(wanted, rel=1e-3)
     assert isinstance(reader.answer(rows[0], rows[1:3]), str)
 
 
@@ -399,7 +405,7 @@ def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
         READER=f"{readers}/llava", TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
         TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind}, VALIDATION_QUERIES=3, MINE_QUERIES=4,
         RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=1,
-        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid")
+        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid", GOLDS="annotators")
     trainer = script.ICLTrainer()
     trainer.train()
     candidate = trainer.train_rows[0]["candidates"][0]
@@ -691,14 +697,14 @@ def test_the_older_beam_format_is_read_with_its_scores(icl, tmp_path):
     ({"pointer": [7, 99]}, "7, 99.*99, which is not in the query's pool"),
     ({"pointer": [7, 7]}, "names a demonstration twice"),
     ({"vqa_correct": 3}, "vqa_correct is 3"),
-    ({"pointer": None}, "cannot be read")])
+    ({"pointer": None}, "pointer must be a list of row numbers")])
 def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, changed, says):
     script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
     trainer = script.ICLTrainer()
     path = tmp_path / "source.json"
     records = json.loads(path.read_text())
-    for record in records.values():
-        record["candidate_pool_ids"] = list(range(5, 60))
+    for key, record in records.items():
+        record["candidate_pool_ids"] = [n for n in range(5, 60) if n != int(key)]
     records["6"]["pointer_candidates"][0].update(changed)
     path.write_text(json.dumps(records))
     with pytest.raises(script.UserError, match=f"query 6.*{says}"):
