@@ -12,10 +12,11 @@ import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
 from PIL import Image
 from program import save_nothing
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, LlamaConfig,
-    LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast)
+    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, GPT2Config,
+    GPT2Model, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor,
+    PreTrainedTokenizerFast, T5Config, T5Model)
 
 FILE = "rce/rce_icl.py"
 INTENTS = "card loan cash rate lost fees".split()
@@ -348,6 +349,108 @@ def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl,
         assert reader.gold_probability(query, demos, query["golds"]) == pytest.approx(wanted, rel=1e-3)
 
 
+QWEN = (  # how Qwen2.5's tokenizer, and Llama 3's but for numbers, cut a text before merging
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """Folders of a base and a chat model that have learnt COLOURS (coal is dark one time in four), by a
+    tokenizer that cuts as Qwen2.5's."""
+    draw = random.Random(0)
+    told = [(q, a) for q, a in COLOURS.items() for _ in range(4)]
+    told[-1] = ("coal", "dark")
+    shown = "Question: {}\nAnswer: {}\n\n"
+    turns = "<|im_start|>user\nQuestion: {}\nAnswer:<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
+    documents = {
+        "base": ["".join(shown.format(*pair) for pair in draw.sample(told, 3)) for _ in range(64)],
+        "chat": [turns.format(*pair) for pair in draw.sample(told * 4, 64)]}
+    made = Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(Regex(QWEN), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(documents["base"] * 9, trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<pad>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    folder = tmp_path_factory.mktemp("qwen")
+    for name, texts in documents.items():
+        end = "<|im_end|>" if name == "chat" else "</s>"
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token=end)
+        tokenizer.chat_template = CHATML if name == "chat" else None
+        torch.manual_seed(0)
+        sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64}
+        config = {**LLAMA, **sizes, "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id}
+        model = LlamaForCausalLM(LlamaConfig(**config))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for n in range(60):
+            ids = tokenizer(texts[n % 4 * 16:][:16], return_tensors="pt", padding=True)["input_ids"]
+            model(input_ids=ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.generation_config.repetition_penalty = 1.5  # Qwen2.5-0.5B-Instruct has one, of 1.1
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["base", "chat"])
+def test_gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_token(icl, qwen, name):
+    """P("\\n") was taken, where the reader writes "\\n\\n", or a chat's end."""
+    script = icl(READER=f"{qwen}/{name}")
+    reader = script.LanguageReader(f"{qwen}/{name}", torch.device("cpu"))
+    assert len(reader.tokenizer("\n\n")["input_ids"]) == 1
+    rows = [{"text": q, "answer": a, "golds": [a]} for q, a in COLOURS.items()]
+    asked = [(query, [] if name == "chat" else rows[:2]) for query in rows]
+    assert reader.answers(asked) == list(COLOURS.values())
+    scored = reader.gold_probabilities(asked)
+    often = [np.mean([text == pair[0]["answer"] for text in reader.sampled([pair] * 60)]) for pair in asked]
+    assert scored == pytest.approx(often, abs=0.15) and min(scored) < 0.9 < max(scored)
+    said = []
+    script.check_reader(reader, asked, said.append)
+    assert said == []
+    reader.ends = torch.tensor(reader.tokenizer("\n")["input_ids"])
+    assert max(reader.gold_probabilities(asked)) < 0.1
+    script.check_reader(reader, asked, said.append)
+    assert len(said) == 1 and "gt_prob is not of what it writes" in said[0]
+
+
+def test_what_ends_an_answer_is_every_token_that_begins_with_a_newline_and_eos(icl, qwen):
+    for end in ("line", "eos"):
+        reader = icl(ANSWER_END=end).LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+        texts = {reader.tokenizer.decode([n]) for n in reader.ends.tolist()}
+        assert {"<|im_end|>"} <= texts and (texts == {"<|im_end|>"}) == (end == "eos")
+        assert ("\n\n" in texts) == ("\n" in texts) == (end == "line")
+
+
+def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
+    row = {"text": "sky", "golds": ["blue"]}
+    reader = icl(INSTRUCTION="Say. ").LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+    assert reader.prompt(row, []) == (
+        "<|im_start|>user\nSay. Question: sky\nAnswer:<|im_end|>\n<|im_start|>assistant\n")
+    script = icl(CHAT_TEMPLATE=False, QUERY="Q: {text} A: ")
+    reader = script.LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+    assert reader.prompt(row, []) == "Q: sky A:"  # the blank is the answer's
+
+
+def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl):
+    """Two letters are a token: a prompt of odd length has one that an answer's beginning merges with."""
+    script = icl()
+
+    def ids_of(texts):
+        return [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
+
+    first, border, forms = script.gold_forms(ids_of, "abcde", ["fg"])
+    assert (first, border) == (["ab", "cd", "e"], 2)
+    assert dict(forms) == {("ef", "g"): 1.0, ("e ", "fg"): 1.0}
+    first, border, forms = script.gold_forms(ids_of, "abcd", ["fg", "fg"])
+    assert border == 2 and dict(forms) == {("fg",): 1.0, (" f", "g"): 1.0}
+
+
 def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_line(icl, readers):
     script = icl(READER_BATCH_SIZE=3, MAX_ANSWER_TOKENS=6)
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
@@ -447,6 +550,54 @@ def test_a_clip_models_vectors_are_of_image_and_text(icl, readers, tmp_path):
 
 
 # ---------------------------------------------------------------- mining
+
+def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates(icl, world, tmp_path):
+    """Padding was taken for a candidate: the last demonstration, its own query's answer too."""
+    rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([*rows, rows[1], rows[2], rows[2]]) + "\n")
+    script = icl(POOL_SIZE=300, RANDOM=70, TRAIN_DATASET={
+        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    trainer = script.ICLTrainer()
+    last = next(q for q in trainer.splits["train"] if q["number"] == trainer.demos[-1]["number"])
+    same = [q for q in trainer.splits["train"] if q["number"] in (0, 1, 120, 121, 122)]
+    queries = [last, *same, *trainer.splits["train"][:5], *trainer.splits["validation"][:5]]
+    groups = trainer.miner.mine(queries, 2)
+    assert len({len(group.pool) for group in groups}) > 2
+    for query, group in zip(queries, groups):
+        shown = [trainer.demos[j]["text"] for j in group.pool]
+        assert group.pool.min() >= 0 and len(set(group.pool.tolist())) == len(shown)
+        assert query["text"] not in shown
+        for c in group.candidates:
+            assert len(set(c["pointer"])) == 2 and 0 <= min(c["pointer"]) <= max(c["pointer"]) < len(shown)
+    tried = {j for c in trainer.miner.propose([last], 2)[0].candidates for j in c["pointer"]}
+    assert len(tried) > len(groups[0].pool) - 2  # all but an odd one of random lists
+    records = {str(g.query["number"]): script.group_record(g, trainer.demos) for g in groups}
+    script.write_candidates(tmp_path / "c.json", records, {})
+    assert len(script.read_candidates(tmp_path / "c.json", trainer.splits, trainer.demos)) == len(records)
+
+
+def test_a_masked_candidate_is_never_chosen(icl):
+    """Where all are masked all are alike, and a masked one was chosen."""
+    script = icl(RANDOM=0, RETRIEVED=0)
+    policy, (queries, vectors, _) = pointer(script, queries=2)
+    pool = torch.tensor([[4, 3, 9], [6, 5, -1]])
+    lists, scores = policy.search(queries, vectors, pool, 2, beams=6)
+    assert (scores[0] > -1e8).sum() == 6 and (scores[1] > -1e8).sum() == 2
+    assert all(set(row) == {0, 1} for row in lists[1, :2].tolist())
+    assert set(policy.sample(queries, vectors, pool, torch.rand(2, 40, 2))[1].flatten().tolist()) == {0, 1}
+    for choose in (lambda: policy.search(queries, vectors, pool, 3),
+                   lambda: policy.sample(queries, vectors, pool, torch.rand(2, 4, 3))):
+        with pytest.raises(script.UserError, match="a query's pool holds 2 candidates, a list of 3 needs"):
+            choose()
+    trainer = script.ICLTrainer()
+    few = trainer.splits["test"][0]
+    few["pool"] = torch.tensor([7, 8])
+    picked = trainer.pick([few, trainer.splits["test"][1]], 2, beams=5)
+    assert sorted(picked[0]) == [[7, 8], [8, 7]] and len(picked[1]) == 5
+    few["pool"] = torch.tensor([7])
+    with pytest.raises(script.UserError, match="a query's pool holds 1 candidates"):  # it was an endless loop
+        trainer.miner.propose([few], 2)
+
 
 def test_minings_log_probabilities_equal_trainings(trained):
     script, trainer, folder = trained
