@@ -570,6 +570,7 @@ class ICLTrainer:
             candidates = usable(group.candidates)
             shaped = shaped_rewards(candidates) if candidates else []
             if group.query["id"] in held_out:
+                group.query["pool"] = group.pool  # given candidates have pools of their own
                 best += [max(c["soft"] or 0.0 for c in candidates)] if candidates else []
             elif shaped and not is_flat(shaped):
                 self.train_rows.append({

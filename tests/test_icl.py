@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -248,6 +249,22 @@ def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
     ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple")])
 def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
     assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
+
+
+def test_of_several_golds_the_best_counts_unless_they_are_annotators():
+    script = load_script(FILE)
+    golds = ["NYC", "New York"]
+    assert [script.answer_accuracy(text, golds) for text in ("nyc.", "new york", "york")] == [1, 1, 0]
+    assert script.gold_weights([*golds, "nyc"]) == {"NYC": 1, "New York": 1}
+    taken = script.new_candidate((0, 1))
+    script.take_answer(taken, "New York", {"golds": golds})
+    assert (taken["soft"], taken["hard"], taken["eval_mode"]) == (1, 1, "exact")
+    script.GOLDS = "annotators"
+    assert script.answer_accuracy("nyc", golds) == pytest.approx(1 / 6)
+    assert script.rewards.vqa_accuracy("nyc", golds) == pytest.approx(1 / 6)
+    assert script.gold_weights([*golds, "nyc"]) == pytest.approx({"NYC": 2 / 3, "New York": 1 / 3})
+    script.take_answer(taken, "New York", {"golds": golds})
+    assert taken["eval_mode"] == "vqa" and taken["soft"] == pytest.approx(1 / 6)
 
 
 def test_the_two_more_reward_modes_by_hand():
@@ -862,6 +879,97 @@ def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, chan
         script.read_candidates(path, trainer.splits, trainer.demos)
 
 
+@pytest.mark.parametrize("changed, says", [
+    ({"candidate_pool_ids": [7, 8, 6]}, "its pool has row 6, which asks what it asks"),
+    ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what it asks"),
+    ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool names a demonstration twice"),
+    ({"pointer_candidates": [{"pointer": [7, 6], "vqa_correct": 1}]}, "pointer .7, 6. has row 6, which asks"),
+    ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which asks")])
+def test_no_file_shows_a_query_its_own_answer_or_a_demonstration_twice(icl, world, tmp_path, changed, says):
+    rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([*rows, rows[7].upper()]) + "\n")
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), TRAIN_DATASET={
+        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    records = json.loads((tmp_path / "source.json").read_text())
+    records["6"]["pointer_candidates"] = [{"pointer": [7, 8], "vqa_correct": 1}]
+    records["6"].update(changed)
+    (tmp_path / "source.json").write_text(json.dumps(records))
+    splits, demos = script.load_splits(print)
+    with pytest.raises(script.UserError, match=f"query 6: {says}"):
+        script.read_candidates(tmp_path / "source.json", splits, demos)
+
+
+def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_rows(icl, tmp_path):
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
+    path = tmp_path / "source.json"
+    records = json.loads(path.read_text())
+    for key, record in records.items():
+        record["candidate_pool_ids"] = [n for n in range(119, -1, -1) if n != int(key)]
+        for c in record["pointer_candidates"]:
+            c["pointer_global"] = c["pointer"]
+            c["pointer"] = [record["candidate_pool_ids"].index(n) for n in c["pointer"]]
+    path.write_text(json.dumps(records))
+    splits, demos = script.load_splits(print)
+    groups = script.read_candidates(path, splits, demos)
+    for group in groups:
+        found = [demos[group.pool[j]]["number"] for j in group.candidates[0]["pointer"]]
+        key = str(group.query["number"])
+        assert found == records[key]["pointer_candidates"][0]["pointer_global"]
+    records["6"]["pointer_candidates"][0]["pointer"][0] += 1
+    path.write_text(json.dumps(records))
+    with pytest.raises(script.UserError, match="query 6: pointer .* places .* pointer_global .* mend one"):
+        script.read_candidates(path, splits, demos)
+
+
+@pytest.fixture(scope="module")
+def mined(world, tmp_path_factory):
+    """The folder of a run that has mined, and been tested with TEST_QUERIES = 12."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+        folder = tmp_path_factory.mktemp("mined")
+        toy(world, folder, RCE_EPOCHS=1, EVAL_SHOTS=(2,)).ICLTrainer().train()
+        return folder / "run"
+
+
+@pytest.mark.parametrize("key, value", [
+    ("PRIOR_STRENGTH", 5.0), ("POOL_SIZE", 15), ("POOL", "similarity"), ("EMBEDDING_SIZE", 9),
+    ("GOLDS", "annotators"), ("SPLIT_SEED", 7)])
+def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined, tmp_path, key, value):
+    (tmp_path / "run").mkdir()
+    shutil.copy(mined / "candidates.json", tmp_path / "run")
+    script = icl(STAGE="train", **{key: value})
+    with pytest.raises(script.UserError, match=f"was mined with {key} = .*, it is {value!r} now: set"):
+        script.ICLTrainer().train()
+
+
+def test_lists_of_another_search_are_trained_on_and_what_differed_is_said(icl, mined, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    shutil.copy(mined / "candidates.json", tmp_path / "run")
+    script = icl(STAGE="train", KEEP_TOP=9, HIDDEN_SIZE=4, RCE_EPOCHS=1, EVAL_SHOTS=(2,), TEST_QUERIES=3)
+    script.ICLTrainer().train()
+    assert "was mined with KEEP_TOP = 4, HIDDEN_SIZE = 8: its lists stay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key, value, was", [("TEST_QUERIES", 7, 12), ("KEEP_TOP", 5, 4)])
+def test_the_oracle_is_of_the_test_as_it_is_now(icl, mined, tmp_path, key, value, was):
+    shutil.copytree(mined, tmp_path / "run")
+    script = icl(RESUME="yes", RCE_EPOCHS=1, EVAL_SHOTS=(2,), **{key: value})
+    said = f"test_candidates_2_step_4.json was mined with {key} = {was}, it is {value} now: set it back"
+    with pytest.raises(script.UserError, match=f"{said}, or delete it"):
+        script.ICLTrainer().train()
+
+
+def test_given_candidates_validate_on_the_pools_that_their_oracle_is_of(icl, tmp_path):
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), REWARD_MODE="hard_plus_soft", RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    trainer.choose_rows(groups)
+    held_back = [group for group in groups if group.query["split"] == "validation"]
+    assert len(held_back) == 7
+    for group in held_back:
+        assert trainer.corpus.pool_of(group.query).tolist() == group.pool.tolist()
+
+
 def test_a_query_that_the_data_does_not_have_is_an_error(trained, tmp_path):
     script, trainer, folder = trained
     records = json.loads((folder / "candidates.json").read_text())
@@ -1016,6 +1124,17 @@ def test_select_gives_rows_of_the_training_data(trained, world):
     script, trainer, folder = trained
     rows = trainer.select("where is my card please", 3)
     assert len(rows) == 3 and all(row in trainer.demos for row in rows)
+    best = script.load_pointer(folder / "best/policy", trainer.corpus.sizes)
+    query = {**trainer.splits["test"][0], "id": "select where is my card please", "split": "select"}
+    query["vector"] = trainer.corpus.embed_query("where is my card please")
+    query.pop("pool")
+    for parameter in trainer.policy.parameters():  # select() is of best/, whatever the last policy is
+        parameter.data.neg_()
+    assert trainer.select("where is my card please", 3) == rows
+    assert [trainer.demos[j] for j in trainer.pick([query], 3, best)[0][0]] == rows
+    assert [trainer.demos[j] for j in trainer.pick([query], 3)[0][0]] != rows
+    for parameter in trainer.policy.parameters():
+        parameter.data.neg_()
     vector = trainer.corpus.embed_query(trainer.splits["test"][0]["text"])
     assert np.allclose(vector, trainer.splits["test"][0]["vector"], atol=1e-5)
 
