@@ -2549,12 +2549,13 @@ class FileVectors:
                 why = f"cannot be read as vectors ({first_line(error)})"
                 raise UserError(f"{constant} = {path!r} {why}") from None
             is_number = table.dtype.kind in "fiu"
-            if table.ndim != 2 or len(table) < counts[split] or not is_number or not np.isfinite(table).all():
+            is_table = is_number and table.ndim == 2 and len(table) >= counts[split] and table.shape[1]
+            if not is_table or not np.isfinite(table).all():
                 must = f"must be {counts[split]} rows of finite numbers, a row of the data each"
                 raise UserError(f"{constant} = {path!r}, of shape {table.shape}, {must}")
             self.tables[split] = table
         widths = [table.shape[1] for table in self.tables.values()]
-        if len(set(widths)) > 1 or not widths[0]:
+        if len(set(widths)) > 1:
             are = f"are of {widths[0]} and {widths[1]} numbers a row"
             raise UserError(f"TRAIN_VECTORS and TEST_VECTORS {are}: they must be as wide")
 
@@ -2997,14 +2998,14 @@ class Corpus:
         self.splits = splits
         self.demos = demos
         self.device = device
-        self.embedder = embed_splits(splits, demos, device, say)
-        self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
-        self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
-        self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
         number = {}
         asked = [number.setdefault(what_is_asked(demo), len(number)) for demo in demos]
         self.asked, self.number = torch.tensor(asked), number  # rows that ask the same have one number
         self.check_pools()
+        self.embedder = embed_splits(splits, demos, device, say)
+        self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
+        self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
+        self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
 
     def check_pools(self):
         """Refuse data of which a query's pool would be smaller than a list."""

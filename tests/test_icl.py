@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,16 +46,23 @@ def world(tmp_path_factory):
     return folder
 
 
-def toy(world, out, **constants):
+TOY = {
+    "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
+    "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
+    "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
+    "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
+
+
+def toy_constants(world, out, **constants):
     kinds = {"type": "csv", "input": "text", "output": "category"}
-    small = {
+    files = {
         "TRAIN_DATASET": {"path": f"{world}/train.csv", **kinds},
-        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds}, "OUTPUT_DIR": str(out / "run"),
-        "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
-        "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
-        "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
-        "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
-    return load_script(FILE, **{**small, **constants})
+        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds}, "OUTPUT_DIR": str(out / "run")}
+    return {**files, **TOY, **constants}
+
+
+def toy(world, out, **constants):
+    return load_script(FILE, **toy_constants(world, out, **constants))
 
 
 @pytest.fixture
@@ -532,12 +541,20 @@ def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
     assert candidate["eval_mode"] == "vqa" and 0 < candidate["gt_prob"] < 1
 
 
-@pytest.mark.parametrize("pooling", ["mean", "pooled"])
-def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, pooling):
+@pytest.mark.parametrize(
+    "kind, pooling", [("bert", "mean"), ("bert", "pooled"), ("gpt2", "mean"), ("t5", "mean")])
+def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind, pooling):
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    folder = save_random(BertModel(config), tmp_path / "bert", tiny_tokenizer())
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = tiny_tokenizer()
+    if kind == "bert":
+        model = BertModel(BertConfig(vocab_size=259, **sizes))
+    elif kind == "gpt2":  # it has no pad token
+        tokenizer.pad_token = None
+        model = GPT2Model(GPT2Config(vocab_size=259, n_embd=16, n_layer=1, n_head=2))
+    else:
+        model = T5Model(T5Config(vocab_size=259, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    folder = save_random(model, tmp_path / "model", tokenizer)
     script = icl(EMBEDDING=folder, EMBEDDING_POOLING=pooling, READER_BATCH_SIZE=2)
     embedder = script.HubEmbedder(folder, torch.device("cpu"))
     texts = ["a", "a longer text", "third"]
@@ -884,7 +901,7 @@ def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, chan
     ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what it asks"),
     ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool names a demonstration twice"),
     ({"pointer_candidates": [{"pointer": [7, 6], "vqa_correct": 1}]}, "pointer .7, 6. has row 6, which asks"),
-    ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which asks")])
+    ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which")])
 def test_no_file_shows_a_query_its_own_answer_or_a_demonstration_twice(icl, world, tmp_path, changed, says):
     rows = (world / "train.csv").read_text().splitlines()
     (tmp_path / "train.csv").write_text("\n".join([*rows, rows[7].upper()]) + "\n")
@@ -1309,6 +1326,102 @@ def test_what_a_user_can_mend_is_said_in_one_sentence(icl, constants, says):
     with pytest.raises(script.UserError, match=says) as error:
         script.ICLTrainer().train()
     assert "\n" not in str(error.value)
+
+
+def data_of(texts, **changed):
+    """Constants: training rows of these texts."""
+    def write(folder):
+        rows = [f'"{text}",x{n % 3}' for n, text in enumerate(texts)]
+        (folder / "odd.csv").write_text("text,category\n" + "\n".join(rows) + "\n")
+        spec = {"path": str(folder / "odd.csv"), "type": "csv", "input": "text", "output": "category"}
+        return {"TRAIN_DATASET": {**spec, **changed}}
+    return write
+
+
+def lines_of(**row):
+    """Constants: training rows of a jsonl file, of which the 30th is odd."""
+    def write(folder):
+        picture = str(folder / "x.png")
+        Path(picture).touch()
+        rows = [{"q": f"card {n} w{n % 7}", "a": "x", "i": picture} for n in range(40)]
+        rows[29].update(row)
+        (folder / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spec = {"path": str(folder / "odd.jsonl"), "type": "jsonl", "input": "q", "output": "a"}
+        return {"TRAIN_DATASET": {**spec, **({"image": "i"} if "i" in row else {})}}
+    return write
+
+
+def lists_of(queries=35, record=None, **changed):
+    """Constants: given candidates of so many queries, of which one list, and one record, are changed."""
+    def write(folder):
+        path = source_file(folder, list(range(5, 40)))
+        records = json.loads((folder / "source.json").read_text())
+        records["6"]["pointer_candidates"][1].update(changed)
+        records["6"].update(record or {})
+        (folder / "source.json").write_text(json.dumps(dict(list(records.items())[:queries])))
+        return {"CANDIDATES": path, "REWARD_MODE": "hard_plus_soft"}
+    return write
+
+
+def vectors_of(train, test):
+    def write(folder):
+        for name, table in (("train", train), ("test", test)):
+            np.save(folder / f"{name}.npy", table)
+        return {"TRAIN_VECTORS": f"{folder}/train.npy", "TEST_VECTORS": f"{folder}/test.npy"}
+    return write
+
+
+MODEL = {"type": "csv", "input": "text", "output": "category"}
+ODD = {  # what makes the constants of a run in a folder, and what its one sentence says
+    "one text in all rows": (data_of(["my card"] * 60), "0 of 48 demonstrations ask anything else"),
+    "and similar pools": (data_of(["my card"] * 100, ), "0 of 88 demonstrations ask anything else"),
+    "two texts, one of them once": (data_of(["my card"] * 60 + ["a loan"]), "demonstrations ask anything"),
+    "signs alone": (data_of([chr(128512 + n % 60) for n in range(120)]), "finds no words in the"),
+    "words of one row alone": (data_of([f"word{n}" for n in range(150)]), "finds no words in the"),
+    "four rows": (data_of(["card a", "card b", "loan c", "loan d"]), "has 4 queries: it takes 5"),
+    "no path": (lambda _: {"TRAIN_DATASET": {**MODEL, "path": None}}, "TRAIN_DATASET = .* a dict of texts"),
+    "no data set": (lambda _: {"TEST_DATASET": {}}, "TEST_DATASET = {}: it takes a dict of texts"),
+    "a number for a column": (data_of(["a card"] * 9, input=0), "a dict of texts"),
+    "an unknown key": (data_of(["a card"] * 9, outptu="x"), "a dict of texts: path, type, input, output and"),
+    "a key for images": (data_of(["a card"] * 9, images="i"), "a dict of texts"),
+    "a gold within a gold": (lines_of(a=[["x"]]), "line 30: 'a' must be a text"),
+    "golds without any": (lines_of(a=[]), "line 30: 'a' must be a text"),
+    "a gold with a key": (lines_of(a={"text": "x"}), "line 30: 'a' must be .*such as 'output': 'a.text'"),
+    "half a surrogate": (lines_of(q="\ud800 card"), "line 30: 'q': half of a surrogate pair"),
+    "an image of a list": (lines_of(i=["x.png"]), "line 30: 'i' must be a text"),
+    "candidates of four queries": (lists_of(4), "source.json' has 4 queries: it takes 5"),
+    "gt_prob of a word": (lists_of(vqa_gt_prob="high"), "query 6: vqa_gt_prob must be a number"),
+    "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: vqa_gt_prob is 37, it takes 0 to 1"),
+    "gt_prob of NaN": (lists_of(vqa_gt_prob=math.nan), "query 6: vqa_gt_prob must be a number"),
+    "an accuracy of a text": (lists_of(vqa_acc_score="1"), "query 6: vqa_acc_score must be a number"),
+    "vqa_correct of a list": (lists_of(vqa_correct=[1]), "query 6: vqa_correct is "),
+    "a temperature of a text": (lists_of(temperature="0.5"), "query 6: temperature must be a number"),
+    "temperatures of one": (lists_of(temperatures=[1.0, 2.0]), "query 6: temperatures must be a list"),
+    "a source of a number": (lists_of(gen_methods=[{}]), "query 6: gen_methods must be a text"),
+    "an answer of a list": (lists_of(vqa_pred_answer=["a"]), "query 6: vqa_pred_answer must be a text"),
+    "a score of a text": (lists_of(beam_score="x"), "query 6: beam_score must be a number"),
+    "a pointer of texts": (lists_of(pointer=["7", "8"]), "query 6: pointer must be a list of row numbers"),
+    "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: pointer must be a list of row numbers"),
+    "proposed of a word": (lists_of(record={"proposed": "many"}), "query 6: proposed must be a number"),
+    "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: candidate_pool_ids must be"),
+    "a pool of texts": (lists_of(record={"candidate_pool_ids": ["7"]}), "query 6: candidate_pool_ids must"),
+    "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read"),
+    "vectors of unlike width": (vectors_of(np.ones((120, 5)), np.ones((12, 6))), "are of 5 and 6 numbers"),
+    "vectors of texts": (vectors_of(np.full((120, 5), "x"), np.ones((12, 5))), "must be 120 rows of finite"),
+    "vectors of objects": (vectors_of(np.full((120, 5), {}), np.ones((12, 5))), "cannot be read as vectors"),
+    "vectors without numbers": (vectors_of(np.ones((120, 0)), np.ones((12, 0))), "rows of finite numbers")}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
+    """Fifteen such ended with a traceback, and one never."""
+    write, says = ODD[name]
+    constants = {**write(tmp_path), "RCE_EPOCHS": 1, "EVAL_SHOTS": (2,), "TEST_QUERIES": 2}
+    constants |= {"POOL": "similarity"} if "similar" in name else {}
+    words = (f"{key}={value}" for key, value in toy_constants(world, tmp_path, **constants).items())
+    ended = started(FILE, *words, shrink=False)
+    assert ended.returncode == 2 and re.search(says, ended.stderr), ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("text, says", [
