@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,9 +256,17 @@ def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
 
 @pytest.mark.parametrize("said, same", [
     ("The  two dogs", "2 dogs"), ("dont", "don't"), ("1,000", "1000"), ("2.5", "2.5"), ("None", "0"),
-    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple")])
+    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple"), ("hed", "he'd"),
+    ("couldn'tve", "couldn't've"), ("couldnt've", "couldn't've"), ("'ows'at", "'ow's'at")])
 def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
     assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
+
+
+def test_vqas_table_of_contractions_has_its_own_keys_alone():
+    normalise = load_script(FILE).rewards.normalise_vqa
+    for said in ("lets go", "im", "ive", "couldntve", "its"):  # none of them is a key
+        assert normalise(said) == said
+    assert normalise("somebody'd") == "somebodyd"  # the one that goes the other way there
 
 
 def test_of_several_golds_the_best_counts_unless_they_are_annotators():
@@ -1112,6 +1121,253 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
     accuracy = found["accuracy"]
     assert accuracy["random"] < accuracy["similarity"] < accuracy["RCE"] <= accuracy["oracle"]
     assert found["share_of_gap"] > 0.4
+
+
+# ---------------------------------------------------------------- which constant, row and seed goes where
+
+def test_each_number_of_the_search_is_handed_where_it_belongs(icl):
+    """Four of them are 4 by default."""
+    script = icl(
+        BEAMS=3, SAMPLES=2, SAMPLE_TEMPERATURES=[0.5, 3.0, 9.0], RETRIEVED=5, RANDOM=13, LOCAL_TOP=4,
+        LOCAL=11, KEEP_TOP=7, KEEP_RANDOM=6, POOL_SIZE=30)
+    trainer = script.ICLTrainer()
+    group, = trainer.miner.propose(trainer.splits["train"][:1], 3)
+    assert {len(c["pointer"]) for c in group.candidates} == {3} and len(group.pool) == 30
+    counts = {}
+    for c in group.candidates:
+        for key in zip(c["source"], c["temperature"]):
+            counts[key] = counts.get(key, 0) + 1
+    assert counts == {("beam", None): 3, ("sample", 0.5): 2, ("sample", 3.0): 2, ("sample", 9.0): 2,
+                      ("retrieval", None): 5, ("random", None): 13}
+    for c in group.candidates:  # the pick is among the best
+        c["gt_prob"] = 0.9 if "beam" in c["source"] else 0.1 + 0.01 * group.candidates.index(c)
+    before = len(group.candidates)
+    best = sorted(group.candidates, key=script.gold_first)[:4]
+    trainer.miner.recombine(group, 3)
+    assert len(group.candidates) == before + 11
+    members = {j for c in group.candidates[before:] for j in c["pointer"]}
+    assert members <= {j for c in best for j in c["pointer"]}
+    assert not members <= {j for c in best[:3] for j in c["pointer"]}
+    trainer.miner.choose_kept(group)
+    assert len(group.candidates) == 7 + 6
+
+
+def test_samples_of_each_temperature_and_query_are_drawn_from_a_stream_of_their_own(icl):
+    script = icl(BEAMS=0, RETRIEVED=0, RANDOM=0, SAMPLES=3, SAMPLE_TEMPERATURES=[50.0, 60.0])
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["train"][:2]
+    for query in queries:
+        query["vector"], query["pool"] = queries[0]["vector"], torch.arange(16)  # alike but for their streams
+    drawn = []
+    for group in trainer.miner.propose(queries, 2):
+        for temperature in (50.0, 60.0):
+            drawn.append([c["pointer"] for c in group.candidates if temperature in c["temperature"]])
+    assert all(one != other for one, other in itertools.combinations(drawn, 2))
+
+
+def test_the_networks_constants_are_handed_to_it_and_to_one_that_is_loaded(icl, tmp_path):
+    shape = {"HIDDEN_SIZE": 12, "LAYERS": 2, "HEADS": 3, "DROPOUT": 0.15, "POINTER_TEMPERATURE": 0.7}
+    script = icl(**shape)
+    policy = script.new_pointer((5, 6))
+    got = policy.config
+    assert (got.query_size, got.candidate_size, got.hidden_size, got.layers, got.heads) == (5, 6, 12, 2, 3)
+    assert (got.dropout, got.pointer_temperature, policy.dropout.p) == (0.15, 0.7, 0.15)
+    policy.save_pretrained(tmp_path / "policy")
+    script = icl(**{**shape, "DROPOUT": 0.4, "POINTER_TEMPERATURE": 0.9})
+    again = script.load_pointer(tmp_path / "policy", (5, 6))
+    assert (again.dropout.p, again.config.pointer_temperature) == (0.4, 0.9)
+
+
+def test_both_stages_have_their_own_rate_and_schedule(trained):
+    """RCE has 8 steps here and GRPO 4; each falls to its own end."""
+    script, trainer, folder = trained
+    rates = [r["learning_rate"] for r in untimed(folder / "logs/metrics.jsonl") if r["phase"] == "train"]
+    wanted = [3e-3 * (1 - n / 8) for n in range(8)] + [1e-4 * (1 - n / 4) for n in range(4)]
+    assert rates == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("kind, wanted", [
+    ("linear", [0.5, 1, 1, 0.75]), ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2]), (None, [0.5, 1, 1, 1]),
+    ("plateau", [0.5, 1, 0.25, 0.25])])
+def test_the_rate_warms_up_and_then_follows_its_schedule(kind, wanted):
+    script = load_script(FILE)
+    found = [script.learning_rate_scale(step, 6, 2, kind, 2 if step > 1 else 0) for step in range(4)]
+    assert found == pytest.approx(wanted)
+
+
+def test_an_update_takes_its_own_constants(icl, monkeypatch):
+    script = icl(
+        STAGE="train", LEARNING_RATE=7e-3, GRPO_LEARNING_RATE=2e-4, WEIGHT_DECAY=0.03, MAX_GRAD_NORM=0.6,
+        CLIP_RANGE=0.35, KL_COEF=0.7, KL_TARGET=0.05, WARMUP_STEPS=5, TAU=4.0, TAU_END=1.0, RCE_EPOCHS=3,
+        WEIGHT_REWARDS="zscore", BATCH_SIZE=3, GROUP_SIZE=5, SHOTS=2, GRPO_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    groups = trainer.miner.mine(trainer.splits["train"][:9], 2)
+    trainer.oracle = math.nan
+    trainer.train_rows = [
+        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
+         "rewards": [n % 3 + c["gt_prob"] for n, c in enumerate(g.candidates)]} for g in groups]
+    norms = []
+    one = torch.ones(())
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda _, most: norms.append(most) or one)
+    taus = []
+    for _ in range(7):  # three steps an epoch
+        batch = trainer.next_batch()
+        taus.append(batch.facts["tau"])
+        wanted = script.rce_weights(batch.rewards[0], taus[-1], "zscore")
+        assert batch.weights[0][:len(wanted)].tolist() == pytest.approx(wanted.tolist(), rel=1e-4)
+    assert taus == pytest.approx([4] * 3 + [2] * 3 + [1]) and len(batch.rows) == 3
+    found = trainer.update(batch)
+    optimizer = trainer.optimizers["policy"]
+    assert found["learning_rate"] == pytest.approx(7e-3 / 5) == optimizer.param_groups[0]["lr"]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.03 and norms == [0.6]
+
+    trainer.state.stage = "grpo"
+    assert trainer.update(batch)["learning_rate"] == pytest.approx(2e-4 / 5)
+    assert trainer.make_optimizer(0.5).param_groups[0]["lr"] == 0.5
+    trainer.state.kl_coef = script.KL_COEF
+    inputs = batch.vectors, trainer.corpus.vectors, batch.pool, batch.pointers
+    every = trainer.policy(*inputs)
+    clips = []
+    grpo_loss = script.grpo_loss
+    monkeypatch.setattr(script, "grpo_loss", lambda *x: clips.append(x[-1]) or grpo_loss(*x))
+    loss, metrics = trainer.grpo(batch, every, script.list_logprobs(every, batch.pointers), inputs)
+    assert clips == [0.35] and metrics["kl_coef"] == 0.7 and metrics["kl"] > 0
+    assert loss.item() == pytest.approx(metrics["policy_loss"] + 0.7 * metrics["kl"], rel=1e-5)
+    assert trainer.state.kl_coef == script.adapt_kl_coef(0.7, metrics["kl"], 0.05) != 0.7
+    assert [len(x) for x in trainer.fresh_lists(batch)[0]] == [5, 5, 5]
+
+
+def test_the_score_of_hybrid_is_the_one_that_is_named():
+    lists = [{"hard": 0, "soft": 0, "gt_prob": 0, "logprob": x, "beam_score": -x} for x in (1.0, 0.0)]
+    for name, wanted in (("logprob", [0.5, 0.0]), ("beam_score", [0.0, 0.5])):
+        script = load_script(FILE, REWARD_MODE="hybrid", HYBRID_MIX_SCORE=name)
+        assert script.shaped_rewards(lists) == wanted
+
+
+def test_rows_are_split_by_their_own_numbers_and_seeds(icl):
+    one = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, MINE_QUERIES=11)
+    other = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, SEED=5)
+    third = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, SPLIT_SEED=5)
+    (a, demos), (b, _), (c, _) = (script.load_splits(print) for script in (one, other, third))
+    numbers = [{name: [row["number"] for row in rows] for name, rows in x.items()} for x in (a, b, c)]
+    assert {name: len(rows) for name, rows in a.items()} == {"train": 111, "validation": 9, "test": 7}
+    assert len(demos) == 111 and numbers[0]["test"] == list(range(7))
+    assert numbers[0]["validation"] == numbers[1]["validation"] != numbers[2]["validation"]
+    assert numbers[0]["train"] != numbers[1]["train"] and set(numbers[0]["train"]) == set(numbers[1]["train"])
+    trainer = one.ICLTrainer()
+    asked = []
+    trainer.mine = lambda path, queries, shots: asked.append((queries, shots))
+    assert not trainer.prepare()
+    assert asked == [(trainer.splits["validation"] + trainer.splits["train"][:11], 2)]
+
+
+def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    fitted = []
+    fit = TfidfVectorizer.fit_transform
+    monkeypatch.setattr(
+        TfidfVectorizer, "fit_transform", lambda self, x: fitted.append(list(x)) or fit(self, x))
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.corpus.embedder = None
+    trainer.corpus.embed_query("card")
+    assert fitted == [[demo["text"] for demo in trainer.demos]] * 2
+    prior = {demo["answer"] for demo in trainer.demos}
+    assert set(trainer.reader.prior) == prior and sum(trainer.reader.prior.values()) == pytest.approx(1)
+
+
+def test_the_policy_that_is_kept_is_chosen_on_validation_queries_alone(icl):
+    script = icl(EVAL_SHOTS=(1, 4))
+    trainer = script.ICLTrainer()
+    trainer.oracle = 0.75
+    asked = []
+    trainer.accuracy_of = lambda queries, lists: asked.append((queries, lists)) or np.array([0.0, 1.0])
+    assert trainer.evaluate() == {"pick_accuracy": 0.5, "oracle_accuracy": 0.75}
+    (queries, lists), = asked
+    assert queries == trainer.splits["validation"] and {len(x) for x in lists} == {2}
+    pools = [set(trainer.corpus.pool_of(query).tolist()) for query in queries]
+    assert all(set(x) <= pool for x, pool in zip(lists, pools))
+
+
+def test_each_baseline_shows_the_rows_that_its_name_says(icl):
+    script = icl()
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["test"][:4]
+    shown = {}
+    trainer.accuracy_of = lambda _, lists: shown.setdefault(len(shown), lists)
+    found = script.baseline_accuracies(trainer, queries, 3)
+    assert list(found) == ["no demonstrations", "random", "similarity"]
+    assert found["no demonstrations"] == [[]] * 4
+    for query, drawn, similar in zip(queries, found["random"], found["similarity"]):
+        pool = trainer.corpus.pool_of(query).tolist()
+        cosines = {j: float(trainer.demos[j]["vector"] @ query["vector"]) for j in pool}
+        assert sorted((cosines[j] for j in similar), reverse=True) == pytest.approx(
+            sorted(cosines.values(), reverse=True)[:3], abs=1e-6)
+        assert cosines[similar[0]] >= cosines[similar[1]] >= cosines[similar[2]]
+        assert len(set(drawn)) == 3 and set(drawn) <= set(pool) and drawn != pool[:3]
+
+
+def test_answers_are_remembered_by_query_and_order(icl):
+    trainer = icl().ICLTrainer()
+    trainer.reader = SimpleNamespace(answer=lambda query, demos: f"{query['id']} {demos[0]['number']}")
+    one, other = trainer.splits["test"][:2]
+    numbers = trainer.demos[3]["number"], trainer.demos[4]["number"]
+    for query, lists, wanted in ((one, [3, 4], 0), (one, [4, 3], 1), (other, [3, 4], 0)):
+        asked = {**query, "golds": [f"{query['id']} {numbers[wanted]}"]}
+        assert trainer.accuracy_of([asked], [lists]).tolist() == [1.0]
+
+
+def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, monkeypatch):
+    script = icl(EVAL_SHOTS=(1, 3))
+    trainer = script.ICLTrainer()
+    trainer.run.show = trainer.run.listen = lambda *x: None
+    queries = trainer.splits["test"]
+    read = script.read_candidates
+
+    def graded(*x):
+        groups = read(*x)
+        for n, group in enumerate(groups):
+            assert {len(c["pointer"]) for c in group.candidates} == {3}
+            for c in group.candidates:
+                c["soft"], c["hard"] = (0.3, 1) if c is group.candidates[0] and n else (0.0, 0)
+        return groups
+
+    monkeypatch.setattr(script, "read_candidates", graded)
+    assert script.test_oracle(trainer, queries, 3).tolist() == [0.0] + [0.3] * 11
+
+
+def test_reranking_takes_the_beam_of_the_highest_gt_prob_of_so_many(icl):
+    script = icl(RERANK=3, BEAMS=2)
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["test"][:4]
+    chosen = []
+    trainer.accuracy_of = lambda _, lists: chosen.extend(lists)
+    script.rerank(trainer, queries, 2, {"RCE": trainer.policy})
+    for query, numbers, beams in zip(queries, chosen, trainer.pick(queries, 2, beams=3)):
+        worth = {tuple(x): trainer.reader.gold_probability(
+            query, [trainer.demos[j] for j in x], query["golds"]) for x in beams}
+        assert len(worth) == 3 and worth[tuple(numbers)] == max(worth.values())
+
+
+def test_imitation_learns_each_querys_best_list(icl, monkeypatch):
+    script = icl(LEARNING_RATE=4e-3, RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    groups = trainer.miner.mine(trainer.splits["train"][:5], 2)
+    trainer.train_rows = [
+        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
+         "rewards": [float(n == 2) for n, _ in enumerate(g.candidates)]} for g in groups]
+    best = {g.query["id"]: g.candidates[2]["pointer"] for g in groups}
+    group_tensors = trainer.corpus.group_tensors
+    seen = {}
+
+    def spied(some):
+        seen.update({g.query["id"]: [c["pointer"] for c in g.candidates] for g in some})
+        return group_tensors(some)
+
+    trainer.corpus.group_tensors = spied
+    script.imitate(trainer)
+    assert seen == {key: [pointer] for key, pointer in best.items()}
 
 
 # ---------------------------------------------------------------- evaluation
