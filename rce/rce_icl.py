@@ -22,8 +22,10 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts: no five best are picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
-- gt_prob is a product over the answer's tokens and what ends it, so over distinct golds it sums to 1 at most;
-- mined lists are recombined ("local"), since a right list often has one bad member.
+- gt_prob is a product over the answer's tokens and P(an end), of whatever token ends it: over distinct golds
+  it sums to 1 at most;
+- mined lists are recombined ("local"), since a right list often has one bad member;
+- what mines is a new network, no supervised one; docs/rce_icl.md lists what differs in constants and rewards.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then STAGE=check, then STAGE=train
