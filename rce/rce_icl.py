@@ -3491,14 +3491,15 @@ def parse_list(c, pool, where):
     """(row numbers, candidate) of one list. Where it has pointer_global, the source's newer format, that
     holds the rows, and pointer their places in the pool."""
 
-    def read(key, kind="number", low=-math.inf, high=math.inf):
+    def number(key, low=-1e300, high=1e300):
         value = c.get(key)
-        if value is not None:
-            value = read_as(kind, value, f"{where}: {key}")
-            if kind == "number" and not low <= value <= high:
-                takes = f"it takes {low:g} to {high:g}"
-                raise UserError(f"{where}: {key} is {value!r}, {takes}: mend or delete it")
-        return value
+        if value is None or type(value) in (int, float) and low <= value <= high:
+            return value
+        read_as("number", value, f"{where}: {key}")
+        raise UserError(f"{where}: {key} is {value!r}, it takes {low:g} to {high:g}: mend or delete it")
+
+    def text(key):
+        return c.get(key) and read_as("text", c[key], f"{where}: {key}")
 
     pointer = row_numbers(c["pointer"], f"{where}: pointer")
     if c.get("pointer_global") is not None:
@@ -3506,24 +3507,25 @@ def parse_list(c, pool, where):
         if pool is not None and [pool[n] if n < len(pool) else None for n in places] != pointer:
             are = f"pointer {places} gives places in the pool, pointer_global {pointer} rows"
             raise UserError(f"{where}: {are}, but the pool has other rows there: mend one")
-    mode = read("vqa_eval_mode", "text")
+    mode = text("vqa_eval_mode")
     failed = bool(c.get("eval_failed")) or SKIP_FALLBACK and mode == "fallback"
     if not failed and c.get("vqa_correct") not in (0, 1, None):
         raise UserError(f"{where}: vqa_correct is {c['vqa_correct']!r}, it takes 0 or 1: mend or delete it")
     sources = c.get("gen_methods") or c.get("gen_method") or "given"
     sources = read_as("texts", sources, f"{where}: gen_methods")
-    temperatures = c.get("temperatures") or [read("temperature")] * len(sources)
+    temperatures = c.get("temperatures") or [number("temperature")] * len(sources)
     if not isinstance(temperatures, list) or len(temperatures) != len(sources):
         must = "must be a list, one for each of gen_methods: mend or delete it"
         raise UserError(f"{where}: temperatures {must}")
     for value in temperatures:
         value is None or read_as("number", value, f"{where}: temperatures")
     return pointer, {
-        **new_candidate(()), "source": sources, "temperature": temperatures, "beam_score": read("beam_score"),
-        "logprob": read("logprob_score"), "text": read("vqa_pred_answer", "text") or "",
-        "hard": c.get("vqa_correct"), "soft": read("vqa_acc_score", low=0, high=1),
-        "gt_prob": read("vqa_gt_prob", low=0, high=1), "relevance": read("vqa_rel_score", low=0, high=1),
-        "eval_mode": mode, "eval_failed": failed, "eval_error": read("eval_error", "text")}
+        **new_candidate(()), "source": sources, "temperature": temperatures,
+        "beam_score": number("beam_score"), "logprob": number("logprob_score"),
+        "text": text("vqa_pred_answer") or "", "hard": c.get("vqa_correct"),
+        "soft": number("vqa_acc_score", 0, 1), "gt_prob": number("vqa_gt_prob", 0, 1),
+        "relevance": number("vqa_rel_score", 0, 1), "eval_mode": mode, "eval_failed": failed,
+        "eval_error": text("eval_error")}
 
 
 # ---------------------------------------------------------------- the check-up
