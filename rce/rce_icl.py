@@ -22,10 +22,8 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts: no five best are picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
-- gt_prob is a product over the answer's tokens and P(an end), of whatever token ends it: over distinct golds
-  it sums to 1 at most;
-- mined lists are recombined ("local"), since a right list often has one bad member;
-- what mines is a new network, no supervised one; docs/rce_icl.md lists what differs in constants and rewards.
+- gt_prob is a product over the answer's tokens and P(it ends there), so distinct golds sum to 1 at most;
+- mined lists are recombined ("local"); a new network mines, no supervised one; docs/rce_icl.md has the rest.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then STAGE=check, then STAGE=train
@@ -376,9 +374,8 @@ class Pointer(PreTrainedModel):
         return torch.stack(steps, 2)
 
     def search(self, queries, vectors, pool, shots, beams=1, encoded=None):
-        """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and
-        log-probabilities (queries, beams), those below -1e8 of no list, where a pool has fewer lists than
-        beams; one beam is the greedy list."""
+        """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and their
+        log-probabilities (queries, beams), below -1e8 where a pool has no more lists. One beam: greedy."""
         check_room(pool, shots)
         state, keys = encoded or self.encode(queries, vectors, pool)
         count, size = pool.shape
@@ -419,14 +416,6 @@ class Pointer(PreTrainedModel):
         return torch.stack(lists, -1)
 
 
-def check_room(pool, shots):
-    """Refuse pools (queries, pool), padded by -1, of which one has fewer candidates than a list."""
-    least = (pool >= 0).sum(-1).min().item()
-    if least < shots:
-        todo = "ask for fewer SHOTS or EVAL_SHOTS, or give rows that ask something else"
-        raise UserError(f"a query's pool holds {least} candidates, a list of {shots} needs as many: {todo}")
-
-
 def list_logprobs(every, pointers):
     """Log-probabilities of lists (queries, lists) from those of all candidates at each choice (queries,
     lists, choices, pool); choices after a list's end, -1, count 0."""
@@ -450,8 +439,7 @@ class ICLTrainer:
         self.device = find_device()
         made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
         made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
-        best_by = ("pick_accuracy",)
-        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, best_by, later_of_equal=True)
+        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, ["pick_accuracy"], True)
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
         names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
@@ -526,18 +514,14 @@ class ICLTrainer:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
-            if isinstance(self.reader, HubReader):
-                some = [(query, self.corpus.pool_of(query)[:SHOTS].tolist()) for query in queries[:8]]
-                asked = [(query, [self.demos[j] for j in numbers]) for query, numbers in some]
-                check_reader(self.reader, asked, self.run.say)
+            check_reader(self.reader, self.corpus.asked_first(queries[:8]), self.run.say)
             if not self.mine(path, queries, SHOTS):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
         if not new and digest != self.state.candidates:
             todo = "put it back, or start afresh with RESUME=no"
             raise UserError(f"{path} is not the file this run was trained on: {todo}")
-        self.check_mined(path)
-        groups = read_candidates(path, self.splits, self.demos)
+        groups = read_candidates(path, self.splits, self.demos, self.run.say)
         if new:
             figures = write_check_up(groups, Path(OUTPUT_DIR) / "candidates", self.run.say)
             self.run.write_metrics("mine", figures)
@@ -549,18 +533,6 @@ class ICLTrainer:
         self.state.queries = len(self.train_rows)
         self.plan_steps()
         return True
-
-    def check_mined(self, path):
-        """Refuse a file of this program whose lists were read under other constants; name what else it was
-        mined with."""
-        mined_with = read_json(path).get("_meta", {})
-        if mined_with.get("program") == "rce_icl":
-            facts = mining_facts(self.splits["train"], SHOTS)
-            check_facts(path, mined_with, facts, _READING, "mine anew, in another OUTPUT_DIR")
-            others = [key for key in ("shots", *_MINING) if mined_with.get(key) != facts[key]]
-            if others:
-                then = ", ".join(f"{key} = {mined_with.get(key)!r}" for key in others)
-                self.run.say(f"{path} was mined with {then}: its lists stay as they are")
 
     def choose_rows(self, groups):
         """What is trained on: queries that do not validate and whose lists' rewards differ. Where they are
@@ -598,17 +570,15 @@ class ICLTrainer:
         batch.present = pad_columns([[1.0] * len(r) for r in found]).to(self.device)
         tau = tau_at(self.state.epoch - 1)
         weights = [rce_weights(r, tau, WEIGHT_REWARDS) for r in found]
-        advantages = [group_advantages(r) for r in found]
         batch.weights = pad_columns(weights).to(self.device)
-        batch.advantages = pad_columns(advantages).to(self.device)
-        spread = [torch.as_tensor(r, dtype=torch.float64).std().item() for r in found]
+        batch.advantages = pad_columns([group_advantages(r) for r in found]).to(self.device)
         batch.facts = {"reward": float(np.mean([x for r in found for x in r]))}
         if self.state.stage == "rce":
             effective = [torch.special.entr(w).sum().exp().item() for w in weights]
-            heaviest = [w.max().item() for w in weights]
             batch.facts |= {"tau": tau, "effective_lists": float(np.mean(effective))}
-            batch.facts["weight_on_best"] = float(np.mean(heaviest))
+            batch.facts["weight_on_best"] = float(np.mean([w.max().item() for w in weights]))
         else:
+            spread = [torch.as_tensor(r, dtype=torch.float64).std().item() for r in found]
             batch.facts["advantage_spread"] = float(np.mean(spread))  # of what is divided by it
         return batch
 
@@ -633,15 +603,14 @@ class ICLTrainer:
 
     def update(self, batch):
         """One optimizer step of the stage on the batch; returns its metrics."""
-        run = self.run
         in_rce = self.state.stage == "rce"
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        step, total = run.step - self.state.begin, self.end - self.state.begin
+        step, total = self.run.step - self.state.begin, self.end - self.state.begin
         rate = LEARNING_RATE if in_rce else GRPO_LEARNING_RATE
-        rate *= learning_rate_scale(step, total, WARMUP_STEPS, kind, run.halvings)
+        rate *= learning_rate_scale(step, total, WARMUP_STEPS, kind, self.run.halvings)
         optimizer = self.optimizers["policy"]
         optimizer.param_groups[0]["lr"] = rate
-        with run.timed("update"):
+        with self.run.timed("update"):
             self.policy.train(in_rce)  # dropout in RCE alone
             inputs = batch.vectors, self.corpus.vectors, batch.pool, batch.pointers
             every = self.policy(*inputs)  # (queries, lists, choices, pool)
@@ -657,7 +626,7 @@ class ICLTrainer:
             finite = math.isfinite(loss.item() + norm.item())
             if finite:
                 optimizer.step()
-        run.count_skipped(finite, [row["id"] for row in batch.rows])
+        self.run.count_skipped(finite, [row["id"] for row in batch.rows])
         chosen = (batch.pointers >= 0).float()
         entropy = -(every.detach().exp() * every.detach().clamp(min=-1e8)).sum(-1)
         metrics["entropy"] = ((entropy * chosen).sum() / chosen.sum()).item()
@@ -2966,7 +2935,7 @@ class VisionReader(HubReader):
 def check_reader(reader, asked, say):
     """Warn where gt_prob of the reader's own greedy answers is not of the order of how often it gives them
     when it is sampled: it then scores what this reader does not write."""
-    pairs = [(pair, reader.answer(*pair)) for pair in asked]
+    pairs = [(pair, reader.answer(*pair)) for pair in asked] if isinstance(reader, HubReader) else []
     pairs = [(pair, answer) for pair, answer in pairs if answer]
     if not pairs:
         return
@@ -3040,6 +3009,10 @@ class Corpus:
             own = self.number.get(what_is_asked(query), -1)
             query["pool"] = order[self.asked[order] != own][:POOL_SIZE]
         return query["pool"]
+
+    def asked_first(self, queries):
+        """[(query, demonstrations)]: the first SHOTS of each pool."""
+        return [(query, [self.demos[j] for j in self.pool_of(query)[:SHOTS]]) for query in queries]
 
     def similarity(self, query, numbers):
         """Cosines of a query and demonstrations, (numbers,)."""
@@ -3290,6 +3263,14 @@ def stack_pools(pools):
     return found
 
 
+def check_room(pool, shots):
+    """Refuse pools (queries, pool), padded by -1, of which one has fewer candidates than a list."""
+    least = (pool >= 0).sum(-1).min().item()
+    if least < shots:
+        todo = "ask for fewer SHOTS or EVAL_SHOTS, or give rows that ask something else"
+        raise UserError(f"a query's pool holds {least} candidates, a list of {shots} needs as many: {todo}")
+
+
 # What the marks of lists depend on: what was mined under others is neither trained on nor joined
 _READING = """
     VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE EMBEDDING_POOLING TRAIN_VECTORS TEST_VECTORS READER
@@ -3315,6 +3296,18 @@ def check_facts(path, mined_with, facts, keys, todo):
         if mined_with.get(key) != facts[key]:
             change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
             raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
+
+
+def check_mined(path, mined_with, queries, say):
+    """Refuse a file of this program whose lists were read under other constants; name what else it was mined
+    with."""
+    if mined_with.get("program") == "rce_icl":
+        facts = mining_facts(queries, SHOTS)
+        check_facts(path, mined_with, facts, _READING, "mine anew, in another OUTPUT_DIR")
+        others = [key for key in ("shots", *_MINING) if mined_with.get(key) != facts[key]]
+        if others:
+            then = ", ".join(f"{key} = {mined_with.get(key)!r}" for key in others)
+            say(f"{path} was mined with {then}: its lists stay as they are")
 
 
 def candidates_path():
@@ -3399,12 +3392,14 @@ def read_part(path, facts, say):
     return records
 
 
-def read_candidates(path, splits, demos):
+def read_candidates(path, splits, demos, say=None):
     """Groups of a file: this program's, the source's, or the source's older one of id_list and score_list.
     The mapping is strict: a query or demonstration that is not known, not in the pool, there twice or the
-    query itself is an error that names it."""
+    query itself is an error that names it. With `say` a file of this program must be mined as it is now."""
     records = read_json(path)
-    records.pop("_meta", None)
+    mined_with = records.pop("_meta", {})
+    if say:
+        check_mined(path, mined_with, splits["train"], say)
     known = {row["number"]: row for row in (*splits["train"], *splits["validation"])}
     if path.name.startswith("test_candidates_"):
         known = {row["number"]: row for row in splits["test"]}
