@@ -503,7 +503,12 @@ def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
         KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=2, EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=8,
         REWARD_MODE="hybrid")
     trainer = script.ICLTrainer()
+    checked = []
+    check_reader = script.check_reader
+    script.check_reader = lambda *x: checked.append(x) or check_reader(*x)
     trainer.train()
+    (reader, asked, _), = checked  # once, before mining
+    assert reader is trainer.reader and len(asked) == 8 and all(len(demos) == 2 for _, demos in asked)
     kept = [c for row in trainer.train_rows for c in row["candidates"]]
     assert all(0 < c["gt_prob"] < 1 for c in kept) and len({c["gt_prob"] for c in kept}) > 3
 
@@ -1674,7 +1679,7 @@ ODD = {  # what makes the constants of a run in a folder, and what its one sente
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
-    """Fifteen such ended with a traceback, and one never."""
+    """Of these 17 ended with a traceback, and some were taken for what they are not."""
     write, says = ODD[name]
     constants = {**write(tmp_path), "RCE_EPOCHS": 1, "EVAL_SHOTS": (2,), "TEST_QUERIES": 2}
     constants |= {"POOL": "similarity"} if "similar" in name else {}
