@@ -1050,14 +1050,20 @@ def test_grpo_starts_from_the_best_policy_of_rce_and_freezes_the_projections(tra
         assert torch.equal(before[key], after[key]) == ("projection" in key), key
 
 
-def test_grpo_begins_with_an_optimizer_of_its_own(icl):
+def test_grpo_begins_with_an_optimizer_of_its_own_and_the_best_policy_not_the_last(icl):
     script = icl(GRPO_EPOCHS=1, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     moments = []
+    best = {}
 
     class Trainer(script.ICLTrainer):
         def begin_grpo(self):
             moments.append(len(self.optimizers["policy"].state))
+            best.update(script.load_pointer(self.run.folder / "best/policy", self.corpus.sizes).state_dict())
+            for parameter in self.policy.parameters():
+                parameter.data.neg_()
             super().begin_grpo()
+            for model in (self.policy, self.reference):
+                assert all(torch.equal(value, best[key]) for key, value in model.state_dict().items())
             moments.append(len(self.optimizers["policy"].state))
 
     Trainer().train()
