@@ -1,13 +1,15 @@
 """ppo_rag.py on its default world: test reward by seed, beside baselines, what can be learnt, and sb3's PPO.
 
-    python bench/rag.py seeds 1 2 3 4 5     # the default run of each seed, and the upper reference
+    python bench/rag.py seeds 1 2 3 4 5     # the default run of each seed, rules and regressors
+    python bench/rag.py splits 0 1 2 3 4 5  # the default run of seed 1 on each SPLIT_SEED, and rules
     python bench/rag.py sb3 1 2 3           # stable-baselines3's PPO on the same RAGEnv, beside ours
     python bench/rag.py recall FILE ...     # BM25's recall on HotpotQA's files, titles counted once and twice
 
-The first two need `pip install -r bench/requirements-rag.txt`, best in an environment of their own. The upper
-reference is a strong regressor fitted to the whole table of the training questions (every action's reward,
-which PPO never sees at once): of three, the one whose choices are best on the validation questions. What can
-be learnt from the observation is its test reward less that of the best fixed action.
+seeds and sb3 need `pip install -r bench/requirements-rag.txt`, best in an environment of their own. Rules and
+regressors see the whole table of the training questions, every action's reward, of which PPO sees one action
+at a time. The rule "best by type" gives a question the action that is best on the training questions of its
+type; it is told the type, which the policy has to tell from the observation. Of three regressors of every
+action's reward from the observation the one counts whose choices are best on the validation questions.
 """
 import importlib.util
 import json
@@ -37,6 +39,22 @@ def load_trainer(folder, **constants):
     return module, module.RAGTrainer()
 
 
+def best_by_type(table):
+    """Test reward where each type of question gets the action that is best on its training questions."""
+    rewards = table.rewards.double().mean(2)  # (questions, actions)
+    kinds = [row["type"] for row in table.questions]
+    best = {kind: rewards[[q for q in table.splits["train"] if kinds[q] == kind]].mean(0).argmax()
+            for kind in set(kinds)}
+    return statistics.mean(rewards[q, best[kinds[q]]].item() for q in table.splits["test"])
+
+
+def greedy_oracle(table):
+    """Test reward of the best action of each question, after the fact, among those of temperature 0: the
+    oracle over all actions takes the luckiest of the sampled answers too."""
+    greedy = [n for n, (_, temperature, _) in enumerate(table.actions) if temperature == 0]
+    return table.rewards.double().mean(2)[table.splits["test"]][:, greedy].amax(1).mean().item()
+
+
 def reference(table):
     """(name, test reward) of the best of three regressors of every action's reward."""
     from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor, RandomForestRegressor
@@ -61,15 +79,38 @@ def reference(table):
     return best[2], best[1]
 
 
+def tested(folder, *words):
+    """eval_test.json of a run with these words, as a user starts it."""
+    command = [sys.executable, SCRIPT, *words, f"OUTPUT_DIR={folder}"]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return json.loads((Path(folder) / "eval_test.json").read_text())
+
+
+def splits(numbers):
+    """The default run on other splits of the same questions: PPO beside rules."""
+    out = Path(tempfile.mkdtemp(prefix="rag_splits_"))
+    found = []
+    for number in numbers:
+        run = tested(out / number, f"SPLIT_SEED={number}", "SEED=1")
+        _, trainer = load_trainer(out / "table" / number, SPLIT_SEED=int(number))
+        ppo, fixed, oracle = (run[name]["reward"] for name in ("policy", "best_fixed", "oracle"))
+        found.append((fixed, ppo, best_by_type(trainer.table), greedy_oracle(trainer.table), oracle))
+        low, high = run["interval"]
+        print(f"SPLIT_SEED {number}: gain over best fixed {ppo - fixed:+.3f} ({low:+.3f} to {high:+.3f})")
+    for n, name in enumerate(("best fixed", "PPO", "best by type", "oracle, greedy answers", "oracle")):
+        values = [row[n] for row in found]
+        print(f"{name:24}" + "  ".join(f"{x:.3f}" for x in values) + f"  mean {statistics.mean(values):.3f}")
+    fixed, ppo, rule, *_ = (statistics.mean(values) for values in zip(*found))
+    print(f"PPO gains {(ppo - fixed) / (rule - fixed):.0%} of what best by type gains over best fixed")
+
+
 def seeds(numbers):
     """The default run of each seed, as a user starts it."""
     out = Path(tempfile.mkdtemp(prefix="rag_"))
     results = []
     for seed in numbers:
         started = time.time()
-        command = [sys.executable, SCRIPT, f"SEED={seed}", f"OUTPUT_DIR={out}/{seed}"]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        found = json.loads((out / seed / "eval_test.json").read_text())
+        found = tested(out / seed, f"SEED={seed}")
         results.append(found)
         policy = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
         low, high = found["interval"]
@@ -83,9 +124,11 @@ def seeds(numbers):
         values = "  ".join(f"{key} {results[0][name][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
         print(f"{name:12} {values}")
     _, trainer = load_trainer(out / "reference")
-    name, reward = reference(trainer.table)
-    share = (statistics.mean(rewards) - fixed) / (reward - fixed)
-    print(f"upper reference ({name}) {reward:.3f}: PPO reaches {share:.0%} of what it gains over best fixed")
+    rule = best_by_type(trainer.table)
+    print(f"oracle over greedy answers {greedy_oracle(trainer.table):.3f}")
+    for name, reached in (("best by type", rule), reference(trainer.table)):
+        share = (statistics.mean(rewards) - fixed) / (reached - fixed)
+        print(f"{name} {reached:.3f}: PPO gains {share:.0%} of what it gains over best fixed")
 
 
 def sb3(numbers):
@@ -145,7 +188,7 @@ def recall(files):
 
 
 if __name__ == "__main__":
-    sections = {"seeds": seeds, "sb3": sb3, "recall": recall}
+    sections = {"seeds": seeds, "splits": splits, "sb3": sb3, "recall": recall}
     if len(sys.argv) < 3 or sys.argv[1] not in sections:
         sys.exit(__doc__)
     sections[sys.argv[1]](sys.argv[2:])

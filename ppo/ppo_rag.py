@@ -319,6 +319,7 @@ class RAGTrainer:
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         check_actions()
+        check_texts()
         self.device = find_device()
         resume = "no" if BASELINE_ONLY else resume_from_checkpoint
         logs = ("train_log.csv", "eval_log.csv")
@@ -331,6 +332,7 @@ class RAGTrainer:
         self.qa = QASystem(corpus, self.device)
         self.table = fill_table(questions, self.qa, self.run.say)
         self.score()
+        self.best = None  # the policy of best/, once test() has loaded it
         self.env = RAGEnv(self.table, "train")
         self.load_policy()
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
@@ -551,11 +553,11 @@ class RAGTrainer:
             self.run.say(text)
 
     def test(self):
-        """The best policy on the test questions: three of them shown, then all, beside the baselines. The
+        """The policy of best/ on the test questions: three of them shown, then all, beside the baselines. The
         last policy stays what it is: a checkpoint is still to be made of it."""
-        best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
+        self.best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
         rows = self.table.splits["test"]
-        actions = self.choose(rows, policy=best)
+        actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
             asked = self.table.questions[row]
             top_k, temperature, rerank = self.table.actions[action]
@@ -567,10 +569,12 @@ class RAGTrainer:
         self.run.say(test_line(found))
 
     def answer(self, question):
-        """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now."""
+        """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now: after
+        train() by the policy of best/, before its end by the policy as it is."""
         observation = self.qa.observe(question)
         with torch.no_grad():
-            action = self.table.actions[int(self.policy(observation[None])[0].argmax())]
+            logprobs, _ = (self.best or self.policy)(observation[None])
+        action = self.table.actions[int(logprobs.argmax())]
         return self.qa.answer(question, action), action
 
     def draw(self):
@@ -2137,14 +2141,20 @@ class Retriever:
         import bm25s
 
         self.tokenize = bm25s.tokenize
+        self.none = np.zeros(len(corpus), dtype=np.float32)
         texts = [" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus]
+        words = self.tokenize(texts, return_ids=False, show_progress=False)
+        if not any(words):
+            counts = "two letters or more, no English stop word"
+            raise UserError(f"DATASET: no paragraph has a word that BM25 counts ({counts}): give other texts")
         self.index = bm25s.BM25()
-        self.index.index(self.tokenize(texts, return_ids=False, show_progress=False), show_progress=False)
+        self.index.index(words, show_progress=False)
 
     def search(self, question, count):
-        """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier."""
+        """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. A question
+        without a word that BM25 counts scores 0 with each."""
         words, = self.tokenize([question], return_ids=False, show_progress=False)
-        scores = self.index.get_scores(words)
+        scores = self.index.get_scores(words) if words else self.none
         ids = np.argsort(-scores, kind="stable")[:count]
         return ids.tolist(), scores[ids]
 
@@ -2158,9 +2168,14 @@ class Reranker:
         self.tokenizer = load_part(AutoTokenizer, name, "RERANKER")
         self.model = load_part(AutoModelForSequenceClassification, name, "RERANKER", dtype=torch_dtype())
         self.model = self.model.to(device).eval()
-        if self.model.config.num_labels != 1:
-            has = f"has {self.model.config.num_labels} labels, a reranker one"
+        config = self.model.config
+        if config.num_labels != 1:
+            has = f"has {config.num_labels} labels, a reranker one"
             raise UserError(f"RERANKER = {name!r} {has}: give a cross-encoder such as ms-marco-MiniLM")
+        give_padding(self.tokenizer, f"RERANKER = {name!r}")
+        config.pad_token_id = self.tokenizer.pad_token_id
+        room = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
+        self.limit = min(512, room, self.tokenizer.model_max_length)
 
     @torch.no_grad()
     def scores(self, pairs):
@@ -2170,7 +2185,7 @@ class Reranker:
         for start in range(0, len(pairs), 64):
             chunk = order[start:start + 64]
             questions, texts = zip(*(pairs[n] for n in chunk))
-            limit = {"truncation": "only_second", "max_length": min(512, self.tokenizer.model_max_length)}
+            limit = {"truncation": "longest_first", "max_length": self.limit}
             read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
             found[chunk] = self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
         return found
@@ -2229,7 +2244,17 @@ class Prompts:
                 fits = self.length(self.fill(question, paragraphs[:middle])) <= self.limit
                 least = middle if fits else least
                 fit = fit if fits else middle - 1
+        if not fit:
+            self.check(question, f"the question {question[:80]!r}")
         return self.fill(question, paragraphs[:fit]), fit
+
+    def check(self, question, name):
+        """Refuse a question that does not fit, though no paragraph stands beside it."""
+        takes = self.length(self.fill(question, []))
+        if takes > self.limit:
+            alone = f"takes {takes} tokens in PROMPT without any paragraph"
+            limit = f"the generator reads {self.limit} (MAX_PROMPT_TOKENS is {MAX_PROMPT_TOKENS})"
+            raise UserError(f"{name} {alone}, {limit}: shorten it, or give a GENERATOR that reads more")
 
     def fill(self, question, paragraphs):
         contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
@@ -2257,8 +2282,7 @@ class Generator:
         self.model = load_part(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        give_padding(self.tokenizer, f"GENERATOR = {name!r}")
         own = self.model.generation_config
         ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
         # The model's own top-k, top-p and penalties stay out: a temperature means what it says
@@ -2266,7 +2290,7 @@ class Generator:
             eos_token_id=ends, pad_token_id=self.tokenizer.pad_token_id, max_new_tokens=MAX_NEW_TOKENS,
             decoder_start_token_id=own.decoder_start_token_id, bos_token_id=own.bos_token_id)
         room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
-        room = room if self.reads_apart else room - MAX_NEW_TOKENS
+        room = room if self.reads_apart else max(0, room - MAX_NEW_TOKENS)
         self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
 
     @torch.no_grad()
@@ -2275,7 +2299,8 @@ class Generator:
         read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
         read = read.to(self.model.device)
         heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-        with torch.random.fork_rng():
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # by default every GPU
             torch.manual_seed(seed)
             wrote = self.model.generate(**read, **heat)
         begin = 1 if self.reads_apart else read["input_ids"].shape[1]
@@ -2336,6 +2361,14 @@ class QASystem:
         return self.generator.answers([prompt], temperature, SEED)[0][0]
 
 
+def give_padding(tokenizer, where):
+    """A pad token: EOS where the tokenizer has none of its own."""
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{where} has a tokenizer with neither a pad token nor EOS: give it one of them")
+        tokenizer.pad_token = tokenizer.eos_token
+
+
 def torch_dtype():
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
 
@@ -2370,6 +2403,29 @@ def check_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} {among}: take one of them, or BASELINE=random")
 
 
+def check_texts():
+    """Refuse a DATASET, PROMPT or PARAGRAPH that says nothing usable, before anything is read."""
+    spec = DATASET if isinstance(DATASET, dict) else {}
+    texts = all(isinstance(x, str) for x in (*spec, *spec.values()))
+    right = {"path", "type"} <= set(spec) <= {"path", "type", "name", "split"}
+    if not texts or not right or spec["type"] not in ("folder", "hotpotqa", "hub"):
+        takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
+        raise UserError(f"DATASET = {DATASET!r}: {takes}")
+    for constant, names in (("PROMPT", ("contexts", "question")), ("PARAGRAPH", ("n", "title", "text"))):
+        pattern = globals()[constant]
+        marks = {name: 1 if name == "n" else f"<{name}>" for name in names}
+        known = ", ".join(f"{{{name}}}" for name in names)
+        try:
+            filled = pattern.format(**marks)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            todo = f"it may name {known}; a brace itself is written twice"
+            why = f"cannot be filled ({first_line(error)})"
+            raise UserError(f"{constant} = {pattern!r} {why}: {todo}") from None
+        for name in ("contexts", "question", "text"):
+            if name in names and marks[name] not in filled:
+                raise UserError(f"{constant} = {pattern!r} lacks {{{name}}}: the generator would not see it")
+
+
 def read_json(path):
     """The records of HotpotQA's file, or one sentence."""
     try:
@@ -2388,79 +2444,89 @@ def from_hotpot(records, where):
     questions = []
     corpus = {}  # (title, text): row id
     for number, record in enumerate(records, 1):
+        line = f"{where}: record {number}"
         try:
             context = record["context"]
             if isinstance(context, dict):  # the hub's columns
                 context = list(zip(context["title"], context["sentences"]))
             facts = record["supporting_facts"]
-            gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
+            facts = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
+            gold_titles = {read_as("text", title, f"{line}: 'supporting_facts'") for title in facts}
             gold = []
             for title, sentences in context:
-                row = corpus.setdefault((title, "".join(sentences).strip()), len(corpus))
+                title = read_as("text", title, f"{line}: a title of 'context'")
+                text = read_as("text", "".join(sentences).strip(), f"{line}: {title!r}")
+                row = corpus.setdefault((title, text), len(corpus))
                 gold += [row] if title in gold_titles else []
-            about = {"type": record.get("type", ""), "level": record.get("level", "")}
-            asked = {"question": record["question"], "answer": record["answer"], **about}
+            asked = read_question(record, line)
         except (KeyError, TypeError, ValueError, AttributeError):
             form = "HotpotQA's distractor format (question, answer, context, supporting_facts) is wanted"
-            raise UserError(f"{where}: record {number} is not HotpotQA's: {form}") from None
+            raise UserError(f"{line} is not HotpotQA's: {form}") from None
         if len(gold) < len(gold_titles):
-            raise UserError(f"{where}: record {number} has supporting facts that are not in its context")
+            raise UserError(f"{line} has supporting facts that are not in its context")
         questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
     return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
+def read_question(record, where):
+    """{"question", "answer", "type", "level"} of a record, each a text; the last two may be missing."""
+    found = {key: read_as("text", record[key], f"{where}: {key!r}") for key in ("question", "answer")}
+    for key in ("type", "level"):
+        value = record.get(key)
+        found[key] = "" if value is None else read_as("text", value, f"{where}: {key!r}")
+    return found
+
+
 def read_lines(path, columns):
-    """(line number, record) of a jsonl file whose records have these columns."""
+    """(where it stands, line number, record) of a jsonl file whose records have these columns."""
     where = f"DATASET: {path}"
     for number, record in read_records({"path": path, "type": "jsonl"}, [], where):
-        lacks = [c for c in columns if not isinstance(record, dict) or not record.get(c)]
+        line = f"{where} line {number}"
+        lacks = [c for c in columns if not isinstance(record, dict) or record.get(c) in (None, "", [])]
         if lacks:
-            raise UserError(f"{where} line {number}: there is no {lacks[0]!r}; mend or delete the line")
-        yield number, record
+            raise UserError(f"{line}: there is no {lacks[0]!r}; mend or delete the line")
+        yield line, number, record
 
 
 def from_folder(folder):
     """(questions, corpus) of corpus.jsonl and questions.jsonl."""
     paragraphs = {}  # (title, text): row id
     titles = {}  # title: row ids
-    for _, record in read_lines(f"{folder}/corpus.jsonl", ("title", "text")):
-        row = paragraphs.setdefault((record["title"], record["text"]), len(paragraphs))
-        titles.setdefault(record["title"], []).append(row)
-    where = f"DATASET: {folder}/questions.jsonl"
+    for line, _, record in read_lines(f"{folder}/corpus.jsonl", ("title", "text")):
+        title, text = (read_as("text", record[key], f"{line}: {key!r}") for key in ("title", "text"))
+        row = paragraphs.setdefault((title, text), len(paragraphs))
+        titles.setdefault(title, []).append(row)
     questions = []
-    for number, record in read_lines(f"{folder}/questions.jsonl", ("question", "answer", "gold")):
-        missing = [title for title in record["gold"] if title not in titles]
+    for line, number, record in read_lines(f"{folder}/questions.jsonl", ("question", "answer", "gold")):
+        wanted = read_as("texts", record["gold"], f"{line}: 'gold'")
+        missing = [title for title in wanted if title not in titles]
         if missing:
             lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
-            raise UserError(f"{where} line {number}: {lacks}; add it, or delete the question")
-        gold = [row for title in record["gold"] for row in titles[title]]
-        about = {"type": record.get("type", ""), "level": record.get("level", "")}
-        asked = {key: record[key] for key in ("question", "answer")}
-        questions.append({**asked, **about, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
+            raise UserError(f"{line}: {lacks}; add it, or delete the question")
+        gold = [row for title in wanted for row in titles[title]]
+        asked = read_question(record, line)
+        questions.append({**asked, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
     return questions, [{"title": title, "text": text} for title, text in paragraphs]
 
 
 def load_questions(say):
     """(questions with their split, corpus) of DATASET; also written to OUTPUT_DIR/prep. A question asked
     twice counts once, so that none of the test's is trained on."""
-    spec = DATASET if isinstance(DATASET, dict) else {}
-    kind, path = spec.get("type"), str(spec.get("path"))
+    kind, path = DATASET["type"], DATASET["path"]
     if kind == "folder":
         questions, corpus = from_folder(path)
     elif kind == "hotpotqa":
         questions, corpus = from_hotpot(read_json(path), f"DATASET: {path}")
-    elif kind == "hub":
-        records = (record for _, record in read_records(spec, [], f"DATASET: {path}"))
-        questions, corpus = from_hotpot(records, f"DATASET: {path}")
     else:
-        takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}"
-        raise UserError(f"DATASET = {DATASET!r}: {takes}")
+        records = (record for _, record in read_records(DATASET, [], f"DATASET: {path}"))
+        questions, corpus = from_hotpot(records, f"DATASET: {path}")
     for row in questions:
         for key in ("question", "answer"):
-            if not isinstance(row[key], str) or not row[key].strip():
+            if not row[key].strip():
                 wants = "a text that is not empty is wanted"
                 raise UserError(f"DATASET: {path}: {row['id']} has no {key}: {wants}")
-    questions = list({" ".join(words_of(row["question"])): row for row in reversed(questions)}.values())[::-1]
+    same = {" ".join(words_of(row["question"])) or row["question"]: row for row in reversed(questions)}
+    questions = list(same.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
     least = VALIDATION_QUESTIONS + TEST_QUESTIONS
     if len(order) <= least:
@@ -2573,11 +2639,25 @@ def answer_block(qa, questions, missing):
     return found
 
 
+def warn_of_unknown_words(questions, qa, say):
+    """Say what share of the words of questions and paragraphs (the first 1,000) the generator's tokenizer
+    does not know, if that is more than 1%."""
+    tokenizer = qa.generator.tokenizer
+    texts = [row["question"] for row in questions[:1000]] + [paragraph_text(p) for p in qa.corpus[:1000]]
+    tokens = [token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids]
+    unknown = tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
+    if unknown > 0.01:
+        reads = f"reads {tokenizer.unk_token} in place of {unknown:.0%} of the words of DATASET"
+        todo = "give a model for such texts, say google/flan-t5-small (data/rag/reader is for data/rag alone)"
+        say(f"WARNING: GENERATOR = {GENERATOR!r} {reads}: {todo}")
+
+
 def fill_table(questions, qa, say):
     """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
     that depend on nothing but the questions, each saved before the next begins."""
     path = cache_path(qa.corpus, qa.generator)
     known = read_cache(path, say)
+    warn_of_unknown_words(questions, qa, say)
     actions = all_actions()
     wanted = [(k, float(t), r, draw) for k, t, r in actions for draw in range(DRAWS if t > 0 else 1)]
     texts = [row["question"] for row in questions]
@@ -2586,6 +2666,8 @@ def fill_table(questions, qa, say):
     for block in blocks:
         if missing := [key for key in wanted if any((text, *key) not in known for text in block)]:
             todo.append((block, missing))
+    for row in questions if todo else ():  # before hours of answers
+        qa.prompts.check(row["question"], row["id"])
     if todo:
         say(f"Answering {len(texts)} questions under {len(actions)} actions once; kept in {path}")
     started = time.perf_counter()
@@ -2732,7 +2814,7 @@ def test_line(found):
     low, high = found["interval"]
     values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
     gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
-    oracle = f"{found['oracle']['reward']:.3f}"
+    oracle = f"{found['oracle']['reward']:.3f} after the fact"
     return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
 
 

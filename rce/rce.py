@@ -1260,12 +1260,13 @@ def find_in_cdf(weights, at):
 
 def full_logprobs(logits, temperature):
     """Log-probabilities (..., vocabulary) of all tokens, in float32; a reference is scored by these."""
-    return (logits.float() / temperature).log_softmax(-1)
+    logits = logits.float()
+    return (logits / temperature if temperature != 1 else logits).log_softmax(-1)
 
 
 def entropy_of(logprobs):
     """Entropy (...) of a distribution's log-probabilities (..., vocabulary), in nats."""
-    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 times -inf is no number
+    return -torch.linalg.vecdot(logprobs.exp(), logprobs.clamp(min=-1e30))  # 0 times -inf is no number
 
 
 def sample_tokens(probabilities, uniform):
@@ -1397,11 +1398,12 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     logits = decoder.logits
     look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
-        scaled = sampling_logprobs(logits, temperature)  # (rows still there, vocabulary)
-        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(scaled.exp(), uniform[rows, t])
+        scaled = sampling_logprobs(logits, temperature).clamp_(min=-1e30)  # (rows still there, vocabulary)
+        probabilities = scaled.exp()
+        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
         logprobs[rows, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        entropies[rows, t] = entropy_of(scaled)
+        entropies[rows, t] = -torch.linalg.vecdot(probabilities, scaled)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
         left = int(unfinished.sum()) if t % look_every == 0 else len(rows)

@@ -22,8 +22,8 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts: no five best are picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
-- gt_prob is a product over the answer's tokens and what ends it, so over distinct golds it sums to 1 at most;
-- mined lists are recombined ("local"), since a right list often has one bad member.
+- gt_prob is a product over the answer's tokens and P(it ends there), so distinct golds sum to 1 at most;
+- mined lists are recombined ("local"); a new network mines, no supervised one; docs/rce_icl.md has the rest.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then STAGE=check, then STAGE=train
@@ -68,11 +68,12 @@ STAGE = "all"  # all | mine | check | train
 CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in place of mining
 
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, "image" (a column of paths)
-# too. The output is a gold answer or a list of them, such as VQA's ten
+# too. The output is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {
     "path": f"{ROOT}/data/banking77/train.csv", "type": "csv", "input": "text", "output": "category"}
 TEST_DATASET = {
     "path": f"{ROOT}/data/banking77/test.csv", "type": "csv", "input": "text", "output": "category"}
+GOLDS = "aliases"  # aliases | annotators: the best of a list counts; or each is a person's, as VQA's ten are
 VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
 TEST_QUERIES: int | None = None  # only the first so many; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
@@ -93,7 +94,8 @@ PRIOR_STRENGTH = 0.2  # of votes: what the class prior weighs against a demonstr
 INSTRUCTION: str | None = None  # what a language model reads first
 DEMONSTRATION = "Question: {text}\nAnswer: {answer}\n\n"
 QUERY = "Question: {text}\nAnswer:"
-ANSWER_END = "line"  # line | eos: what ends an answer, so that golds exclude one another
+CHAT_TEMPLATE = True  # the prompt is a user's message to a language model that has a template; False: a text
+ANSWER_END = "line"  # line | eos: what ends an answer, so that golds exclude one another; EOS always does
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
 DTYPE = "float32"  # float32 | bfloat16, of hub models
@@ -187,6 +189,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "check", "train"],
     "EMBEDDING_POOLING": ["mean", "pooled"],
+    "GOLDS": ["aliases", "annotators"],
     "POOL": ["random", "similarity"],
     "ANSWER_END": ["line", "eos"],
     "DTYPE": ["float32", "bfloat16"],
@@ -361,8 +364,9 @@ class Pointer(PreTrainedModel):
         return torch.stack(steps, 2)
 
     def search(self, queries, vectors, pool, shots, beams=1, encoded=None):
-        """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and
-        log-probabilities (queries, beams); one beam is the greedy list."""
+        """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and their
+        log-probabilities (queries, beams), below -1e8 where a pool has no more lists. One beam: greedy."""
+        check_room(pool, shots)
         state, keys = encoded or self.encode(queries, vectors, pool)
         count, size = pool.shape
         taken = (pool < 0)[:, None]
@@ -384,6 +388,7 @@ class Pointer(PreTrainedModel):
     def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
         """Lists drawn with uniform numbers (queries, lists, choices) at a temperature: pointers of that
         shape."""
+        check_room(pool, uniform.shape[-1])
         state, keys = encoded or self.encode(queries, vectors, pool)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
@@ -424,8 +429,7 @@ class ICLTrainer:
         self.device = find_device()
         made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
         made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
-        best_by = ("pick_accuracy",)
-        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, best_by, later_of_equal=True)
+        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, ["pick_accuracy"], True)
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
         names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
@@ -500,13 +504,14 @@ class ICLTrainer:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
+            check_reader(self.reader, self.corpus.asked_first(queries[:8]), self.run.say)
             if not self.mine(path, queries, SHOTS):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
         if not new and digest != self.state.candidates:
             todo = "put it back, or start afresh with RESUME=no"
             raise UserError(f"{path} is not the file this run was trained on: {todo}")
-        groups = read_candidates(path, self.splits, self.demos)
+        groups = read_candidates(path, self.splits, self.demos, self.run.say)
         if new:
             figures = write_check_up(groups, Path(OUTPUT_DIR) / "candidates", self.run.say)
             self.run.write_metrics("mine", figures)
@@ -529,6 +534,7 @@ class ICLTrainer:
             candidates = usable(group.candidates)
             shaped = shaped_rewards(candidates) if candidates else []
             if group.query["id"] in held_out:
+                group.query["pool"] = group.pool  # given candidates have pools of their own
                 best += [max(c["soft"] or 0.0 for c in candidates)] if candidates else []
             elif shaped and not is_flat(shaped):
                 self.train_rows.append({
@@ -554,17 +560,15 @@ class ICLTrainer:
         batch.present = pad_columns([[1.0] * len(r) for r in found]).to(self.device)
         tau = tau_at(self.state.epoch - 1)
         weights = [rce_weights(r, tau, WEIGHT_REWARDS) for r in found]
-        advantages = [group_advantages(r) for r in found]
         batch.weights = pad_columns(weights).to(self.device)
-        batch.advantages = pad_columns(advantages).to(self.device)
-        spread = [torch.as_tensor(r, dtype=torch.float64).std().item() for r in found]
+        batch.advantages = pad_columns([group_advantages(r) for r in found]).to(self.device)
         batch.facts = {"reward": float(np.mean([x for r in found for x in r]))}
         if self.state.stage == "rce":
             effective = [torch.special.entr(w).sum().exp().item() for w in weights]
-            heaviest = [w.max().item() for w in weights]
             batch.facts |= {"tau": tau, "effective_lists": float(np.mean(effective))}
-            batch.facts["weight_on_best"] = float(np.mean(heaviest))
+            batch.facts["weight_on_best"] = float(np.mean([w.max().item() for w in weights]))
         else:
+            spread = [torch.as_tensor(r, dtype=torch.float64).std().item() for r in found]
             batch.facts["advantage_spread"] = float(np.mean(spread))  # of what is divided by it
         return batch
 
@@ -589,15 +593,14 @@ class ICLTrainer:
 
     def update(self, batch):
         """One optimizer step of the stage on the batch; returns its metrics."""
-        run = self.run
         in_rce = self.state.stage == "rce"
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        step, total = run.step - self.state.begin, self.end - self.state.begin
+        step, total = self.run.step - self.state.begin, self.end - self.state.begin
         rate = LEARNING_RATE if in_rce else GRPO_LEARNING_RATE
-        rate *= learning_rate_scale(step, total, WARMUP_STEPS, kind, run.halvings)
+        rate *= learning_rate_scale(step, total, WARMUP_STEPS, kind, self.run.halvings)
         optimizer = self.optimizers["policy"]
         optimizer.param_groups[0]["lr"] = rate
-        with run.timed("update"):
+        with self.run.timed("update"):
             self.policy.train(in_rce)  # dropout in RCE alone
             inputs = batch.vectors, self.corpus.vectors, batch.pool, batch.pointers
             every = self.policy(*inputs)  # (queries, lists, choices, pool)
@@ -613,7 +616,7 @@ class ICLTrainer:
             finite = math.isfinite(loss.item() + norm.item())
             if finite:
                 optimizer.step()
-        run.count_skipped(finite, [row["id"] for row in batch.rows])
+        self.run.count_skipped(finite, [row["id"] for row in batch.rows])
         chosen = (batch.pointers >= 0).float()
         entropy = -(every.detach().exp() * every.detach().clamp(min=-1e8)).sum(-1)
         metrics["entropy"] = ((entropy * chosen).sum() / chosen.sum()).item()
@@ -687,7 +690,7 @@ class ICLTrainer:
         where it was. False when a signal stopped it."""
         folder = path.with_suffix(".parts")
         folder.mkdir(parents=True, exist_ok=True)
-        facts = mining_facts(shots)
+        facts = mining_facts(queries, shots)
         parts = []
         right = 0
         started = time.perf_counter()
@@ -714,21 +717,21 @@ class ICLTrainer:
 
     @torch.no_grad()
     def pick(self, queries, shots, policy=None, beams=1):
-        """The policy's lists for queries, likeliest first, as numbers within the demonstrations: (queries,
-        beams, shots), nested lists."""
+        """The policy's lists for queries, likeliest first, as numbers within the demonstrations: for each
+        query as many as there are, `beams` at most."""
         policy = (policy or self.policy).eval()
         found = []
         for i in range(0, len(queries), 64):
             some = queries[i:i + 64]
             pool = stack_pools([self.corpus.pool_of(query) for query in some])
             inputs = self.corpus.stack_vectors(some), self.corpus.vectors, pool.to(self.device)
-            lists, _ = policy.search(*inputs, shots, beams)
-            lists = lists.cpu().flatten(1)
-            found += pool.gather(1, lists).view(len(some), -1, shots).tolist()
+            lists, scores = (x.cpu() for x in policy.search(*inputs, shots, beams))
+            chosen = pool.gather(1, lists.flatten(1)).view(lists.shape)
+            found += [row[there].tolist() for row, there in zip(chosen, scores > -1e8)]
         return found
 
     def accuracy_of(self, queries, lists):
-        """VQA accuracy of the reader after these demonstrations, (queries,); each is asked once."""
+        """Accuracy of the reader after these demonstrations, (queries,); each is asked once."""
         keys = [(query["id"], tuple(numbers)) for query, numbers in zip(queries, lists)]
         new = [n for n, key in enumerate(keys) if key not in self.told]
         asked = [(queries[n], [self.demos[j] for j in lists[n]]) for n in new]
@@ -737,7 +740,7 @@ class ICLTrainer:
         else:
             texts = [self.reader.answer(query, demonstrations) for query, demonstrations in asked]
         self.told.update(zip([keys[n] for n in new], texts))
-        return np.array([rewards.vqa_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
+        return np.array([answer_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
 
     def evaluate(self):
         """Metrics of the greedy pick on the validation queries. Override to add yours."""
@@ -749,11 +752,13 @@ class ICLTrainer:
         return metrics
 
     def select(self, query, shots=SHOTS):
-        """The demonstrations that the policy picks for a query text, as rows of the training data, out of its
-        pool."""
+        """The demonstrations that the best policy of this run picks for a query text (where there is none
+        yet, the policy as it is), as rows of the training data, out of its pool of POOL_SIZE."""
         query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
         query["vector"] = self.corpus.embed_query(query["text"])
-        return [self.demos[j] for j in self.pick([query], shots)[0][0]]
+        best = self.run.folder / "best/policy"
+        policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else None
+        return [self.demos[j] for j in self.pick([query], shots, policy)[0][0]]
 
     def test(self):
         test_policies(self)
@@ -2364,8 +2369,11 @@ def check_lists():
 def load_examples(spec, constant, split, limit=None):
     """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold
     that is named most often, which a demonstration shows. number is the row's, from 0."""
-    if not isinstance(spec, dict) or {"path", "type", "input", "output"} - set(spec):
-        raise UserError(f"{constant} = {spec!r}: it takes a dict with path, type, input and output")
+    needs = {"path", "type", "input", "output"}
+    texts = isinstance(spec, dict) and all(isinstance(x, str) and x for x in (*spec, *spec.values()))
+    if not texts or needs - set(spec) or set(spec) - needs - {"image", "name", "split"}:
+        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
+        raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
     columns = [spec[key] for key in ("input", "output", "image") if spec.get(key)]
     examples = []
@@ -2373,11 +2381,11 @@ def load_examples(spec, constant, split, limit=None):
             spec, columns, where):
         at = f"{where} line {line}"
         row = read_row(spec, record, columns, at)
-        golds = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+        golds = read_as("texts", row["answer"], f"{at}: {spec['output']!r}")
         if not all(gold.strip() for gold in golds):
             raise UserError(f"{at}: column {spec['output']!r} is empty: write an answer, or delete the line")
         image = look_up(record, spec["image"]) if spec.get("image") else None
-        if image is not None and not Path(image).is_file():
+        if image is not None and not Path(read_as("text", image, f"{at}: {spec['image']!r}")).is_file():
             raise UserError(f"{at}: there is no image {str(image)!r}")
         examples.append({
             "id": f"{Path(spec['path']).name}:{line}", "number": len(examples), "text": row["prompt"],
@@ -2415,6 +2423,9 @@ def load_splits(say):
     if CANDIDATES:
         numbers = {int(key) for key in read_json(CANDIDATES) if key.isdecimal()}
         asked = [row for row in rows if row["number"] in numbers]
+    if len(asked) < 5:
+        given = f"CANDIDATES = {CANDIDATES!r}" if CANDIDATES else "TRAIN_DATASET"
+        raise UserError(f"{given} has {len(asked)} queries: it takes 5, since a fifth validates")
     count = min(VALIDATION_QUERIES, len(asked) // 5)
     if count < VALIDATION_QUERIES:
         say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, a fifth of the queries is {count}: so many validate")
@@ -2439,7 +2450,11 @@ class TfidfEmbedder:
 
         rare = 2 if len(demos) > 100 else 1  # a word or pair in fewer texts is left out
         self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=rare)
-        counts = self.words.fit_transform([demo["text"] for demo in demos])
+        try:
+            counts = self.words.fit_transform([demo["text"] for demo in demos])
+        except ValueError as error:  # no word at all, or none in `rare` texts
+            why = f"finds no words in the demonstrations ({first_line(error)})"
+            raise UserError(f"EMBEDDING = 'tfidf' {why}: give a sentence model or vectors") from None
         size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
         if size < 1:
             raise UserError("EMBEDDING = 'tfidf': the demonstrations have fewer than two different words")
@@ -2461,6 +2476,12 @@ class HubEmbedder:
         self.tokenizer = load_part(AutoTokenizer, name, "EMBEDDING")
         self.model = load_part(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
         self.is_clip = hasattr(self.model, "get_text_features")
+        if self.model.config.is_encoder_decoder:  # T5: its encoder reads
+            self.model = self.model.get_encoder()
+        if self.tokenizer.pad_token_id is None:  # padding is masked, whatever it is
+            self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
+        if self.tokenizer.pad_token_id is None:
+            raise UserError(f"EMBEDDING = {name!r} has a tokenizer without pad, EOS and unknown tokens")
         self.processor = None
 
     @torch.no_grad()
@@ -2520,10 +2541,16 @@ class FileVectors:
             except Exception as error:  # both raise many kinds
                 why = f"cannot be read as vectors ({first_line(error)})"
                 raise UserError(f"{constant} = {path!r} {why}") from None
-            if table.ndim != 2 or len(table) < counts[split] or not np.isfinite(table).all():
+            is_number = table.dtype.kind in "fiu"
+            is_table = is_number and table.ndim == 2 and len(table) >= counts[split] and table.shape[1]
+            if not is_table or not np.isfinite(table).all():
                 must = f"must be {counts[split]} rows of finite numbers, a row of the data each"
                 raise UserError(f"{constant} = {path!r}, of shape {table.shape}, {must}")
             self.tables[split] = table
+        widths = [table.shape[1] for table in self.tables.values()]
+        if len(set(widths)) > 1:
+            are = f"are of {widths[0]} and {widths[1]} numbers a row"
+            raise UserError(f"TRAIN_VECTORS and TEST_VECTORS {are}: they must be as wide")
 
     def examples(self, examples):
         tables = {"train": "train", "validation": "train", "test": "test"}
@@ -2649,13 +2676,21 @@ def load_pointer(folder, sizes):
 
 
 def gold_weights(golds):
-    """{distinct gold answer: min(count / 3, 1)}; a single gold answer weighs 1. Answers that VQA's
+    """{distinct gold answer: its weight}: 1, or of annotators min(count / 3, 1). Answers that VQA's
     normalisation makes equal are one."""
     counts = {}
     for gold in golds:
         first = next((known for known in counts if same_answer(known, gold)), gold)
         counts[first] = counts.get(first, 0) + 1
-    return {gold: min(1.0, count / min(3, len(golds))) for gold, count in counts.items()}
+    enough = min(3, len(golds)) if GOLDS == "annotators" else 1
+    return {gold: min(1.0, count / enough) for gold, count in counts.items()}
+
+
+def answer_accuracy(text, golds):
+    """1 where the answer is one of the golds, else 0; of annotators VQA's accuracy."""
+    if GOLDS == "annotators":
+        return rewards.vqa_accuracy(text, golds)
+    return float(any(same_answer(text, gold) for gold in golds))
 
 
 def same_answer(a, b):
@@ -2693,14 +2728,14 @@ class VoteReader:
 
     def gold_probability(self, query, demonstrations, golds):
         votes = self.votes(query, demonstrations)
-        weights = gold_weights(golds) if len(golds) > 1 else {golds[0]: 1.0}
-        return min(1.0, sum(w * self.probability(votes, gold) for gold, w in weights.items()))
+        weights = gold_weights(golds).items()
+        return min(1.0, sum(w * self.probability(votes, gold) for gold, w in weights))
 
 
 def reader_prompt(query, demonstrations):
-    """What a language model reads."""
+    """What a language model reads. A blank at its end would be the answer's: tokens begin with theirs."""
     shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
-    return (INSTRUCTION or "") + shown + QUERY.format(text=query["text"])
+    return ((INSTRUCTION or "") + shown + QUERY.format(text=query["text"])).rstrip(" ")
 
 
 def first_answer(text):
@@ -2708,160 +2743,234 @@ def first_answer(text):
     return text.strip().partition("\n")[0].strip() if ANSWER_END == "line" else text.strip()
 
 
-def gold_ids(tokenizer, golds):
-    """[(ids of a distinct gold and what ends it, weight)]."""
-    found = []
-    for gold, weight in gold_weights(golds).items():
-        text = f" {gold}\n" if ANSWER_END == "line" else f" {gold}"
-        end = [] if ANSWER_END == "line" else [tokenizer.eos_token_id]
-        found.append((tokenizer(text, add_special_tokens=False)["input_ids"] + end, weight))
-    return found
+def gold_forms(ids_of, prompt, golds):
+    """Ids of a prompt, how many of them stand before every answer (all but what a tokenizer merges with an
+    answer's beginning), and [(ids of an answer after those, weight of its gold)]. With a blank before it or
+    without, first_answer() reads an answer as the same: both count, and exclude each other."""
+    forms = [(form, weight) for gold, weight in gold_weights(golds).items() for form in (f" {gold}", gold)]
+    first, *whole = ids_of([prompt, *(prompt + form for form, _ in forms)])
+    border = min(len(os.path.commonprefix([first, ids])) for ids in whole)
+    found = {tuple(ids[border:]): weight for ids, (_, weight) in zip(whole, forms)}
+    return first, border, [(ids, weight) for ids, weight in found.items() if ids]
 
 
-class LanguageReader:
+class HubReader:
+    """What readers of transformers share: greedy generation and the tokens that end an answer."""
+
+    def __init__(self, name, model, tokenizer, device):
+        from transformers import GenerationConfig
+
+        self.tokenizer = tokenizer
+        self.model = model.to(device).eval()
+        own = model.generation_config
+        eos = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+        eos = sorted({*eos, tokenizer.eos_token_id} - {None})
+        self.pad_id = next((x for x in (tokenizer.pad_token_id, *eos) if x is not None), 0)
+        # A model's own penalties and cuts stay out: gt_prob knows none
+        model.generation_config = GenerationConfig(
+            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id)
+        ends = set(eos)
+        if ANSWER_END == "line":  # each token that begins with a newline, such as a paragraph's "\n\n"
+            texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
+            ends |= {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))}
+        size = model.config.get_text_config().vocab_size
+        self.ends = torch.tensor(sorted(n for n in ends if n < size), dtype=torch.long, device=device)
+        if not len(self.ends):
+            raise UserError(f"READER = {name!r} has no token for ANSWER_END = {ANSWER_END!r}")
+
+    def write(self, read, heat):
+        """Answers after inputs, greedy ones or as `heat` says."""
+        out = self.model.generate(
+            **read, **(heat or {"do_sample": False}), num_beams=1, max_new_tokens=MAX_ANSWER_TOKENS)
+        said = out[:, read["input_ids"].shape[1]:]
+        return [first_answer(text) for text in self.tokenizer.batch_decode(said, skip_special_tokens=True)]
+
+    def sampled(self, asked):
+        """An answer to each, drawn from the model's own distribution."""
+        return [self.answer(*pair, {"do_sample": True, "top_k": 0}) for pair in asked]
+
+
+class LanguageReader(HubReader):
     """A causal language model: greedy answers, and the probability of the golds after the prompt, which is
     read once for all of its golds."""
 
     def __init__(self, name, device):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.tokenizer = load_part(AutoTokenizer, name, "READER", padding_side="left")
-        self.model = load_part(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
-        self.model = self.model.to(device).eval()
-        self.pad_id = self.tokenizer.pad_token_id
-        self.pad_id = self.tokenizer.eos_token_id if self.pad_id is None else self.pad_id
-        self.pad_id = 0 if self.pad_id is None else self.pad_id
-        self.limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        tokenizer = load_part(AutoTokenizer, name, "READER", padding_side="left")
+        model = load_part(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        super().__init__(name, model, tokenizer, device)
+        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
+        self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     def answer(self, query, demonstrations):
         return self.answers([(query, demonstrations)])[0]
 
+    def sampled(self, asked):
+        return self.answers(asked, {"do_sample": True, "top_k": 0})
+
     def gold_probability(self, query, demonstrations, golds):
         return self.gold_probabilities([({**query, "golds": golds}, demonstrations)])[0]
 
-    def prompts(self, asked, room):
+    def prompt(self, query, demonstrations):
+        text = reader_prompt(query, demonstrations)
+        if not self.chats:
+            return text
+        said = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+
+    def ids_of(self, texts):
+        """Ids of prompts with or without an answer; a chat's template has written BOS."""
+        ids = self.tokenizer(texts, add_special_tokens=not self.chats)["input_ids"]
+        eos = self.tokenizer.eos_token_id  # some tokenizers end every text
+        return [row[:-1] if not self.chats and len(row) > 1 and row[-1] == eos else row for row in ids]
+
+    def padded(self, rows, room):
         """Ids of prompts, left-padded, (prompts, P), and their mask."""
-        texts = [reader_prompt(query, demonstrations) for query, demonstrations in asked]
-        ids = [self.tokenizer(text)["input_ids"] for text in texts]
-        eos = self.tokenizer.eos_token_id
-        # some tokenizers end every text
-        ids = [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]
-        longest = max(map(len, ids))
+        longest = max(map(len, rows))
         if longest + room > self.limit:
             todo = "lower SHOTS or EVAL_SHOTS, or leave the longest rows out"
             reads = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
             raise UserError(f"READER = {READER!r} {reads}: {todo}")
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
-        padded = torch.tensor([[self.pad_id] * (longest - len(row)) + row for row in ids])
-        return padded.to(self.model.device), mask.to(self.model.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[self.pad_id] * (longest - len(row)) + row for row in rows])
+        return ids.to(self.model.device), mask.to(self.model.device)
 
     @torch.no_grad()
-    def answers(self, asked):
+    def answers(self, asked, heat=None):
         found = []
         for i in range(0, len(asked), READER_BATCH_SIZE):
-            ids, mask = self.prompts(asked[i:i + READER_BATCH_SIZE], MAX_ANSWER_TOKENS)
-            out = self.model.generate(
-                input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, pad_token_id=self.pad_id,
-                max_new_tokens=MAX_ANSWER_TOKENS)
-            texts = self.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
-            found += [first_answer(text) for text in texts]
+            rows = self.ids_of([self.prompt(*pair) for pair in asked[i:i + READER_BATCH_SIZE]])
+            ids, mask = self.padded(rows, MAX_ANSWER_TOKENS)
+            found += self.write({"input_ids": ids, "attention_mask": mask}, heat)
         return found
 
     @torch.no_grad()
     def gold_probabilities(self, asked):
         found = []
         for i in range(0, len(asked), READER_BATCH_SIZE):
-            some = asked[i:i + READER_BATCH_SIZE]
-            golds = [gold_ids(self.tokenizer, query["golds"]) for query, _ in some]
-            longest = max(len(ids) for row in golds for ids, _ in row)
-            ids, mask = self.prompts(some, longest)
-            logprobs = iter(self.continuations(ids, mask, [[x for x, _ in row] for row in golds]))
-            for row in golds:
-                found.append(gold_probability([next(logprobs) for _ in row], [weight for _, weight in row]))
+            rows, golds = [], []
+            for query, demonstrations in asked[i:i + READER_BATCH_SIZE]:
+                prompt = self.prompt(query, demonstrations)
+                first, border, forms = gold_forms(self.ids_of, prompt, query["golds"])
+                rows.append(first[:border])
+                golds.append(forms)
+            ids, mask = self.padded(rows, max(len(ids) for forms in golds for ids, _ in forms))
+            logprobs = iter(self.continuations(ids, mask, [[ids for ids, _ in forms] for forms in golds]))
+            for forms in golds:
+                found.append(gold_probability([next(logprobs) for _ in forms], [w for _, w in forms]))
         return found
 
     def continuations(self, ids, mask, golds):
-        """Log-probability of each of a prompt's continuations, a flat list: the prompt is read once, and its
-        cache given to all of them."""
+        """Log-probability of each of a prompt's continuations and of an end after it, a flat list: the
+        prompt is read once, and its cache given to all of them."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         read = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
         owner = torch.tensor([n for n, row in enumerate(golds) for _ in row], device=ids.device)
-        flat = [x for row in golds for x in row]
+        flat = [list(x) for row in golds for x in row]
         width = max(map(len, flat))
         given = torch.tensor([x + [self.pad_id] * (width - len(x)) for x in flat], device=ids.device)
         lengths = torch.tensor([len(x) for x in flat], device=ids.device)
         first = read.logits[:, -1].float().log_softmax(-1)[owner]  # (golds, vocabulary)
         total = first.gather(1, given[:, :1])[:, 0].double()
-        if width > 1:
-            cache = read.past_key_values
-            cache.batch_select_indices(owner)
-            ahead = torch.arange(width - 1, device=ids.device)
-            seen = torch.cat([mask[owner], torch.ones_like(given[:, :-1])], 1)
-            places = positions[owner, -1:] + 1 + ahead
-            out = self.model(
-                input_ids=given[:, :-1], attention_mask=seen, position_ids=places, past_key_values=cache)
-            later = out.logits.float().log_softmax(-1).gather(2, given[:, 1:, None])[..., 0].double()
-            total = total + (later * (ahead + 1 < lengths[:, None])).sum(1)
-        return total.tolist()
+        cache = read.past_key_values
+        cache.batch_select_indices(owner)
+        ahead = torch.arange(width, device=ids.device)
+        seen = torch.cat([mask[owner], torch.ones_like(given)], 1)
+        places = positions[owner, -1:] + 1 + ahead
+        out = self.model(input_ids=given, attention_mask=seen, position_ids=places, past_key_values=cache)
+        after = out.logits.float().log_softmax(-1)
+        later = after[:, :-1].gather(2, given[:, 1:, None])[..., 0].double()
+        total = total + (later * (ahead[1:] < lengths[:, None])).sum(1)
+        last = after[torch.arange(len(flat), device=ids.device), lengths - 1]  # (golds, vocabulary)
+        return (total + last[:, self.ends].double().logsumexp(-1)).tolist()
 
 
-class VisionReader:
-    """An image-text-to-text model: each demonstration's image and text, then the query's; one prompt at a
-    time, since images differ in size."""
+class VisionReader(HubReader):
+    """An image-text-to-text model: each demonstration's image and text, then the query's, in one message; one
+    prompt at a time, since images differ in size."""
 
     def __init__(self, name, device):
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.processor = load_part(AutoProcessor, name, "READER")
-        self.model = load_part(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
-        self.model = self.model.to(device).eval()
+        model = load_part(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+        super().__init__(name, model, self.processor.tokenizer, device)
         if not getattr(self.processor, "chat_template", None):
             raise UserError(f"READER = {name!r} has no chat template: it must say where images stand")
 
-    def read(self, query, demonstrations):
-        """The model's inputs: a message a demonstration and one for the query."""
+    def prompt(self, query, demonstrations):
+        """(text, images)."""
         from PIL import Image
 
-        messages = []
+        content = [{"type": "text", "text": INSTRUCTION}] if INSTRUCTION else []
         images = []
         for row in [*demonstrations, query]:
-            fields = {"text": row["text"]} if row is query else {"text": row["text"], "answer": row["answer"]}
-            text = (QUERY if row is query else DEMONSTRATION).format(**fields)
-            content = [{"type": "text", "text": text.rstrip()}]
             if row["image"] is not None:
                 images.append(Image.open(row["image"]).convert("RGB"))
-                content.insert(0, {"type": "image"})
-            messages.append({"role": "user", "content": content})
-        messages[0]["content"][-1]["text"] = (INSTRUCTION or "") + messages[0]["content"][-1]["text"]
-        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.processor(text=text, images=images or None, return_tensors="pt").to(self.model.device)
+                content.append({"type": "image"})
+            fields = {"text": row["text"]} if row is query else {"text": row["text"], "answer": row["answer"]}
+            text = (QUERY if row is query else DEMONSTRATION).format(**fields)
+            content.append({"type": "text", "text": text})
+        content[-1]["text"] = content[-1]["text"].rstrip()
+        said = [{"role": "user", "content": content}]
+        return self.processor.apply_chat_template(said, add_generation_prompt=True, tokenize=False), images
+
+    def read(self, text, images):
+        """The model's inputs; BOS is not written twice."""
+        bos = self.tokenizer.bos_token
+        options = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+        read = self.processor(text=text, images=images or None, return_tensors="pt", **options)
+        return read.to(self.model.device)
 
     @torch.no_grad()
-    def answer(self, query, demonstrations):
-        read = self.read(query, demonstrations)
-        out = self.model.generate(**read, do_sample=False, num_beams=1, max_new_tokens=MAX_ANSWER_TOKENS)
-        said = out[0, read["input_ids"].shape[1]:]
-        return first_answer(self.processor.decode(said, skip_special_tokens=True))
+    def answer(self, query, demonstrations, heat=None):
+        return self.write(self.read(*self.prompt(query, demonstrations)), heat)[0]
 
     @torch.no_grad()
     def gold_probability(self, query, demonstrations, golds):
-        read = self.read(query, demonstrations)
+        text, images = self.prompt(query, demonstrations)
+        read = self.read(text, images)
+
+        def ids_of(texts):  # of texts without what stands for images
+            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+        first, border, forms = gold_forms(ids_of, text, golds)
+        stays = read["input_ids"].shape[1] - len(first) + border
         logprobs = []
-        weights = []
-        for ids, weight in gold_ids(self.processor.tokenizer, golds):
+        for ids, _ in forms:
             given = torch.tensor([ids], device=self.model.device)
-            whole = torch.cat([read["input_ids"], given], 1)
+            whole = torch.cat([read["input_ids"][:, :stays], given], 1)
             others = {}
             for key, value in read.items():
                 if key not in ("input_ids", "attention_mask"):
                     of_tokens = value.shape == read["input_ids"].shape  # kinds of tokens: these are text, 0
                     more = torch.zeros_like(given, dtype=value.dtype)
-                    others[key] = torch.cat([value, more], 1) if of_tokens else value
+                    others[key] = torch.cat([value[:, :stays], more], 1) if of_tokens else value
             logits = self.model(input_ids=whole, attention_mask=torch.ones_like(whole), **others).logits
-            logits = logits[:, -len(ids) - 1:-1].float().log_softmax(-1)
-            logprobs.append(logits.gather(2, given[..., None]).double().sum().item())
-            weights.append(weight)
-        return gold_probability(logprobs, weights)
+            logits = logits[0, -len(ids) - 1:].float().log_softmax(-1).double()
+            told = logits[:-1].gather(1, given[0, :, None]).sum()
+            logprobs.append((told + logits[-1, self.ends].logsumexp(-1)).item())
+        return gold_probability(logprobs, [weight for _, weight in forms])
+
+
+def check_reader(reader, asked, say):
+    """Warn where gt_prob of the reader's own greedy answers is not of the order of how often it gives them
+    when it is sampled: it then scores what this reader does not write."""
+    pairs = [(pair, reader.answer(*pair)) for pair in asked] if isinstance(reader, HubReader) else []
+    pairs = [(pair, answer) for pair, answer in pairs if answer]
+    if not pairs:
+        return
+    scored = np.mean([reader.gold_probability(*pair, [answer]) for pair, answer in pairs])
+    repeated = [pair for pair in pairs for _ in range(16)]
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        drawn = reader.sampled([pair for pair, _ in repeated])
+    often = np.mean([text == answer for text, (_, answer) in zip(drawn, repeated)])
+    if max(scored, often) > 0.1 and 4 * min(scored, often) < max(scored, often):
+        gives = f"gives its own greedy answers gt_prob {scored:.4f}, and {often:.0%} of its samples are they"
+        todo = "look at QUERY, CHAT_TEMPLATE, ANSWER_END and MAX_ANSWER_TOKENS"
+        say(f"WARNING: READER = {READER!r} {gives}: gt_prob is not of what it writes; {todo}")
 
 
 def load_reader(name, demos, device):
@@ -2882,10 +2991,25 @@ class Corpus:
         self.splits = splits
         self.demos = demos
         self.device = device
+        number = {}
+        asked = [number.setdefault(what_is_asked(demo), len(number)) for demo in demos]
+        self.asked, self.number = torch.tensor(asked), number  # rows that ask the same have one number
+        self.check_pools()
         self.embedder = embed_splits(splits, demos, device, say)
         self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
         self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
+
+    def check_pools(self):
+        """Refuse data of which a query's pool would be smaller than a list."""
+        shots = max(SHOTS, *EVAL_SHOTS)
+        same = Counter(self.asked.tolist())
+        for query in itertools.chain(*self.splits.values()):
+            others = len(self.demos) - same[self.number.get(what_is_asked(query))]
+            if others < shots:
+                todo = "give rows with other texts, or lower SHOTS and EVAL_SHOTS"
+                ask = f"{others} of {len(self.demos)} demonstrations ask anything else than {query['id']}"
+                raise UserError(f"TRAIN_DATASET: {ask}, a list of {shots} needs as many: {todo}")
 
     def embed_query(self, text):
         """The vector of a new query."""
@@ -2904,11 +3028,13 @@ class Corpus:
             else:
                 every = torch.arange(len(self.demos))
                 order = self.similarity(query, every).argsort(descending=True, stable=True)
-            wanted = order[:POOL_SIZE + 50].tolist()  # the same text stands there a few times at most
-            own = what_is_asked(query)
-            others = [j for j in wanted if what_is_asked(self.demos[j]) != own]
-            query["pool"] = torch.tensor(others[:POOL_SIZE])
+            own = self.number.get(what_is_asked(query), -1)
+            query["pool"] = order[self.asked[order] != own][:POOL_SIZE]
         return query["pool"]
+
+    def asked_first(self, queries):
+        """[(query, demonstrations)]: the first SHOTS of each pool."""
+        return [(query, [self.demos[j] for j in self.pool_of(query)[:SHOTS]]) for query in queries]
 
     def similarity(self, query, numbers):
         """Cosines of a query and demonstrations, (numbers,)."""
@@ -2969,9 +3095,11 @@ class Miner:
 
     def propose(self, queries, shots):
         """A group a query: its pool and its distinct ordered lists, each with all its sources."""
-        pools = stack_pools([self.corpus.pool_of(query) for query in queries])
+        pools = [self.corpus.pool_of(query) for query in queries]
+        padded = stack_pools(pools)  # for the policy alone, which masks what is no candidate
+        check_room(padded, shots)
         vectors = self.corpus.stack_vectors(queries)
-        inputs = vectors, self.corpus.vectors, pools.to(self.corpus.device)
+        inputs = vectors, self.corpus.vectors, padded.to(self.corpus.device)
         encoded = self.policy.encode(*inputs)  # once for all beams and samples
         found = [{} for _ in queries]
 
@@ -3121,12 +3249,12 @@ def take_gold(c, value, query):
 
 
 def take_answer(c, text, query):
-    """Mark an answer: VQA accuracy, right where that is above 0, relevance."""
+    """Mark an answer: its accuracy, right where that is above 0, relevance."""
     c["text"] = text
-    c["soft"] = rewards.vqa_accuracy(text, query["golds"])
+    c["soft"] = answer_accuracy(text, query["golds"])
     c["hard"] = int(c["soft"] > 0)
     c["relevance"] = max(rewards.f1_score(text, gold) for gold in query["golds"])
-    c["eval_mode"] = "vqa" if len(query["golds"]) > 1 else "exact"
+    c["eval_mode"] = "vqa" if GOLDS == "annotators" else "exact"
 
 
 def pad_pointers(groups):
@@ -3157,18 +3285,51 @@ def stack_pools(pools):
     return found
 
 
-# What lists depend on: parts of one file are never mined under two settings
+def check_room(pool, shots):
+    """Refuse pools (queries, pool), padded by -1, of which one has fewer candidates than a list."""
+    least = (pool >= 0).sum(-1).min().item()
+    if least < shots:
+        todo = "ask for fewer SHOTS or EVAL_SHOTS, or give rows that ask something else"
+        raise UserError(f"a query's pool holds {least} candidates, a list of {shots} needs as many: {todo}")
+
+
+# What the marks of lists depend on: what was mined under others is neither trained on nor joined
+_READING = """
+    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE EMBEDDING_POOLING TRAIN_VECTORS TEST_VECTORS READER
+    PRIOR_STRENGTH INSTRUCTION DEMONSTRATION QUERY CHAT_TEMPLATE ANSWER_END MAX_ANSWER_TOKENS DTYPE GOLDS POOL
+    POOL_SIZE""".split()
+# And which lists there are: parts of one file are never mined under two settings
 _MINING = """
-    TRAIN_DATASET TEST_DATASET VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE EMBEDDING_POOLING
-    EMBED_ANSWERS TRAIN_VECTORS TEST_VECTORS READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION QUERY ANSWER_END
-    MAX_ANSWER_TOKENS DTYPE POOL POOL_SIZE BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP LOCAL
-    KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE SEED""".split()
+    TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
+    LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE SEED""".split()
 
 
-def mining_facts(shots):
-    """The constants in _MINING, as JSON has them."""
-    facts = {"program": "rce_icl", "shots": shots, **{key: constants()[key] for key in _MINING}}
+def mining_facts(queries, shots):
+    """What the lists of these queries depend on, as JSON has it: SHOTS, how many queries, the constants."""
+    count = "TEST_QUERIES" if queries[0]["split"] == "test" else "MINE_QUERIES"
+    facts = {"program": "rce_icl", "shots": shots, count: len(queries)}
+    facts |= {key: constants()[key] for key in (*_READING, *_MINING)}
     return json.loads(json.dumps(facts, default=plain_name))
+
+
+def check_facts(path, mined_with, facts, keys, todo):
+    """Refuse a file of this program that was mined under another value of one of the keys."""
+    for key in keys:
+        if mined_with.get(key) != facts[key]:
+            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
+            raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
+
+
+def check_mined(path, mined_with, queries, say):
+    """Refuse a file of this program whose lists were read under other constants; name what else it was mined
+    with."""
+    if mined_with.get("program") == "rce_icl":
+        facts = mining_facts(queries, SHOTS)
+        check_facts(path, mined_with, facts, _READING, "mine anew, in another OUTPUT_DIR")
+        others = [key for key in ("shots", *_MINING) if mined_with.get(key) != facts[key]]
+        if others:
+            then = ", ".join(f"{key} = {mined_with.get(key)!r}" for key in others)
+            say(f"{path} was mined with {then}: its lists stay as they are")
 
 
 def candidates_path():
@@ -3249,21 +3410,18 @@ def read_part(path, facts, say):
     except UserError as error:
         say(f"WARNING: {error}; mining it again")
         return None
-    mined_with = records.pop("_meta", {})
-    for key in facts:
-        if mined_with.get(key) != facts[key]:
-            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
-            raise UserError(f"{path} was mined with {change}: set it back, or start afresh with RESUME=no")
+    check_facts(path, records.pop("_meta", {}), facts, facts, "start afresh with RESUME=no")
     return records
 
 
-def read_candidates(path, splits, demos):
+def read_candidates(path, splits, demos, say=None):
     """Groups of a file: this program's, the source's, or the source's older one of id_list and score_list.
-    The mapping is strict: a query or demonstration that is not known, or not in the pool, is an error that
-    names it."""
+    The mapping is strict: a query or demonstration that is not known, not in the pool, there twice or the
+    query itself is an error that names it. With `say` a file of this program must be mined as it is now."""
     records = read_json(path)
-    records.pop("_meta", None)
-    position = {demo["number"]: j for j, demo in enumerate(demos)}
+    mined_with = records.pop("_meta", {})
+    if say:
+        check_mined(path, mined_with, splits["train"], say)
     known = {row["number"]: row for row in (*splits["train"], *splits["validation"])}
     if path.name.startswith("test_candidates_"):
         known = {row["number"]: row for row in splits["test"]}
@@ -3276,22 +3434,36 @@ def read_candidates(path, splits, demos):
         if query is None or told not in (None, query["text"]):
             todo = "give the data that the candidates were mined for"
             raise UserError(f"{where}: there is no such query in the data: {todo}")
-        parsed.append((where, query, record.get("candidate_pool_ids"), parse_lists(record, query, where)))
+        pool = record.get("candidate_pool_ids")
+        pool = pool if pool is None else row_numbers(pool, f"{where}: candidate_pool_ids")
+        parsed.append((where, query, pool, parse_lists(record, query, pool, where)))
     if not parsed:
         raise UserError(f"{path}: there are no candidates in it")
     every = sorted({number for _, _, _, lists in parsed for numbers, _ in lists for number in numbers})
+    position = {demo["number"]: j for j, demo in enumerate(demos)}
+    asking = defaultdict(set)
+    for demo in demos:
+        asking[what_is_asked(demo)].add(demo["number"])
     groups = []
     for where, query, pool, lists in parsed:
+        asks_the_same = asking[what_is_asked(query)]
         # a file without pools: what any of its lists points to
-        own = None if query["split"] == "test" else query["number"]
-        numbers = pool or [number for number in every if number != own]
+        numbers = [n for n in every if n not in asks_the_same] if pool is None else pool
+        place = {number: j for j, number in enumerate(numbers)}
         for number in numbers:
             if number not in position:
                 raise UserError(f"{where}: candidate {number} is no demonstration in TRAIN_DATASET")
-        place = {number: j for j, number in enumerate(numbers)}
+            if number in asks_the_same:
+                shows = f"its pool has row {number}, which asks what it asks, with the answer"
+                raise UserError(f"{where}: {shows}: leave it out")
+        if len(place) < len(numbers):
+            raise UserError(f"{where}: its pool names a demonstration twice: leave one out")
         candidates = {}
         for pointer, candidate in lists:
             for number in pointer:
+                if number in asks_the_same:
+                    shows = f"pointer {pointer} has row {number}, which asks what it asks, with the answer"
+                    raise UserError(f"{where}: {shows}: leave the list out")
                 if number not in place:
                     has = f"pointer {pointer} has {number}"
                     raise UserError(f"{where}: {has}, which is not in the query's pool")
@@ -3300,43 +3472,77 @@ def read_candidates(path, splits, demos):
                 raise UserError(f"{where}: pointer {pointer} is empty or names a demonstration twice")
             candidates.setdefault(candidate["pointer"], candidate)
         pool = torch.tensor([position[number] for number in numbers])
+        proposed = records[str(query["number"])].get("proposed", len(lists))
         if candidates:
             groups.append(SimpleNamespace(
                 query=query, pool=pool, candidates=list(candidates.values()),
-                proposed=records[str(query["number"])].get("proposed", len(lists))))
+                proposed=read_as("number", proposed, f"{where}: proposed")))
     return groups
 
 
-def parse_lists(record, query, where):
+def row_numbers(values, where):
+    """A list of whole numbers from 0."""
+    if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
+        raise UserError(f"{where} must be a list of row numbers from 0, not {repr(values)[:80]}")
+    return values
+
+
+def parse_lists(record, query, pool, where):
     """[(row numbers, candidate)] of one query's record."""
     try:
         if "id_list" in record:  # the older format, whose lists end with the query itself
             found = []
             for numbers, score in zip(record["id_list"], record["score_list"], strict=True):
-                numbers = [int(n) for n in numbers]
+                numbers = row_numbers(numbers, f"{where}: id_list")
                 numbers = numbers[:-1] if numbers[-1] == query["number"] else numbers
-                found.append((numbers, {**new_candidate((), "beam"), "beam_score": float(score)}))
+                score = float(read_as("number", score, f"{where}: score_list"))
+                found.append((numbers, {**new_candidate((), "beam"), "beam_score": score}))
             return found
-        found = []
-        for c in record["pointer_candidates"]:
-            sources = c.get("gen_methods") or [c.get("gen_method") or "given"]
-            mode = c.get("vqa_eval_mode")
-            failed = bool(c.get("eval_failed")) or SKIP_FALLBACK and mode == "fallback"
-            candidate = {
-                **new_candidate(()), "source": sources,
-                "temperature": c.get("temperatures") or [c.get("temperature")] * len(sources),
-                "beam_score": c.get("beam_score"), "logprob": c.get("logprob_score"),
-                "text": c.get("vqa_pred_answer") or "", "hard": c.get("vqa_correct"),
-                "soft": c.get("vqa_acc_score"), "gt_prob": c.get("vqa_gt_prob"),
-                "relevance": c.get("vqa_rel_score"), "eval_mode": mode, "eval_failed": failed,
-                "eval_error": c.get("eval_error")}
-            if not failed and candidate["hard"] not in (0, 1, None):
-                raise ValueError(f"vqa_correct is {candidate['hard']!r}, it takes 0 or 1")
-            found.append(([int(n) for n in c["pointer"]], candidate))
-        return found
+        return [parse_list(c, pool, where) for c in record["pointer_candidates"]]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         forms = "lists are pointer_candidates, or id_list and score_list; see docs/rce_icl.md"
         raise UserError(f"{where}: cannot be read ({type(error).__name__}: {error}): {forms}") from None
+
+
+def parse_list(c, pool, where):
+    """(row numbers, candidate) of one list. Where it has pointer_global, the source's newer format, that
+    holds the rows, and pointer their places in the pool."""
+
+    def number(key, low=-1e300, high=1e300):
+        value = c.get(key)
+        if value is None or type(value) in (int, float) and low <= value <= high:
+            return value
+        read_as("number", value, f"{where}: {key}")
+        raise UserError(f"{where}: {key} is {value!r}, it takes {low:g} to {high:g}: mend or delete it")
+
+    def text(key):
+        return c.get(key) and read_as("text", c[key], f"{where}: {key}")
+
+    pointer = row_numbers(c["pointer"], f"{where}: pointer")
+    if c.get("pointer_global") is not None:
+        places, pointer = pointer, row_numbers(c["pointer_global"], f"{where}: pointer_global")
+        if pool is not None and [pool[n] if n < len(pool) else None for n in places] != pointer:
+            are = f"pointer {places} gives places in the pool, pointer_global {pointer} rows"
+            raise UserError(f"{where}: {are}, but the pool has other rows there: mend one")
+    mode = text("vqa_eval_mode")
+    failed = bool(c.get("eval_failed")) or SKIP_FALLBACK and mode == "fallback"
+    if not failed and c.get("vqa_correct") not in (0, 1, None):
+        raise UserError(f"{where}: vqa_correct is {c['vqa_correct']!r}, it takes 0 or 1: mend or delete it")
+    sources = c.get("gen_methods") or c.get("gen_method") or "given"
+    sources = read_as("texts", sources, f"{where}: gen_methods")
+    temperatures = c.get("temperatures") or [number("temperature")] * len(sources)
+    if not isinstance(temperatures, list) or len(temperatures) != len(sources):
+        must = "must be a list, one for each of gen_methods: mend or delete it"
+        raise UserError(f"{where}: temperatures {must}")
+    for value in temperatures:
+        value is None or read_as("number", value, f"{where}: temperatures")
+    return pointer, {
+        **new_candidate(()), "source": sources, "temperature": temperatures,
+        "beam_score": number("beam_score"), "logprob": number("logprob_score"),
+        "text": text("vqa_pred_answer") or "", "hard": c.get("vqa_correct"),
+        "soft": number("vqa_acc_score", 0, 1), "gt_prob": number("vqa_gt_prob", 0, 1),
+        "relevance": number("vqa_rel_score", 0, 1), "eval_mode": mode, "eval_failed": failed,
+        "eval_error": text("eval_error")}
 
 
 # ---------------------------------------------------------------- the check-up
@@ -3550,6 +3756,8 @@ def test_oracle(trainer, queries, shots):
     path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
     if not path.exists() and not trainer.mine(path, queries, shots):
         return None
+    facts = mining_facts(queries, shots)
+    check_facts(path, read_json(path).get("_meta", {}), facts, facts, "delete it, and it is mined anew")
     groups = read_candidates(path, trainer.splits, trainer.demos)
     best = {group.query["id"]: group.candidates for group in groups}
     return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])

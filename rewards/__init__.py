@@ -257,14 +257,16 @@ _NUMBER_WORDS = {word: str(n) for n, word in enumerate(
     "zero one two three four five six seven eight nine ten".split())} | {"none": "0"}
 _CONTRACTIONS = (
     "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't "
-    "he'd've he's how'd how'll how's I'd've I'm I've isn't it'd it'd've it'll let's ma'am mightn't "
-    "mightn't've might've mustn't must've needn't not've o'clock oughtn't shan't should've shouldn't "
+    "he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've "
+    "mustn't must've needn't not've o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't "
     "shouldn't've somebody'd've somebody'll somebody's someone'd someone'd've someone'll someone's "
     "something'd something'd've something'll that's there'd there'd've there're there's they'd they'd've "
     "they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's "
     "where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't "
     "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've").split()
-_WITHOUT_APOSTROPHE = {word.replace("'", "").lower(): word.lower() for word in _CONTRACTIONS}
+_WITH_APOSTROPHE = {  # its table: one apostrophe is missing, each in turn; one key has one too many
+    word[:n] + word[n + 1:]: word for word in _CONTRACTIONS for n, sign in enumerate(word) if sign == "'"}
+_WITH_APOSTROPHE["somebody'd"] = "somebodyd"
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -280,7 +282,7 @@ def normalise_vqa(text: str) -> str:
     text = re.sub(r"(?!<=\d)\.(?!\d)", "", text)
     words = [_NUMBER_WORDS.get(word, word) for word in text.lower().split()]
     words = [word for word in words if word not in ("a", "an", "the")]
-    return " ".join(_WITHOUT_APOSTROPHE.get(word, word) for word in words)
+    return " ".join(_WITH_APOSTROPHE.get(word, word) for word in words)
 
 
 def vqa_accuracy(response: str, golds: list[str]) -> float:

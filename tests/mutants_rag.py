@@ -5,6 +5,16 @@ IN_RAG = "tests/test_rag.py::test_"
 CLIP = IN_RAG + "the_clip_stops_the_gradient_where_the_ratio_left_the_range_as_the_advantage_wants"
 SIX = IN_RAG + "six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit"
 FILES = IN_RAG + "the_first_ratio_is_one_and_every_file_is_there"
+WEIGHTS = IN_RAG + "each_part_of_the_reward_has_its_own_weight"
+STEP = IN_RAG + "an_optimizer_step_by_hand_with_no_two_constants_equal"
+UPDATE = IN_RAG + "an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules_rates"
+ROLLOUT = IN_RAG + "a_rollout_asks_every_training_question_once_an_epoch_and_every_draw"
+FIGURES = IN_RAG + "every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way"
+BLOCKS = IN_RAG + "each_block_draw_and_temperature_has_its_own_seed"
+TERMINAL = IN_RAG + "the_table_on_the_terminal_is_of_the_training_questions_and_the_baselines_of_the_tests"
+DEPTH = IN_RAG + "below_the_rerankers_depth_stands_what_bm25_found"
+TAKEN = IN_RAG + "odd_input_that_makes_sense_is_taken"
+ODD = IN_RAG + "odd_input_is_one_sentence_and_a_run_stays"
 
 MUTANTS = [
     # PPO
@@ -38,7 +48,7 @@ MUTANTS = [
      IN_RAG + "a_temperature_samples_the_whole_distribution_and_zero_is_greedy"),
     (RAG, "if temperature > 0 else {}", "if temperature > 100 else {}",
      IN_RAG + "a_temperature_samples_the_whole_distribution_and_zero_is_greedy"),
-    (RAG, "with torch.random.fork_rng():", "if True:",
+    (RAG, 'with torch.random.fork_rng([device] if device.type == "cuda" else []):', "if True:",
      IN_RAG + "sampling_for_the_table_leaves_the_runs_random_numbers_alone"),
     (RAG, 'padding_side="left")', 'padding_side="right")',
      IN_RAG + "an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted[llama]"),
@@ -56,8 +66,8 @@ MUTANTS = [
     (RAG, '[p["title"]] * TITLE_WEIGHT', '[p["title"]]',
      IN_RAG + "a_titles_words_count_as_often_as_its_weight"),
     # data
-    (RAG, 'list({" ".join(words_of(row["question"])): row for row in reversed(questions)}.values())[::-1]',
-     "questions", IN_RAG + "no_question_of_the_test_is_trained_on_and_the_splits_are_said_on_disk"),
+    (RAG, "    questions = list(same.values())[::-1]\n", "",
+     IN_RAG + "no_question_of_the_test_is_trained_on_and_the_splits_are_said_on_disk"),
     (RAG, 'self.table.observations[self.table.splits["train"]]\n            self.policy.mean',
      "self.table.observations\n            self.policy.mean",
      IN_RAG + "only_the_training_questions_scale_the_observation"),
@@ -96,13 +106,81 @@ MUTANTS = [
      IN_RAG + "recall_by_hand"),
     # runs
     (RAG, "*self.csv_files.values()\n        logs", "*()\n        logs", SIX),
-    (RAG, "        actions = self.choose(rows, policy=best)\n",
-     "        self.policy.load_state_dict(best.state_dict())\n        actions = self.choose(rows)\n",
+    (RAG, "        actions = self.choose(rows, policy=self.best)\n",
+     "        self.policy.load_state_dict(self.best.state_dict())\n        actions = self.choose(rows)\n",
      IN_RAG + "a_finished_run_goes_on_from_its_last_policy_though_the_test_took_the_best"),
-    (RAG, 'best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")',
-     "best = Policy(self.policy.config)",
+    (RAG, 'self.best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")',
+     "self.best = Policy(self.policy.config)",
      IN_RAG + "the_policy_is_saved_with_its_actions_and_loads_again"),
     (RAG, "1, generator=generator)[:, 0]", "1)[:, 0]", IN_RAG + "evaluating_never_changes_training"),
+    (RAG, "        logprobs, _ = (self.best or self.policy)(observation[None])",
+     "        logprobs, _ = self.policy(observation[None])",
+     IN_RAG + "answers_after_training_are_best_s_and_before_its_end_the_policys_as_it_is"),
+
+    # which constant is handed where
+    (RAG, "batch.rewards[chunk], VALUE_CLIP_RANGE)", "batch.rewards[chunk], CLIP_RANGE)", STEP),
+    (RAG, "old_logprobs, advantages, CLIP_RANGE)", "old_logprobs, advantages, 0.2)", STEP),
+    (RAG, "policy_losses + VALUE_LOSS_COEF * value_losses", "policy_losses + MAX_GRAD_NORM * value_losses",
+     STEP),
+    (RAG, '"weight_decay": WEIGHT_DECAY}', '"weight_decay": VALUE_CLIP_RANGE}', STEP),
+    (RAG, "        if WHITEN_ADVANTAGES:\n", "        if True:\n", STEP),
+    (RAG, "hidden_size=HIDDEN_SIZE,", "hidden_size=BATCH_SIZE,", STEP),
+    (RAG, "run.total_steps, WARMUP_STEPS, kind", "run.total_steps, 0, kind", UPDATE),
+    (RAG, "run.total_steps, WARMUP_STEPS, kind", "N_STEPS, WARMUP_STEPS, kind", UPDATE),
+    (RAG, "scale = learning_rate_scale(run.step, ", "scale = learning_rate_scale(run.step + 1, ", UPDATE),
+    (RAG, "kind, run.halvings)", "kind, 0)", UPDATE),
+    (RAG, "torch.randperm(N_STEPS).split(BATCH_SIZE)", "torch.arange(N_STEPS).split(BATCH_SIZE)", UPDATE),
+    (RAG, "for _ in range(GROUP_EPOCHS):", "for _ in range(4):", UPDATE),
+    (RAG, 'record["pairs"] / COST_PAIRS', 'record["pairs"] / 20.0', FIGURES),
+    (RAG, '"em": (EM_WEIGHT, rewards.em)', '"em": (1.0, rewards.em)', WEIGHTS),
+    (RAG, '"f1": (F1_WEIGHT, rewards.f1)', '"f1": (EM_WEIGHT, rewards.f1)', WEIGHTS),
+    (RAG, '(ROUGE_WEIGHT, rewards.rouge_l)', '(F1_WEIGHT, rewards.rouge_l)', WEIGHTS),
+    (RAG, 'table.seconds if COST == "seconds" else table.read', "table.read",
+     IN_RAG + "the_clocks_seconds_are_a_cost_too"),
+    (RAG, "np.random.default_rng(SPLIT_SEED)", "np.random.default_rng(SEED)",
+     IN_RAG + "which_questions_are_in_which_split_is_the_split_seeds_alone"),
+    (RAG, "temperature, seed)\n        seconds = ", "temperature, SEED)\n        seconds = ", BLOCKS),
+    # which questions, seeds and paragraphs
+    (RAG, '        rows = self.table.splits["validation"]\n', '        rows = self.table.splits["test"]\n',
+     FIGURES),
+    (RAG, "torch.Generator().manual_seed(SEED + 1)", "torch.Generator().manual_seed(SPLIT_SEED + 1)",
+     FIGURES),
+    (RAG, 'self.env = RAGEnv(self.table, "train")', 'self.env = RAGEnv(self.table, "validation")', ROLLOUT),
+    (RAG, "draws = torch.randint(DRAWS, (N_STEPS,))", "draws = torch.zeros(N_STEPS, dtype=torch.long)",
+     ROLLOUT),
+    (RAG, "ranked.append(([head[n] for n in order] + tail)[:depth])",
+     "ranked.append([head[n] for n in order][:depth])", DEPTH),
+    (RAG, "[self.retriever.search(question, max(depth, RERANK_DEPTH))[0]",
+     "[self.retriever.search(question, depth)[0]",
+     IN_RAG + "the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it"),
+    (RAG, "key = json.dumps([questions, sides,", "key = json.dumps([sides,", BLOCKS),
+    (RAG, "sides, top_k, temperature, draw]).encode()", "sides, temperature, draw]).encode()", BLOCKS),
+    (RAG, "seen = [set().union(*texts[:n]) for n in (1, 2, 4)]",
+     "seen = [set().union(*texts[:n]) for n in (1, 2, 3)]", IN_RAG + "the_observation_entry_by_entry"),
+    # figures
+    (RAG, "means[int(0.025 * resamples)].item(), means[int(0.975 * resamples) - 1].item()",
+     "means[int(0.25 * resamples)].item(), means[int(0.75 * resamples) - 1].item()",
+     IN_RAG + "the_gain_is_paired_with_the_best_fixed_action_and_its_interval_resamples_questions"),
+    (RAG, 'figure = {name: figures[name]["test"] for', 'figure = {name: figures[name]["validation"] for',
+     FIGURES),
+    (RAG, '"oracle": split_means(table, one_hot[mean.argmax(1)])',
+     '"oracle": split_means(table, one_hot[table.rewards[:, :, 0].argmax(1)])', FIGURES),
+    (RAG, '    train = table.splits["train"]\n', '    train = table.splits["test"]\n', TERMINAL),
+    (RAG, 'figure = figures[name]["test"]', 'figure = figures[name]["train"]', TERMINAL),
+    # a file's values
+    (RAG, '{read_as("text", title, f"{line}: \'supporting_facts\'") for title in facts}', "set(facts)",
+     IN_RAG + "a_file_that_is_not_hotpots_is_refused"),
+    (RAG, 'found[key] = "" if value is None else read_as("text", value, f"{where}: {key!r}")',
+     'found[key] = value or ""', TAKEN),
+    (RAG, 'wanted = read_as("texts", record["gold"], f"{line}: \'gold\'")', 'wanted = record["gold"]', TAKEN),
+    (RAG, "        qa.prompts.check(row[\"question\"], row[\"id\"])\n", "        pass\n", ODD),
+    (RAG, " or row[\"question\"]: row for row", ": row for row", TAKEN),
+    (RAG, "        give_padding(self.tokenizer, f\"RERANKER = {name!r}\")\n", "",
+     IN_RAG + "a_rerankers_pairs_fit_whatever_their_length_and_it_needs_no_pad_token"),
+    (RAG, "    if unknown > 0.01:", "    if unknown > 0.5:",
+     IN_RAG + "words_that_the_generator_does_not_know_are_said"),
+    (RAG, 'if device.type == "cuda" else []', 'if device.type == "cuda" else [0]',
+     IN_RAG + "sampling_for_the_table_leaves_the_runs_random_numbers_alone"),
     (RAG, "if self.policy.config.actions != [list", "if False and self.policy.config.actions != [list",
      IN_RAG + "resuming_with_other_actions_is_refused"),
 ]

@@ -17,6 +17,8 @@ MUTANTS = [
      IN + "a_step_and_the_worst_or_best_can_be_asked_for"),
     (SHOW, "with suppress(ValueError):", "with suppress(OSError):",
      IN + "a_run_in_progress_is_shown_as_far_as_it_goes"),
+    (SHOW, 'if sample["step"] == int(step)]', 'if sample["step"] >= int(step)]',
+     "tests/test_tools.py::test_a_step_and_the_worst_or_best_can_be_asked_for"),
     (SHOW, "    except BrokenPipeError:", "    except KeyError:",
      IN + "a_reader_that_has_seen_enough_ends_it_quietly"),
 

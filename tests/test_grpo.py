@@ -1,18 +1,21 @@
 """GRPO's maths against hand-worked numbers and independent float64 sums; the classic bugs that concern it;
 its runs."""
+import copy
 import math
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, untimed, walk,
-    words_of)
+    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, small, untimed,
+    walk, words_of)
 from program import Program
+from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import AutoModelForCausalLM
 
 module = load_script("grpo/grpo.py")
@@ -425,6 +428,20 @@ def test_rewards_and_overlong_penalty_add_up(grpo):
     want = 0.5 * parts["reward_model"] + 2 * parts["exact_answer"] + 0.1 * parts["answer_format"]
     assert torch.allclose(batch.scores, want + 3 * penalty, atol=1e-5)
     assert penalty.min() < 0
+
+
+def test_rewards_are_asked_about_whole_groups(grpo):
+    """Some compare the responses to one prompt."""
+    asked = []
+
+    def note(prompts, responses, answers):
+        asked.append(prompts)
+        return [0.0] * len(responses)
+
+    trainer = grpo(BATCH_SIZE=3, GROUP_SIZE=4, REWARD_FUNCTIONS=[(note, 1.0)]).GRPOTrainer()
+    scored_batch(trainer, 8)
+    prompts = [row["prompt"] for row in trainer.train_rows[:8] for _ in range(4)]
+    assert asked == [prompts[:12], prompts[12:24], prompts[24:]]
 
 
 def test_the_reference_follows_the_actor_when_asked(grpo):
@@ -922,3 +939,264 @@ def test_the_clip_constants_reach_the_loss(grpo, advantage, ratio, dual, loss):
     batch.advantages = torch.full_like(batch.advantages, advantage)
     batch.logprobs = (batch.logprobs - math.log(ratio)) * batch.response_mask
     assert gradient(trainer, batch)[0]["policy_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+# ---------------------------------------------------------------- which constant is handed where
+# Every value differs from the default and from its neighbours': one in another's place is seen.
+
+UPDATE = {"policy_loss", "norm", "gradients"}
+SCORES = {"scores", "evaluation", "advantages", *UPDATE}
+ALL = {*SCORES, "responses", "trained", "kl", "clipped"}
+CONSTANTS = {  # its value, another, and what that alone changes
+    "REWARD_FUNCTIONS": ([(vowels, 0.6)], [(vowels, 0.65)], SCORES),
+    "REWARD_MODEL_WEIGHT": (0.31, 0.37, SCORES),
+    "OVERLONG_BUFFER": (9, 10, SCORES - {"evaluation"}),
+    "OVERLONG_PENALTY": (0.73, 0.79, SCORES - {"evaluation"}),
+    "ACCURACY_FUNCTION": (vowels, digits, {"evaluation"}),
+    "BATCH_SIZE": (3, 5, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
+    "GRADIENT_ACCUMULATION_STEPS": (2, 3, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
+    "GROUP_SIZE": (4, 5, {*ALL, "calls", "passes"} - {"evaluation"}),
+    "EVAL_SAMPLES": (3, 5, {"evaluation"}),
+    "MAX_PROMPT_TOKENS": (38, 29, {*ALL, "plan", "rates"}),
+    "MAX_NEW_TOKENS": (14, 16, ALL),
+    "TEMPERATURE": (1.7, 1.9, ALL),
+    "LEARNING_RATE": (1e-3, 2e-3, {"rates"}),
+    "MAX_GRAD_NORM": (0.041, 0.043, {"gradients"}),
+    "USE_LR_SCHEDULER": (True, False, {"rates"}),
+    "LR_SCHEDULER_TYPE": ("cosine", "linear", {"rates"}),
+    "WARMUP_STEPS": (5, 6, {"rates"}),
+    "LOSS_TYPE": ("dapo", "grpo", UPDATE),
+    "GROUP_EPOCHS": (3, 4, {"passes"}),
+    "MINI_BATCHES": (1, 2, {"passes", "kl", "clipped", *UPDATE}),
+    "SCALE_REWARDS": ("batch", "group", {"advantages", *UPDATE}),
+    "LEAVE_ONE_OUT": (True, False, {"advantages", *UPDATE}),
+    "CLIP_RANGE": (0.12, 0.04, {"clipped", *UPDATE}),
+    "CLIP_RANGE_HIGH": (0.17, 0.21, {"clipped", *UPDATE}),
+    "DUAL_CLIP": (1.4, 1.3, UPDATE),
+    "ENTROPY_COEF": (0.021, 0.043, UPDATE - {"policy_loss"}),
+    "TOP_ENTROPY_FRACTION": (0.7, 0.6, {"trained", *UPDATE}),
+    "MASK_TRUNCATED": (True, False, {"trained", *UPDATE}),
+    "KL_COEF": (0.16, 0.18, UPDATE - {"policy_loss"}),
+    "KL_ESTIMATOR": ("k1", "k3", {"kl"}),
+    "REFERENCE_SYNC_STEPS": (4, 3, {"reference"}),
+    "REFERENCE_SYNC_ALPHA": (0.25, 0.35, {"reference"}),
+    "NUM_EPOCHS": (3, 4, {"plan", "rates"}),
+    "MAX_STEPS": (31, 9, {"plan", "rates"}),
+    "MAX_TRAIN_PROMPTS": (29, 40, {*ALL, "plan", "rates"} - {"evaluation"}),
+    "MAX_EVAL_PROMPTS": (3, 2, {"evaluation"}),
+    "SEED": (11, 12, ALL),
+}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """one_step(KEY=value, ...): the module, the trainer, and what its eighth step was like with CONSTANTS but
+    for these: its rollout by one actor, its update by one that has moved on; the gradients of its first
+    optimizer step."""
+    constants = small("grpo/grpo.py", **{name: value for name, (value, _, _) in CONSTANTS.items()})
+    constants |= tiny_files(tmp_path_factory.mktemp("constants"))
+    script = load_script("grpo/grpo.py", **constants)
+    first = script.GRPOTrainer()
+    weights = [copy.deepcopy(model.state_dict()) for model in first.models.values()]
+    script.check_models = lambda *_: None  # once is enough
+
+    class Spy(script.GRPOTrainer):
+        def load_models(self):
+            """Those that are there."""
+            names = "tokenizer actor pad_id models readers reference reward_model reward_tokenizer optimizers"
+            for name in names.split():
+                setattr(self, name, getattr(first, name))
+            self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
+            self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]
+
+        def compute_rewards(self, prompts, responses, answers):
+            self.seen["calls"].append(len(responses))
+            return super().compute_rewards(prompts, responses, answers)
+
+        def optimizer_step(self, batch, rows, moved=True):
+            self.seen["passes"].append(len(rows))
+            if len(self.seen["passes"]) == 1:
+                self.first_step = super().optimizer_step(batch, rows)  # it has moved
+            return dict(self.first_step)
+
+        def update(self, batch):
+            nudge(self.actor, 1)
+            metrics = super().update(batch)
+            passes = list(self.seen["passes"])
+            for self.run.step in (2, 7):  # in the warm-up and after it
+                super().update(batch)
+                self.seen["rates"].append(self.optimizers["policy"].param_groups[0]["lr"])
+            self.seen["passes"] = passes
+            return metrics
+
+        def record(self, batch, metrics):
+            self.batch, self.metrics = batch, metrics
+
+    def take_step(**changed):
+        for name, value in {**constants, **changed}.items():
+            setattr(script, name, value)
+        for model, before in zip(first.models.values(), weights):
+            model.load_state_dict(before)
+        trainer = Spy()
+        trainer.weights = weights
+        trainer.seen = seen = {"calls": [], "passes": [], "gradients": [], "rates": []}
+
+        def keep_gradient():
+            seen["gradients"] += [p.grad.clone() for p in trainer.actor.parameters()]
+
+        def eighth_step(evaluate):
+            seen["evaluation"] = evaluate()
+            seen["calls"].clear()
+            trainer.run.step = 7
+            yield 7
+
+        trainer.optimizers["policy"].step = keep_gradient
+        trainer.run.opened = lambda headline: nullcontext()
+        trainer.run.steps = eighth_step
+        trainer.train()
+        batch, metrics = trainer.batch, trainer.metrics
+        seen.update({key: getattr(batch, key) for key in ("scores", "advantages", "trained")})
+        seen.update(
+            plan=trainer.run.total_steps, responses=batch.response_ids, policy_loss=metrics["policy_loss"],
+            kl=metrics["kl"], clipped=metrics["clip_fraction"], norm=metrics["grad_norm"],
+            reference=flat_weights(trainer.reference))
+        return script, trainer, seen
+
+    yield take_step
+    first.run.lock.release()
+
+
+@pytest.fixture(scope="module")
+def usual(one_step):
+    return one_step()[2]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_step, usual, name):
+    _, value, wanted = CONSTANTS[name]
+    assert differences(one_step(**{name: value})[2], usual) == wanted
+
+
+def test_no_constant_of_the_algorithm_was_forgotten():
+    elsewhere = "REWARD_TIMEOUT WEIGHT_DECAY PLATEAU_PATIENCE RESAMPLE_FLAT_GROUPS SKIP_FLAT_GROUPS "
+    elsewhere += "ENVIRONMENT ENVIRONMENT_ROLE MAX_TURNS MAX_CONTEXT_TOKENS"  # above, and test_turns.py
+    assert algorithm_of("grpo/grpo.py") - set(elsewhere.split()) <= CONSTANTS.keys()
+
+
+@pytest.mark.parametrize("changed", [
+    {"KL_ESTIMATOR": "k1"}, {"LOSS_TYPE": "grpo", "KL_ESTIMATOR": "k2"}, {"LOSS_TYPE": "dr_grpo"},
+    {"LOSS_TYPE": "gspo", "KL_ESTIMATOR": "k3"}, {"LOSS_TYPE": "cispo", "DUAL_CLIP": None},
+], ids=["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
+def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step, changed):
+    c, trainer, seen = one_step(**changed)
+    batch = trainer.batch
+    count = c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS * c.GROUP_SIZE
+
+    # what is asked: the first epoch's permutation of the prompts that are short enough
+    prompts = [row["id"] for row in trainer.train_rows]
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(c.SEED + 1)).tolist()
+    assert [row["id"] for row in batch.rows] == [prompts[i] for i in order[:6] for _ in range(4)]
+    assert seen["calls"] == [c.BATCH_SIZE * c.GROUP_SIZE] * 2 and seen["passes"] == [count] * 3
+    assert seen["plan"] == 3 * math.ceil(len(prompts) / 6)
+
+    # log-probabilities, each row alone
+    actor, moved, reference = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for path in (c.ACTOR_MODEL, c.ACTOR_MODEL, c.REFERENCE_MODEL))
+    moved.load_state_dict(trainer.actor.state_dict())
+    lengths = batch.response_lengths.tolist()
+    ids = [row["ids"] + said[:n] for row, said, n in zip(batch.rows, batch.response_ids.tolist(), lengths)]
+
+    def logprobs(model):
+        """[(log-probabilities, entropies)] of each response's tokens."""
+        found = []
+        for row, n in zip(ids, lengths):
+            logs = (model(torch.tensor([row])).logits[0, -n - 1:-1] / c.TEMPERATURE).log_softmax(-1)
+            found.append((logs.gather(1, torch.tensor(row[-n:])[:, None])[:, 0], -(logs.exp() * logs).sum(1)))
+        return found
+
+    with torch.no_grad():
+        old, ref = logprobs(actor), logprobs(reference)
+    new = logprobs(moved)
+
+    # scores and advantages
+    judged = trainer.reward_model_score([row["prompt"] for row in batch.rows], batch.responses).tolist()
+    begin = c.MAX_NEW_TOKENS - c.OVERLONG_BUFFER
+    overlong = [max(0, n - begin) / c.OVERLONG_BUFFER for n in lengths]
+    each = zip(judged, vowels(None, batch.responses, None), overlong)
+    scores = [0.31 * m + 0.6 * v - 0.73 * x for m, v, x in each]
+    assert len(set(overlong)) > 3 and seen["scores"].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-4)
+    deviation = 1.0 if c.LOSS_TYPE == "dr_grpo" else torch.tensor(scores).std().item() + 1e-4
+    groups = [scores[i - i % 4:i - i % 4 + 4] for i in range(count)]
+    advantages = [(s - (sum(group) - s) / 3) / deviation for s, group in zip(scores, groups)]
+    assert seen["advantages"].tolist() == pytest.approx(advantages, rel=1e-3, abs=1e-3)
+
+    # what is trained: of the whole responses' tokens those of a high entropy among all
+    cut = [row[-1] not in ENDS for row in ids]
+    trained = [x[:n] for x, n in zip(seen["trained"], lengths)]
+    assert 0 < sum(cut) < count and all(not x.any() for x, is_cut in zip(trained, cut) if is_cut)
+    entropies = torch.cat([h for _, h in old])
+    least = entropies.sort().values[round(0.3 * len(entropies))]
+    for x, (_, h), is_cut in zip(trained, old, cut):
+        sure = (h - least).abs() > 0.02  # the tokens about the border may fall to either side
+        assert is_cut or torch.equal(x[sure] > 0, (h > least)[sure])
+
+    # the loss, and its gradient at the moment the optimizer would step
+    tokens = sum(lengths)
+    loss = policy = kl = clipped = 0.0
+    for (p, h), (p_old, _), (q, _), a, n, learns in zip(new, old, ref, advantages, lengths, trained):
+        weight = {"grpo": 1 / n / count, "gspo": 1 / n / count, "dr_grpo": 1 / count / c.MAX_NEW_TOKENS}
+        weight = weight.get(c.LOSS_TYPE, 1 / tokens) * learns
+        rho = (p - p_old).exp()
+        if c.LOSS_TYPE == "gspo":
+            rho = (p - p_old).mean().exp().expand(n)
+        low, high = 1 - c.CLIP_RANGE, 1 + c.CLIP_RANGE_HIGH
+        gain = torch.min(rho * a, rho.clip(low, high) * a)
+        if a < 0 and c.DUAL_CLIP:
+            gain = gain.clip(min=c.DUAL_CLIP * a)
+        if c.LOSS_TYPE == "cispo":
+            gain = rho.detach().clip(max=high) * a * p
+        is_clipped = rho > high if a > 0 or c.LOSS_TYPE == "cispo" else rho < low
+        clipped += is_clipped.sum().item() / tokens
+        apart = p - q
+        value = {"k1": apart, "k2": apart ** 2 / 2, "k3": (-apart).exp() - 1 + apart}[c.KL_ESTIMATOR]
+        kl += value.sum().item() / tokens
+        policy -= (weight * gain).sum().item()
+        loss = loss + (weight * (c.KL_COEF * apart ** 2 / 2 - c.ENTROPY_COEF * h - gain)).sum()
+    assert 0.02 < clipped < 0.95 and seen["clipped"] == pytest.approx(clipped, abs=1e-6)
+    assert seen["kl"] == pytest.approx(kl, rel=1e-3)
+    assert seen["policy_loss"] == pytest.approx(policy, rel=1e-3, abs=1e-5)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in moved.parameters()])
+    assert seen["norm"] == pytest.approx(gradient.norm().item(), rel=1e-3) and seen["norm"] > c.MAX_GRAD_NORM
+    wanted = gradient * c.MAX_GRAD_NORM / gradient.norm()
+    assert distance(torch.cat([x.flatten() for x in seen["gradients"]]), wanted) < 1e-3
+
+    # afterwards: the reference, which moves every fourth step; rates of the third and the eighth step
+    alpha = c.REFERENCE_SYNC_ALPHA
+    towards = alpha * flat_weights(moved) + (1 - alpha) * flat_weights(reference)
+    assert distance(seen["reference"], towards) < 1e-6
+    cosine = 0.5 * (1 + math.cos(math.pi * (7 - c.WARMUP_STEPS) / (seen["plan"] - c.WARMUP_STEPS)))
+    assert seen["rates"] == pytest.approx([c.LEARNING_RATE * scale for scale in (3 / c.WARMUP_STEPS, cosine)])
+
+
+def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_step):
+    c, trainer, seen = one_step()
+    trainer.actor.load_state_dict(trainer.weights[0])
+    rows = trainer.eval_rows
+    generator = torch.Generator().manual_seed(c.SEED + 1)
+    uniform = torch.rand(len(rows) * c.EVAL_SAMPLES, c.MAX_NEW_TOKENS, generator=generator)
+    ids = [row["ids"] for row in rows]
+    said = c.respond(trainer.actor, trainer.tokenizer, ids, uniform, c.EVAL_SAMPLES).responses
+    right = vowels(None, said, None)
+    best = [max(right[i:i + 3]) for i in range(0, len(right), 3)]
+    assert seen["evaluation"]["pass@1"] == pytest.approx(sum(right) / len(right))
+    assert seen["evaluation"]["pass@3"] == pytest.approx(sum(best) / len(best))
+    assert all(row["id"].startswith("test.jsonl:") for row in rows) and 1 < len(rows) <= c.MAX_EVAL_PROMPTS
+
+    # and training those of its step by the run's own
+    torch.manual_seed(c.SEED)
+    uniform = torch.rand(len(trainer.batch.rows), c.MAX_NEW_TOKENS)
+    asked = [row["ids"] for row in trainer.batch.rows[::c.GROUP_SIZE]]
+    said = c.respond(trainer.actor, trainer.tokenizer, asked, uniform, c.GROUP_SIZE)
+    assert torch.equal(said.response_ids, seen["responses"])

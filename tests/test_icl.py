@@ -5,6 +5,10 @@ import itertools
 import json
 import math
 import random
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +16,11 @@ import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
 from PIL import Image
 from program import save_nothing
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, LlamaConfig,
-    LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast)
+    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, GPT2Config,
+    GPT2Model, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor,
+    PreTrainedTokenizerFast, T5Config, T5Model)
 
 FILE = "rce/rce_icl.py"
 INTENTS = "card loan cash rate lost fees".split()
@@ -42,16 +47,23 @@ def world(tmp_path_factory):
     return folder
 
 
-def toy(world, out, **constants):
+TOY = {
+    "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
+    "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
+    "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
+    "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
+
+
+def toy_constants(world, out, **constants):
     kinds = {"type": "csv", "input": "text", "output": "category"}
-    small = {
+    files = {
         "TRAIN_DATASET": {"path": f"{world}/train.csv", **kinds},
-        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds}, "OUTPUT_DIR": str(out / "run"),
-        "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
-        "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
-        "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
-        "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
-    return load_script(FILE, **{**small, **constants})
+        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds}, "OUTPUT_DIR": str(out / "run")}
+    return {**files, **TOY, **constants}
+
+
+def toy(world, out, **constants):
+    return load_script(FILE, **toy_constants(world, out, **constants))
 
 
 @pytest.fixture
@@ -227,7 +239,7 @@ def test_the_kl_of_a_choice_is_exact_and_masked_candidates_count_nothing():
 
 
 def test_gold_probability_weighs_distinct_golds_and_is_never_above_one():
-    script = load_script(FILE)
+    script = load_script(FILE, GOLDS="annotators")
     assert script.gold_weights(["red", "Red.", "blue", "the red", "blue", "x"]) == pytest.approx(
         {"red": 1.0, "blue": 2 / 3, "x": 1 / 3})
     assert script.gold_weights(["red"]) == {"red": 1.0}
@@ -244,9 +256,33 @@ def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
 
 @pytest.mark.parametrize("said, same", [
     ("The  two dogs", "2 dogs"), ("dont", "don't"), ("1,000", "1000"), ("2.5", "2.5"), ("None", "0"),
-    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple")])
+    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple"), ("hed", "he'd"),
+    ("couldn'tve", "couldn't've"), ("couldnt've", "couldn't've"), ("'ows'at", "'ow's'at")])
 def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
     assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
+
+
+def test_vqas_table_of_contractions_has_its_own_keys_alone():
+    normalise = load_script(FILE).rewards.normalise_vqa
+    for said in ("lets go", "im", "ive", "couldntve", "its"):  # none of them is a key
+        assert normalise(said) == said
+    assert normalise("somebody'd") == "somebodyd"  # the one that goes the other way there
+
+
+def test_of_several_golds_the_best_counts_unless_they_are_annotators():
+    script = load_script(FILE)
+    golds = ["NYC", "New York"]
+    assert [script.answer_accuracy(text, golds) for text in ("nyc.", "new york", "york")] == [1, 1, 0]
+    assert script.gold_weights([*golds, "nyc"]) == {"NYC": 1, "New York": 1}
+    taken = script.new_candidate((0, 1))
+    script.take_answer(taken, "New York", {"golds": golds})
+    assert (taken["soft"], taken["hard"], taken["eval_mode"]) == (1, 1, "exact")
+    script.GOLDS = "annotators"
+    assert script.answer_accuracy("nyc", golds) == pytest.approx(1 / 6)
+    assert script.rewards.vqa_accuracy("nyc", golds) == pytest.approx(1 / 6)
+    assert script.gold_weights([*golds, "nyc"]) == pytest.approx({"NYC": 2 / 3, "New York": 1 / 3})
+    script.take_answer(taken, "New York", {"golds": golds})
+    assert taken["eval_mode"] == "vqa" and taken["soft"] == pytest.approx(1 / 6)
 
 
 def test_the_two_more_reward_modes_by_hand():
@@ -329,21 +365,125 @@ def asked_rows():
 
 
 def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl, readers):
-    script = icl(READER_BATCH_SIZE=2)
+    script = icl(READER_BATCH_SIZE=2, GOLDS="annotators")
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
     found = reader.gold_probabilities(asked_rows())
     for (query, demos), probability in zip(asked_rows(), found):
         shown = "".join(f"Question: {d['text']}\nAnswer: {d['answer']}\n\n" for d in demos)
         prompt = reader.tokenizer(f"{shown}Question: {query['text']}\nAnswer:")["input_ids"]
         wanted = 0.0
-        for gold, weight in {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}.items() if len(query["golds"]) > 1 else [
-                (query["golds"][0], 1.0)]:
-            ids = reader.tokenizer(f" {gold}\n")["input_ids"]
+        weights = {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}
+        weights = weights if len(query["golds"]) > 1 else {query["golds"][0]: 1.0}
+        for blank, (gold, weight) in itertools.product(("", " "), weights.items()):
+            ids = reader.tokenizer(blank + gold)["input_ids"]
             logits = reader.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
             product = sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(ids))
-            wanted += weight * math.exp(product)
+            ends = reader.tokenizer("\n")["input_ids"] + [1]  # and EOS
+            wanted += weight * math.exp(product) * logits[-1, ends].exp().sum().item()
         assert probability == pytest.approx(wanted, rel=1e-3) and 0 < probability < 1
         assert reader.gold_probability(query, demos, query["golds"]) == pytest.approx(wanted, rel=1e-3)
+
+
+QWEN = (  # how Qwen2.5's tokenizer, and Llama 3's but for numbers, cut a text before merging
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """Folders of a base and a chat model that have learnt COLOURS (coal is dark one time in four), by a
+    tokenizer that cuts as Qwen2.5's."""
+    draw = random.Random(0)
+    told = [(q, a) for q, a in COLOURS.items() for _ in range(4)]
+    told[-1] = ("coal", "dark")
+    shown = "Question: {}\nAnswer: {}\n\n"
+    turns = "<|im_start|>user\nQuestion: {}\nAnswer:<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
+    documents = {
+        "base": ["".join(shown.format(*pair) for pair in draw.sample(told, 3)) for _ in range(64)],
+        "chat": [turns.format(*pair) for pair in draw.sample(told * 4, 64)]}
+    made = Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(Regex(QWEN), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(documents["base"] * 9, trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<pad>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    folder = tmp_path_factory.mktemp("qwen")
+    for name, texts in documents.items():
+        end = "<|im_end|>" if name == "chat" else "</s>"
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token=end)
+        tokenizer.chat_template = CHATML if name == "chat" else None
+        torch.manual_seed(0)
+        sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64}
+        config = {**LLAMA, **sizes, "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id}
+        model = LlamaForCausalLM(LlamaConfig(**config))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for n in range(60):
+            ids = tokenizer(texts[n % 4 * 16:][:16], return_tensors="pt", padding=True)["input_ids"]
+            model(input_ids=ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.generation_config.repetition_penalty = 1.5  # Qwen2.5-0.5B-Instruct has one, of 1.1
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["base", "chat"])
+def test_gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_token(icl, qwen, name):
+    """P("\\n") was taken, where the reader writes "\\n\\n", or a chat's end."""
+    script = icl(READER=f"{qwen}/{name}")
+    reader = script.LanguageReader(f"{qwen}/{name}", torch.device("cpu"))
+    assert len(reader.tokenizer("\n\n")["input_ids"]) == 1
+    rows = [{"text": q, "answer": a, "golds": [a]} for q, a in COLOURS.items()]
+    asked = [(query, [] if name == "chat" else rows[:2]) for query in rows]
+    assert reader.answers(asked) == list(COLOURS.values())
+    scored = reader.gold_probabilities(asked)
+    often = [np.mean([text == pair[0]["answer"] for text in reader.sampled([pair] * 60)]) for pair in asked]
+    assert scored == pytest.approx(often, abs=0.15) and min(scored) < 0.9 < max(scored)
+    said = []
+    script.check_reader(reader, asked, said.append)
+    assert said == []
+    reader.ends = torch.tensor(reader.tokenizer("\n")["input_ids"])
+    assert max(reader.gold_probabilities(asked)) < 0.1
+    script.check_reader(reader, asked, said.append)
+    assert len(said) == 1 and "gt_prob is not of what it writes" in said[0]
+
+
+def test_what_ends_an_answer_is_every_token_that_begins_with_a_newline_and_eos(icl, qwen):
+    for end in ("line", "eos"):
+        reader = icl(ANSWER_END=end).LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+        texts = {reader.tokenizer.decode([n]) for n in reader.ends.tolist()}
+        assert {"<|im_end|>"} <= texts and (texts == {"<|im_end|>"}) == (end == "eos")
+        assert ("\n\n" in texts) == ("\n" in texts) == (end == "line")
+
+
+def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
+    row = {"text": "sky", "golds": ["blue"]}
+    reader = icl(INSTRUCTION="Say. ").LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+    assert reader.prompt(row, []) == (
+        "<|im_start|>user\nSay. Question: sky\nAnswer:<|im_end|>\n<|im_start|>assistant\n")
+    script = icl(CHAT_TEMPLATE=False, QUERY="Q: {text} A: ")
+    reader = script.LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+    assert reader.prompt(row, []) == "Q: sky A:"  # the blank is the answer's
+
+
+def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl):
+    """Two letters are a token: a prompt of odd length has one that an answer's beginning merges with."""
+    script = icl()
+
+    def ids_of(texts):
+        return [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
+
+    first, border, forms = script.gold_forms(ids_of, "abcde", ["fg"])
+    assert (first, border) == (["ab", "cd", "e"], 2)
+    assert dict(forms) == {("ef", "g"): 1.0, ("e ", "fg"): 1.0}
+    first, border, forms = script.gold_forms(ids_of, "abcd", ["fg", "fg"])
+    assert border == 2 and dict(forms) == {("fg",): 1.0, (" f", "g"): 1.0}
 
 
 def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_line(icl, readers):
@@ -363,7 +503,12 @@ def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
         KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=2, EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=8,
         REWARD_MODE="hybrid")
     trainer = script.ICLTrainer()
+    checked = []
+    check_reader = script.check_reader
+    script.check_reader = lambda *x: checked.append(x) or check_reader(*x)
     trainer.train()
+    (reader, asked, _), = checked  # once, before mining
+    assert reader is trainer.reader and len(asked) == 8 and all(len(demos) == 2 for _, demos in asked)
     kept = [c for row in trainer.train_rows for c in row["candidates"]]
     assert all(0 < c["gt_prob"] < 1 for c in kept) and len({c["gt_prob"] for c in kept}) > 3
 
@@ -373,16 +518,20 @@ def test_a_model_that_sees_reads_every_image_and_gives_a_probability(icl, reader
     reader = script.VisionReader(f"{readers}/llava", torch.device("cpu"))
     rows = [{"text": f"what {n}", "answer": "a", "golds": ["a"], "image": f"{readers}/{n}.png"}
             for n in range(12)]
-    read = reader.read(rows[0], rows[1:3])
+    read = reader.read(*reader.prompt(rows[0], rows[1:3]))
     assert (read["input_ids"] == 2).sum() == 3 * 4 and len(read["pixel_values"]) == 3
     found = [reader.gold_probability(rows[0], rows[1:3], ["a"]), reader.gold_probability(
         {**rows[0], "image": f"{readers}/11.png"}, rows[1:3], ["a"])]
     assert 0 < found[0] < 1 and found[0] != found[1]
-    ids = torch.cat([read["input_ids"], torch.tensor([reader.processor.tokenizer(" a\n")["input_ids"]])], 1)
-    with torch.no_grad():
-        logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
-    wanted = sum(logits[n - 1, ids[0, n]].item() for n in range(ids.shape[1] - 3, ids.shape[1]))
-    assert found[0] == pytest.approx(math.exp(wanted), rel=1e-3)
+    wanted = 0.0
+    for text in ("a\n", " a\n", "a</s>", " a</s>"):
+        more = reader.tokenizer(text)["input_ids"]
+        ids = torch.cat([read["input_ids"], torch.tensor([more])], 1)
+        with torch.no_grad():
+            logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
+        places = range(ids.shape[1] - len(more), ids.shape[1])
+        wanted += math.exp(sum(logits[n - 1, ids[0, n]].item() for n in places))
+    assert found[0] == pytest.approx(wanted, rel=1e-3)
     assert isinstance(reader.answer(rows[0], rows[1:3]), str)
 
 
@@ -399,19 +548,27 @@ def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
         READER=f"{readers}/llava", TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
         TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind}, VALIDATION_QUERIES=3, MINE_QUERIES=4,
         RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=1,
-        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid")
+        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid", GOLDS="annotators")
     trainer = script.ICLTrainer()
     trainer.train()
     candidate = trainer.train_rows[0]["candidates"][0]
     assert candidate["eval_mode"] == "vqa" and 0 < candidate["gt_prob"] < 1
 
 
-@pytest.mark.parametrize("pooling", ["mean", "pooled"])
-def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, pooling):
+@pytest.mark.parametrize(
+    "kind, pooling", [("bert", "mean"), ("bert", "pooled"), ("gpt2", "mean"), ("t5", "mean")])
+def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind, pooling):
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    folder = save_random(BertModel(config), tmp_path / "bert", tiny_tokenizer())
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = tiny_tokenizer()
+    if kind == "bert":
+        model = BertModel(BertConfig(vocab_size=259, **sizes))
+    elif kind == "gpt2":  # it has no pad token
+        tokenizer.pad_token = None
+        model = GPT2Model(GPT2Config(vocab_size=259, n_embd=16, n_layer=1, n_head=2))
+    else:
+        model = T5Model(T5Config(vocab_size=259, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    folder = save_random(model, tmp_path / "model", tokenizer)
     script = icl(EMBEDDING=folder, EMBEDDING_POOLING=pooling, READER_BATCH_SIZE=2)
     embedder = script.HubEmbedder(folder, torch.device("cpu"))
     texts = ["a", "a longer text", "third"]
@@ -441,6 +598,54 @@ def test_a_clip_models_vectors_are_of_image_and_text(icl, readers, tmp_path):
 
 
 # ---------------------------------------------------------------- mining
+
+def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates(icl, world, tmp_path):
+    """Padding was taken for a candidate: the last demonstration, its own query's answer too."""
+    rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([*rows, rows[1], rows[2], rows[2]]) + "\n")
+    script = icl(POOL_SIZE=300, RANDOM=70, TRAIN_DATASET={
+        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    trainer = script.ICLTrainer()
+    last = next(q for q in trainer.splits["train"] if q["number"] == trainer.demos[-1]["number"])
+    same = [q for q in trainer.splits["train"] if q["number"] in (0, 1, 120, 121, 122)]
+    queries = [last, *same, *trainer.splits["train"][:5], *trainer.splits["validation"][:5]]
+    groups = trainer.miner.mine(queries, 2)
+    assert len({len(group.pool) for group in groups}) > 2
+    for query, group in zip(queries, groups):
+        shown = [trainer.demos[j]["text"] for j in group.pool]
+        assert group.pool.min() >= 0 and len(set(group.pool.tolist())) == len(shown)
+        assert query["text"] not in shown
+        for c in group.candidates:
+            assert len(set(c["pointer"])) == 2 and 0 <= min(c["pointer"]) <= max(c["pointer"]) < len(shown)
+    tried = {j for c in trainer.miner.propose([last], 2)[0].candidates for j in c["pointer"]}
+    assert len(tried) > len(groups[0].pool) - 2  # all but an odd one of random lists
+    records = {str(g.query["number"]): script.group_record(g, trainer.demos) for g in groups}
+    script.write_candidates(tmp_path / "c.json", records, {})
+    assert len(script.read_candidates(tmp_path / "c.json", trainer.splits, trainer.demos)) == len(records)
+
+
+def test_a_masked_candidate_is_never_chosen(icl):
+    """Where all are masked all are alike, and a masked one was chosen."""
+    script = icl(RANDOM=0, RETRIEVED=0)
+    policy, (queries, vectors, _) = pointer(script, queries=2)
+    pool = torch.tensor([[4, 3, 9], [6, 5, -1]])
+    lists, scores = policy.search(queries, vectors, pool, 2, beams=6)
+    assert (scores[0] > -1e8).sum() == 6 and (scores[1] > -1e8).sum() == 2
+    assert all(set(row) == {0, 1} for row in lists[1, :2].tolist())
+    assert set(policy.sample(queries, vectors, pool, torch.rand(2, 40, 2))[1].flatten().tolist()) == {0, 1}
+    for choose in (lambda: policy.search(queries, vectors, pool, 3),
+                   lambda: policy.sample(queries, vectors, pool, torch.rand(2, 4, 3))):
+        with pytest.raises(script.UserError, match="a query's pool holds 2 candidates, a list of 3 needs"):
+            choose()
+    trainer = script.ICLTrainer()
+    few = trainer.splits["test"][0]
+    few["pool"] = torch.tensor([7, 8])
+    picked = trainer.pick([few, trainer.splits["test"][1]], 2, beams=5)
+    assert sorted(picked[0]) == [[7, 8], [8, 7]] and len(picked[1]) == 5
+    few["pool"] = torch.tensor([7])
+    with pytest.raises(script.UserError, match="a query's pool holds 1 candidates"):  # it was an endless loop
+        trainer.miner.propose([few], 2)
+
 
 def test_minings_log_probabilities_equal_trainings(trained):
     script, trainer, folder = trained
@@ -691,18 +896,109 @@ def test_the_older_beam_format_is_read_with_its_scores(icl, tmp_path):
     ({"pointer": [7, 99]}, "7, 99.*99, which is not in the query's pool"),
     ({"pointer": [7, 7]}, "names a demonstration twice"),
     ({"vqa_correct": 3}, "vqa_correct is 3"),
-    ({"pointer": None}, "cannot be read")])
+    ({"pointer": None}, "pointer must be a list of row numbers")])
 def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, changed, says):
     script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
     trainer = script.ICLTrainer()
     path = tmp_path / "source.json"
     records = json.loads(path.read_text())
-    for record in records.values():
-        record["candidate_pool_ids"] = list(range(5, 60))
+    for key, record in records.items():
+        record["candidate_pool_ids"] = [n for n in range(5, 60) if n != int(key)]
     records["6"]["pointer_candidates"][0].update(changed)
     path.write_text(json.dumps(records))
     with pytest.raises(script.UserError, match=f"query 6.*{says}"):
         script.read_candidates(path, trainer.splits, trainer.demos)
+
+
+@pytest.mark.parametrize("changed, says", [
+    ({"candidate_pool_ids": [7, 8, 6]}, "its pool has row 6, which asks what it asks"),
+    ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what it asks"),
+    ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool names a demonstration twice"),
+    ({"pointer_candidates": [{"pointer": [7, 6], "vqa_correct": 1}]}, "pointer .7, 6. has row 6, which asks"),
+    ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which")])
+def test_no_file_shows_a_query_its_own_answer_or_a_demonstration_twice(icl, world, tmp_path, changed, says):
+    rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([*rows, rows[7].upper()]) + "\n")
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), TRAIN_DATASET={
+        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    records = json.loads((tmp_path / "source.json").read_text())
+    records["6"]["pointer_candidates"] = [{"pointer": [7, 8], "vqa_correct": 1}]
+    records["6"].update(changed)
+    (tmp_path / "source.json").write_text(json.dumps(records))
+    splits, demos = script.load_splits(print)
+    with pytest.raises(script.UserError, match=f"query 6: {says}"):
+        script.read_candidates(tmp_path / "source.json", splits, demos)
+
+
+def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_rows(icl, tmp_path):
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
+    path = tmp_path / "source.json"
+    records = json.loads(path.read_text())
+    for key, record in records.items():
+        record["candidate_pool_ids"] = [n for n in range(119, -1, -1) if n != int(key)]
+        for c in record["pointer_candidates"]:
+            c["pointer_global"] = c["pointer"]
+            c["pointer"] = [record["candidate_pool_ids"].index(n) for n in c["pointer"]]
+    path.write_text(json.dumps(records))
+    splits, demos = script.load_splits(print)
+    groups = script.read_candidates(path, splits, demos)
+    for group in groups:
+        found = [demos[group.pool[j]]["number"] for j in group.candidates[0]["pointer"]]
+        key = str(group.query["number"])
+        assert found == records[key]["pointer_candidates"][0]["pointer_global"]
+    records["6"]["pointer_candidates"][0]["pointer"][0] += 1
+    path.write_text(json.dumps(records))
+    with pytest.raises(script.UserError, match="query 6: pointer .* places .* pointer_global .* mend one"):
+        script.read_candidates(path, splits, demos)
+
+
+@pytest.fixture(scope="module")
+def mined(world, tmp_path_factory):
+    """The folder of a run that has mined, and been tested with TEST_QUERIES = 12."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+        folder = tmp_path_factory.mktemp("mined")
+        toy(world, folder, RCE_EPOCHS=1, EVAL_SHOTS=(2,)).ICLTrainer().train()
+        return folder / "run"
+
+
+@pytest.mark.parametrize("key, value", [
+    ("PRIOR_STRENGTH", 5.0), ("POOL_SIZE", 15), ("POOL", "similarity"), ("EMBEDDING_SIZE", 9),
+    ("GOLDS", "annotators"), ("SPLIT_SEED", 7)])
+def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined, tmp_path, key, value):
+    (tmp_path / "run").mkdir()
+    shutil.copy(mined / "candidates.json", tmp_path / "run")
+    script = icl(STAGE="train", **{key: value})
+    with pytest.raises(script.UserError, match=f"was mined with {key} = .*, it is {value!r} now: set"):
+        script.ICLTrainer().train()
+
+
+def test_lists_of_another_search_are_trained_on_and_what_differed_is_said(icl, mined, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    shutil.copy(mined / "candidates.json", tmp_path / "run")
+    script = icl(STAGE="train", KEEP_TOP=9, HIDDEN_SIZE=4, RCE_EPOCHS=1, EVAL_SHOTS=(2,), TEST_QUERIES=3)
+    script.ICLTrainer().train()
+    assert "was mined with KEEP_TOP = 4, HIDDEN_SIZE = 8: its lists stay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key, value, was", [("TEST_QUERIES", 7, 12), ("KEEP_TOP", 5, 4)])
+def test_the_oracle_is_of_the_test_as_it_is_now(icl, mined, tmp_path, key, value, was):
+    shutil.copytree(mined, tmp_path / "run")
+    script = icl(RESUME="yes", RCE_EPOCHS=1, EVAL_SHOTS=(2,), **{key: value})
+    said = f"test_candidates_2_step_4.json was mined with {key} = {was}, it is {value} now: set it back"
+    with pytest.raises(script.UserError, match=f"{said}, or delete it"):
+        script.ICLTrainer().train()
+
+
+def test_given_candidates_validate_on_the_pools_that_their_oracle_is_of(icl, tmp_path):
+    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), REWARD_MODE="hard_plus_soft", RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    trainer.choose_rows(groups)
+    held_back = [group for group in groups if group.query["split"] == "validation"]
+    assert len(held_back) == 7
+    for group in held_back:
+        assert trainer.corpus.pool_of(group.query).tolist() == group.pool.tolist()
 
 
 def test_a_query_that_the_data_does_not_have_is_an_error(trained, tmp_path):
@@ -754,14 +1050,20 @@ def test_grpo_starts_from_the_best_policy_of_rce_and_freezes_the_projections(tra
         assert torch.equal(before[key], after[key]) == ("projection" in key), key
 
 
-def test_grpo_begins_with_an_optimizer_of_its_own(icl):
+def test_grpo_begins_with_an_optimizer_of_its_own_and_the_best_policy_not_the_last(icl):
     script = icl(GRPO_EPOCHS=1, RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     moments = []
+    best = {}
 
     class Trainer(script.ICLTrainer):
         def begin_grpo(self):
             moments.append(len(self.optimizers["policy"].state))
+            best.update(script.load_pointer(self.run.folder / "best/policy", self.corpus.sizes).state_dict())
+            for parameter in self.policy.parameters():
+                parameter.data.neg_()
             super().begin_grpo()
+            for model in (self.policy, self.reference):
+                assert all(torch.equal(value, best[key]) for key, value in model.state_dict().items())
             moments.append(len(self.optimizers["policy"].state))
 
     Trainer().train()
@@ -832,6 +1134,257 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
     assert found["share_of_gap"] > 0.4
 
 
+# ---------------------------------------------------------------- which constant, row and seed goes where
+
+def test_each_number_of_the_search_is_handed_where_it_belongs(icl):
+    """Four of them are 4 by default."""
+    script = icl(
+        BEAMS=3, SAMPLES=2, SAMPLE_TEMPERATURES=[0.5, 3.0, 9.0], RETRIEVED=5, RANDOM=13, LOCAL_TOP=4,
+        LOCAL=11, KEEP_TOP=7, KEEP_RANDOM=6, POOL_SIZE=30)
+    trainer = script.ICLTrainer()
+    group, = trainer.miner.propose(trainer.splits["train"][:1], 3)
+    assert {len(c["pointer"]) for c in group.candidates} == {3} and len(group.pool) == 30
+    counts = {}
+    for c in group.candidates:
+        for key in zip(c["source"], c["temperature"]):
+            counts[key] = counts.get(key, 0) + 1
+    assert counts == {("beam", None): 3, ("sample", 0.5): 2, ("sample", 3.0): 2, ("sample", 9.0): 2,
+                      ("retrieval", None): 5, ("random", None): 13}
+    for c in group.candidates:  # the pick is among the best
+        c["gt_prob"] = 0.9 if "beam" in c["source"] else 0.1 + 0.01 * group.candidates.index(c)
+    before = len(group.candidates)
+    best = sorted(group.candidates, key=script.gold_first)[:4]
+    trainer.miner.recombine(group, 3)
+    assert len(group.candidates) == before + 11
+    members = {j for c in group.candidates[before:] for j in c["pointer"]}
+    assert members <= {j for c in best for j in c["pointer"]}
+    assert not members <= {j for c in best[:3] for j in c["pointer"]}
+    trainer.miner.choose_kept(group)
+    assert len(group.candidates) == 7 + 6
+
+
+def test_samples_of_each_temperature_and_query_are_drawn_from_a_stream_of_their_own(icl):
+    script = icl(BEAMS=0, RETRIEVED=0, RANDOM=0, SAMPLES=3, SAMPLE_TEMPERATURES=[50.0, 60.0])
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["train"][:2]
+    for query in queries:
+        query["vector"], query["pool"] = queries[0]["vector"], torch.arange(16)  # alike but for their streams
+    drawn = []
+    for group in trainer.miner.propose(queries, 2):
+        for temperature in (50.0, 60.0):
+            drawn.append([c["pointer"] for c in group.candidates if temperature in c["temperature"]])
+    assert all(one != other for one, other in itertools.combinations(drawn, 2))
+
+
+def test_the_networks_constants_are_handed_to_it_and_to_one_that_is_loaded(icl, tmp_path):
+    shape = {"HIDDEN_SIZE": 12, "LAYERS": 2, "HEADS": 3, "DROPOUT": 0.15, "POINTER_TEMPERATURE": 0.7}
+    script = icl(**shape)
+    policy = script.new_pointer((5, 6))
+    got = policy.config
+    assert (got.query_size, got.candidate_size, got.hidden_size, got.layers, got.heads) == (5, 6, 12, 2, 3)
+    assert (got.dropout, got.pointer_temperature, policy.dropout.p) == (0.15, 0.7, 0.15)
+    policy.save_pretrained(tmp_path / "policy")
+    script = icl(**{**shape, "DROPOUT": 0.4, "POINTER_TEMPERATURE": 0.9})
+    again = script.load_pointer(tmp_path / "policy", (5, 6))
+    assert (again.dropout.p, again.config.pointer_temperature) == (0.4, 0.9)
+
+
+def test_both_stages_have_their_own_rate_and_schedule(trained):
+    """RCE has 8 steps here and GRPO 4; each falls to its own end."""
+    script, trainer, folder = trained
+    rates = [r["learning_rate"] for r in untimed(folder / "logs/metrics.jsonl") if r["phase"] == "train"]
+    wanted = [3e-3 * (1 - n / 8) for n in range(8)] + [1e-4 * (1 - n / 4) for n in range(4)]
+    assert rates == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("kind, wanted", [
+    ("linear", [0.5, 1, 1, 0.75]), ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2]), (None, [0.5, 1, 1, 1]),
+    ("plateau", [0.5, 1, 0.25, 0.25])])
+def test_the_rate_warms_up_and_then_follows_its_schedule(kind, wanted):
+    script = load_script(FILE)
+    found = [script.learning_rate_scale(step, 6, 2, kind, 2 if step > 1 else 0) for step in range(4)]
+    assert found == pytest.approx(wanted)
+
+
+def test_an_update_takes_its_own_constants(icl, monkeypatch):
+    script = icl(
+        STAGE="train", LEARNING_RATE=7e-3, GRPO_LEARNING_RATE=2e-4, WEIGHT_DECAY=0.03, MAX_GRAD_NORM=0.6,
+        CLIP_RANGE=0.35, KL_COEF=0.7, KL_TARGET=0.05, WARMUP_STEPS=5, TAU=4.0, TAU_END=1.0, RCE_EPOCHS=3,
+        WEIGHT_REWARDS="zscore", BATCH_SIZE=3, GROUP_SIZE=5, SHOTS=2, GRPO_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    groups = trainer.miner.mine(trainer.splits["train"][:9], 2)
+    trainer.oracle = math.nan
+    trainer.train_rows = [
+        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
+         "rewards": [n % 3 + c["gt_prob"] for n, c in enumerate(g.candidates)]} for g in groups]
+    norms = []
+    one = torch.ones(())
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda _, most: norms.append(most) or one)
+    taus = []
+    for _ in range(7):  # three steps an epoch
+        batch = trainer.next_batch()
+        taus.append(batch.facts["tau"])
+        wanted = script.rce_weights(batch.rewards[0], taus[-1], "zscore")
+        assert batch.weights[0][:len(wanted)].tolist() == pytest.approx(wanted.tolist(), rel=1e-4)
+    assert taus == pytest.approx([4] * 3 + [2] * 3 + [1]) and len(batch.rows) == 3
+    found = trainer.update(batch)
+    optimizer = trainer.optimizers["policy"]
+    assert found["learning_rate"] == pytest.approx(7e-3 / 5) == optimizer.param_groups[0]["lr"]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.03 and norms == [0.6]
+
+    trainer.state.stage = "grpo"
+    assert trainer.update(batch)["learning_rate"] == pytest.approx(2e-4 / 5)
+    assert trainer.make_optimizer(0.5).param_groups[0]["lr"] == 0.5
+    trainer.state.kl_coef = script.KL_COEF
+    inputs = batch.vectors, trainer.corpus.vectors, batch.pool, batch.pointers
+    every = trainer.policy(*inputs)
+    clips = []
+    grpo_loss = script.grpo_loss
+    monkeypatch.setattr(script, "grpo_loss", lambda *x: clips.append(x[-1]) or grpo_loss(*x))
+    loss, metrics = trainer.grpo(batch, every, script.list_logprobs(every, batch.pointers), inputs)
+    assert clips == [0.35] and metrics["kl_coef"] == 0.7 and metrics["kl"] > 0
+    assert loss.item() == pytest.approx(metrics["policy_loss"] + 0.7 * metrics["kl"], rel=1e-5)
+    assert trainer.state.kl_coef == script.adapt_kl_coef(0.7, metrics["kl"], 0.05) != 0.7
+    assert [len(x) for x in trainer.fresh_lists(batch)[0]] == [5, 5, 5]
+
+
+def test_the_score_of_hybrid_is_the_one_that_is_named():
+    lists = [{"hard": 0, "soft": 0, "gt_prob": 0, "logprob": x, "beam_score": -x} for x in (1.0, 0.0)]
+    for name, wanted in (("logprob", [0.5, 0.0]), ("beam_score", [0.0, 0.5])):
+        script = load_script(FILE, REWARD_MODE="hybrid", HYBRID_MIX_SCORE=name)
+        assert script.shaped_rewards(lists) == wanted
+
+
+def test_rows_are_split_by_their_own_numbers_and_seeds(icl):
+    one = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, MINE_QUERIES=11)
+    other = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, SEED=5)
+    third = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, SPLIT_SEED=5)
+    (a, demos), (b, _), (c, _) = (script.load_splits(print) for script in (one, other, third))
+    numbers = [{name: [row["number"] for row in rows] for name, rows in x.items()} for x in (a, b, c)]
+    assert {name: len(rows) for name, rows in a.items()} == {"train": 111, "validation": 9, "test": 7}
+    assert len(demos) == 111 and numbers[0]["test"] == list(range(7))
+    assert numbers[0]["validation"] == numbers[1]["validation"] != numbers[2]["validation"]
+    assert numbers[0]["train"] != numbers[1]["train"] and set(numbers[0]["train"]) == set(numbers[1]["train"])
+    trainer = one.ICLTrainer()
+    asked = []
+    trainer.mine = lambda path, queries, shots: asked.append((queries, shots))
+    assert not trainer.prepare()
+    assert asked == [(trainer.splits["validation"] + trainer.splits["train"][:11], 2)]
+
+
+def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    fitted = []
+    fit = TfidfVectorizer.fit_transform
+    monkeypatch.setattr(
+        TfidfVectorizer, "fit_transform", lambda self, x: fitted.append(list(x)) or fit(self, x))
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.corpus.embedder = None
+    trainer.corpus.embed_query("card")
+    assert fitted == [[demo["text"] for demo in trainer.demos]] * 2
+    prior = {demo["answer"] for demo in trainer.demos}
+    assert set(trainer.reader.prior) == prior and sum(trainer.reader.prior.values()) == pytest.approx(1)
+
+
+def test_the_policy_that_is_kept_is_chosen_on_validation_queries_alone(icl):
+    script = icl(EVAL_SHOTS=(1, 4))
+    trainer = script.ICLTrainer()
+    trainer.oracle = 0.75
+    asked = []
+    trainer.accuracy_of = lambda queries, lists: asked.append((queries, lists)) or np.array([0.0, 1.0])
+    assert trainer.evaluate() == {"pick_accuracy": 0.5, "oracle_accuracy": 0.75}
+    (queries, lists), = asked
+    assert queries == trainer.splits["validation"] and {len(x) for x in lists} == {2}
+    pools = [set(trainer.corpus.pool_of(query).tolist()) for query in queries]
+    assert all(set(x) <= pool for x, pool in zip(lists, pools))
+
+
+def test_each_baseline_shows_the_rows_that_its_name_says(icl):
+    script = icl()
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["test"][:4]
+    shown = {}
+    trainer.accuracy_of = lambda _, lists: shown.setdefault(len(shown), lists)
+    found = script.baseline_accuracies(trainer, queries, 3)
+    assert list(found) == ["no demonstrations", "random", "similarity"]
+    assert found["no demonstrations"] == [[]] * 4
+    places = set()
+    for query, drawn, similar in zip(queries, found["random"], found["similarity"]):
+        pool = trainer.corpus.pool_of(query).tolist()
+        cosines = {j: float(trainer.demos[j]["vector"] @ query["vector"]) for j in pool}
+        assert sorted((cosines[j] for j in similar), reverse=True) == pytest.approx(
+            sorted(cosines.values(), reverse=True)[:3], abs=1e-6)
+        assert cosines[similar[0]] >= cosines[similar[1]] >= cosines[similar[2]]
+        places.add(tuple(pool.index(j) for j in drawn))
+        assert len(set(drawn)) == 3
+    assert len(places) == 4  # each query's own draw
+
+
+def test_answers_are_remembered_by_query_and_order(icl):
+    trainer = icl().ICLTrainer()
+    trainer.reader = SimpleNamespace(answer=lambda query, demos: f"{query['id']} {demos[0]['number']}")
+    one, other = trainer.splits["test"][:2]
+    numbers = trainer.demos[3]["number"], trainer.demos[4]["number"]
+    for query, lists, wanted in ((one, [3, 4], 0), (one, [4, 3], 1), (other, [3, 4], 0)):
+        asked = {**query, "golds": [f"{query['id']} {numbers[wanted]}"]}
+        assert trainer.accuracy_of([asked], [lists]).tolist() == [1.0]
+
+
+def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, monkeypatch):
+    script = icl(EVAL_SHOTS=(1, 3))
+    trainer = script.ICLTrainer()
+    trainer.run.show = trainer.run.listen = lambda *x: None
+    queries = trainer.splits["test"]
+    read = script.read_candidates
+
+    def graded(*x):
+        groups = read(*x)
+        for n, group in enumerate(groups):
+            assert {len(c["pointer"]) for c in group.candidates} == {3}
+            for c in group.candidates:
+                c["soft"], c["hard"] = (0.3, 1) if c is group.candidates[0] and n else (0.0, 0)
+        return groups
+
+    monkeypatch.setattr(script, "read_candidates", graded)
+    assert script.test_oracle(trainer, queries, 3).tolist() == [0.0] + [0.3] * 11
+
+
+def test_reranking_takes_the_beam_of_the_highest_gt_prob_of_so_many(icl):
+    script = icl(RERANK=3, BEAMS=2)
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["test"][:2]
+    wanted = [beams[2] for beams in trainer.pick(queries, 2, beams=4)]  # the last of three
+    numbers = [[trainer.demos[j]["number"] for j in beam] for beam in wanted]
+    shown = []
+    trainer.accuracy_of = lambda _, lists: shown.extend(lists)
+    trainer.reader = SimpleNamespace(gold_probability=lambda query, demos, golds: float(
+        [demo["number"] for demo in demos] in numbers))
+    script.rerank(trainer, queries, 2, {"RCE": trainer.policy})
+    assert shown == wanted
+
+
+def test_imitation_learns_each_querys_best_list(icl, monkeypatch):
+    script = icl(LEARNING_RATE=4e-3, RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    groups = trainer.miner.mine(trainer.splits["train"][:5], 2)
+    trainer.train_rows = [
+        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
+         "rewards": [float(n == 2) for n, _ in enumerate(g.candidates)]} for g in groups]
+    best = {g.query["id"]: g.candidates[2]["pointer"] for g in groups}
+    group_tensors = trainer.corpus.group_tensors
+    seen = {}
+
+    def spied(some):
+        seen.update({g.query["id"]: [c["pointer"] for c in g.candidates] for g in some})
+        return group_tensors(some)
+
+    trainer.corpus.group_tensors = spied
+    script.imitate(trainer)
+    assert seen == {key: [pointer] for key, pointer in best.items()}
+
+
 # ---------------------------------------------------------------- evaluation
 
 def test_the_test_compares_at_each_number_of_shots(trained):
@@ -859,6 +1412,17 @@ def test_select_gives_rows_of_the_training_data(trained, world):
     script, trainer, folder = trained
     rows = trainer.select("where is my card please", 3)
     assert len(rows) == 3 and all(row in trainer.demos for row in rows)
+    best = script.load_pointer(folder / "best/policy", trainer.corpus.sizes)
+    query = {**trainer.splits["test"][0], "id": "select where is my card please", "split": "select"}
+    query["vector"] = trainer.corpus.embed_query("where is my card please")
+    query.pop("pool")
+    for parameter in trainer.policy.parameters():  # select() is of best/, whatever the last policy is
+        parameter.data.neg_()
+    assert trainer.select("where is my card please", 3) == rows
+    assert [trainer.demos[j] for j in trainer.pick([query], 3, best)[0][0]] == rows
+    assert [trainer.demos[j] for j in trainer.pick([query], 3)[0][0]] != rows
+    for parameter in trainer.policy.parameters():
+        parameter.data.neg_()
     vector = trainer.corpus.embed_query(trainer.splits["test"][0]["text"])
     assert np.allclose(vector, trainer.splits["test"][0]["vector"], atol=1e-5)
 
@@ -1033,6 +1597,102 @@ def test_what_a_user_can_mend_is_said_in_one_sentence(icl, constants, says):
     with pytest.raises(script.UserError, match=says) as error:
         script.ICLTrainer().train()
     assert "\n" not in str(error.value)
+
+
+def data_of(texts, **changed):
+    """Constants: training rows of these texts."""
+    def write(folder):
+        rows = [f'"{text}",x{n % 3}' for n, text in enumerate(texts)]
+        (folder / "odd.csv").write_text("text,category\n" + "\n".join(rows) + "\n")
+        spec = {"path": str(folder / "odd.csv"), "type": "csv", "input": "text", "output": "category"}
+        return {"TRAIN_DATASET": {**spec, **changed}}
+    return write
+
+
+def lines_of(**row):
+    """Constants: training rows of a jsonl file, of which the 30th is odd."""
+    def write(folder):
+        picture = str(folder / "x.png")
+        Path(picture).touch()
+        rows = [{"q": f"card {n} w{n % 7}", "a": "x", "i": picture} for n in range(40)]
+        rows[29].update(row)
+        (folder / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spec = {"path": str(folder / "odd.jsonl"), "type": "jsonl", "input": "q", "output": "a"}
+        return {"TRAIN_DATASET": {**spec, **({"image": "i"} if "i" in row else {})}}
+    return write
+
+
+def lists_of(queries=35, record=None, **changed):
+    """Constants: given candidates of so many queries, of which one list, and one record, are changed."""
+    def write(folder):
+        path = source_file(folder, list(range(5, 40)))
+        records = json.loads((folder / "source.json").read_text())
+        records["6"]["pointer_candidates"][1].update(changed)
+        records["6"].update(record or {})
+        (folder / "source.json").write_text(json.dumps(dict(list(records.items())[:queries])))
+        return {"CANDIDATES": path, "REWARD_MODE": "hard_plus_soft"}
+    return write
+
+
+def vectors_of(train, test):
+    def write(folder):
+        for name, table in (("train", train), ("test", test)):
+            np.save(folder / f"{name}.npy", table)
+        return {"TRAIN_VECTORS": f"{folder}/train.npy", "TEST_VECTORS": f"{folder}/test.npy"}
+    return write
+
+
+MODEL = {"type": "csv", "input": "text", "output": "category"}
+ODD = {  # what makes the constants of a run in a folder, and what its one sentence says
+    "one text in all rows": (data_of(["my card"] * 60), "0 of 48 demonstrations ask anything else"),
+    "and similar pools": (data_of(["my card"] * 100, ), "0 of 88 demonstrations ask anything else"),
+    "two texts, one of them once": (data_of(["my card"] * 60 + ["a loan"]), "demonstrations ask anything"),
+    "signs alone": (data_of([chr(128512 + n % 60) for n in range(120)]), "finds no words in the"),
+    "words of one row alone": (data_of([f"word{n}" for n in range(150)]), "finds no words in the"),
+    "four rows": (data_of(["card a", "card b", "loan c", "loan d"]), "has 4 queries: it takes 5"),
+    "no path": (lambda _: {"TRAIN_DATASET": {**MODEL, "path": None}}, "TRAIN_DATASET = .* a dict of texts"),
+    "no data set": (lambda _: {"TEST_DATASET": {}}, "TEST_DATASET = {}: it takes a dict of texts"),
+    "a number for a column": (data_of(["a card"] * 9, input=0), "a dict of texts"),
+    "an unknown key": (data_of(["a card"] * 9, outptu="x"), "a dict of texts: path, type, input, output and"),
+    "a key for images": (data_of(["a card"] * 9, images="i"), "a dict of texts"),
+    "a gold within a gold": (lines_of(a=[["x"]]), "line 30: 'a' must be a text"),
+    "golds without any": (lines_of(a=[]), "line 30: 'a' must be a text"),
+    "a gold with a key": (lines_of(a={"text": "x"}), "line 30: 'a' must be .*such as 'output': 'a.text'"),
+    "half a surrogate": (lines_of(q="\ud800 card"), "line 30: 'q': half of a surrogate pair"),
+    "an image of a list": (lines_of(i=["x.png"]), "line 30: 'i' must be a text"),
+    "candidates of four queries": (lists_of(4), "source.json' has 4 queries: it takes 5"),
+    "gt_prob of a word": (lists_of(vqa_gt_prob="high"), "query 6: vqa_gt_prob must be a number"),
+    "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: vqa_gt_prob is 37, it takes 0 to 1"),
+    "gt_prob of NaN": (lists_of(vqa_gt_prob=math.nan), "query 6: vqa_gt_prob must be a number"),
+    "an accuracy of a text": (lists_of(vqa_acc_score="1"), "query 6: vqa_acc_score must be a number"),
+    "vqa_correct of a list": (lists_of(vqa_correct=[1]), "query 6: vqa_correct is "),
+    "a temperature of a text": (lists_of(temperature="0.5"), "query 6: temperature must be a number"),
+    "temperatures of one": (lists_of(temperatures=[1.0, 2.0]), "query 6: temperatures must be a list"),
+    "a source of a number": (lists_of(gen_methods=[{}]), "query 6: gen_methods must be a text"),
+    "an answer of a list": (lists_of(vqa_pred_answer=["a"]), "query 6: vqa_pred_answer must be a text"),
+    "a score of a text": (lists_of(beam_score="x"), "query 6: beam_score must be a number"),
+    "a pointer of texts": (lists_of(pointer=["7", "8"]), "query 6: pointer must be a list of row numbers"),
+    "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: pointer must be a list of row numbers"),
+    "proposed of a word": (lists_of(record={"proposed": "many"}), "query 6: proposed must be a number"),
+    "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: candidate_pool_ids must be"),
+    "a pool of texts": (lists_of(record={"candidate_pool_ids": ["7"]}), "query 6: candidate_pool_ids must"),
+    "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read"),
+    "vectors of unlike width": (vectors_of(np.ones((120, 5)), np.ones((12, 6))), "are of 5 and 6 numbers"),
+    "vectors of texts": (vectors_of(np.full((120, 5), "x"), np.ones((12, 5))), "must be 120 rows of finite"),
+    "vectors of objects": (vectors_of(np.full((120, 5), {}), np.ones((12, 5))), "cannot be read as vectors"),
+    "vectors without numbers": (vectors_of(np.ones((120, 0)), np.ones((12, 0))), "rows of finite numbers")}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
+    """Of these 17 ended with a traceback, and some were taken for what they are not."""
+    write, says = ODD[name]
+    constants = {**write(tmp_path), "RCE_EPOCHS": 1, "EVAL_SHOTS": (2,), "TEST_QUERIES": 2}
+    constants |= {"POOL": "similarity"} if "similar" in name else {}
+    words = (f"{key}={value}" for key, value in toy_constants(world, tmp_path, **constants).items())
+    ended = started(FILE, *words, shrink=False)
+    assert ended.returncode == 2 and re.search(says, ended.stderr), ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("text, says", [

@@ -273,9 +273,25 @@ def test_in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run(t
     trainer.compute_advantages(batch)
     batch.advantages = batch.advantages + 0.1  # every row teaches
     trainer.update(batch)  # rounding is no mistake
-    batch.logprobs = batch.logprobs - 0.2
     says = "0.2[0-9]* nats a token away from the sampler's: DTYPE = 'bfloat16'"
-    with pytest.raises(trainer_of.script.UserError, match=says):
+    sampled = batch.logprobs
+    up_and_down = 1 - 2 * (torch.arange(sampled.shape[1]) % 2)  # in the mean over a response nearly none
+    for signs in (1, up_and_down):
+        batch.logprobs = sampled - 0.2 * signs * batch.response_mask
+        with pytest.raises(trainer_of.script.UserError, match=says):
+            trainer.update(batch)
+
+
+def test_gspos_rescored_probabilities_do_not_hide_a_wrong_sampler(trainer_of):
+    """In bfloat16 gspo takes the update's own log-probabilities for old ones: the guard must not."""
+    trainer = trainer_of("grpo", DTYPE="bfloat16", LEARNING_RATE=0.0, LOSS_TYPE="gspo")
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
+    trainer.compute_advantages(batch)
+    batch.advantages = batch.advantages + 0.1  # every row teaches
+    sampled = batch.logprobs
+    trainer.update(batch)
+    batch.logprobs = sampled - 0.2 * batch.response_mask
+    with pytest.raises(trainer_of.script.UserError, match="0.2[0-9]* nats a token away from the sampler's"):
         trainer.update(batch)
 
 

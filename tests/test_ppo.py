@@ -1,17 +1,21 @@
 """PPO's maths, its conventions on tensors and the classic bugs of DESIGN.md section 10, each imported from
 ppo/ppo.py."""
+import copy
 import itertools
 import json
 import math
+import re
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, TINY, distance, load_script
+from conftest import NATS, ROOT, TINY, distance, load_script, small
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, MistralConfig,
-    Phi3Config, Qwen2Config, Qwen3Config)
+    AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
+    GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, MistralConfig, Phi3Config,
+    Qwen2Config, Qwen3Config)
 
 import rewards
 
@@ -553,8 +557,9 @@ def test_mini_batches_share_out_every_row_once(ppo, monkeypatch):
     monkeypatch.setattr(trainer, "optimizer_step", spy)
     trainer.update(batch)
     assert len(seen) == 6
-    for a_pass in (seen[:3], seen[3:]):
-        assert sorted(itertools.chain(*a_pass)) == list(range(8))
+    passes = [list(itertools.chain(*a_pass)) for a_pass in (seen[:3], seen[3:])]
+    assert [sorted(rows) for rows in passes] == [list(range(8))] * 2
+    assert len({tuple(rows) for rows in (*passes, range(8))}) == 3  # each pass in an order of its own
 
 
 def test_entropy_bonus_has_a_gradient_and_raises_entropy(ppo):
@@ -835,6 +840,20 @@ def test_rewards_add_up_with_their_weights(ppo):
     assert parts["reward_model"][0] > parts["reward_model"][1]
 
 
+def test_parts_of_several_calls_stay_beside_their_responses(ppo):
+    def size(prompts, responses, answers):
+        sizes.append(len(responses))
+        return [float(len(response)) for response in responses]
+
+    sizes = []
+    trainer = ppo(BATCH_SIZE=3, REWARD_FUNCTIONS=[(size, 0.5)]).PPOTrainer()
+    batch = scored_batch(trainer, 8)
+    assert sizes == [6, 6, 4]  # rows of 3 prompts each, then of 2
+    lengths = [len(response) for response in batch.responses]
+    assert batch.parts["size"].tolist() == lengths != lengths[::-1]
+    assert batch.scores.tolist() == [0.5 * n for n in lengths]
+
+
 def test_evaluating_never_changes_training(ppo, tmp_path):
     weights = []
     for every in (0, 1):
@@ -886,3 +905,319 @@ def test_a_kl_target_without_a_reference_is_refused(ppo, tmp_path):
 def test_the_last_step_still_has_a_learning_rate(kind, last):
     assert module.learning_rate_scale(11, 12, 2, kind, 0) == pytest.approx(last)
     assert module.learning_rate_scale(0, 1, 0, kind, 0) == 1  # a single step is a whole one
+
+
+# ---------------------------------------------------------------- which constant is handed where
+# Every value differs from the default and from its neighbours': one in another's place is seen.
+
+
+def vowels(prompts, responses, answers):
+    return [float(sum(letter in "aeiou0" for letter in response)) for response in responses]
+
+
+def digits(prompts, responses, answers):
+    return [float(sum(letter.isdigit() for letter in response)) for response in responses]
+
+
+def nudge(model, seed):
+    """Move all weights a little."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data.mul_(1 + 0.05 * torch.randn(p.shape, generator=generator))
+
+
+def tiny_files(folder):
+    """The constants of small random models, the reference near the policy, and of 60 rows of the data."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 1}))
+    model.generation_config.eos_token_id = ENDS
+    judge = LlamaForSequenceClassification(LlamaConfig(**{**COMMON, "num_hidden_layers": 1, "num_labels": 1}))
+    constants = {"OUTPUT_DIR": f"{folder}/run", "RESUME": "no"}
+    for constant in ("ACTOR_MODEL", "REFERENCE_MODEL", "REWARD_MODEL"):
+        constants[constant] = give_tokenizer(folder / constant)
+        (judge if constant == "REWARD_MODEL" else model).save_pretrained(folder / constant)
+        nudge(model, 0)
+    for constant, name in (("TRAIN_DATASETS", "train.jsonl"), ("EVAL_DATASETS", "test.jsonl")):
+        (folder / name).write_text("".join(open(TINY / name).readlines()[:60]))
+        row = {"path": f"{folder}/{name}", "type": "jsonl", "input": "problem", "output": "solution"}
+        constants[constant] = [row]
+    return constants
+
+
+ENDS = [1, 20, 30, 40]  # so that about half of the responses end
+UPDATE = {"policy_loss", "value_loss", "norms", "gradients"}
+LEARNT = {"advantages", *UPDATE}
+SCORES = {"scores", "evaluation", *LEARNT}
+ALL = {*SCORES, "responses", "kl", "kl_coef"}
+CONSTANTS = {  # its value, another, and what that alone changes
+    "REWARD_FUNCTIONS": ([(vowels, 0.6)], [(vowels, 0.65)], SCORES),
+    "REWARD_MODEL_WEIGHT": (0.31, 0.37, SCORES),
+    "MISSING_EOS_PENALTY": (0.73, 0.79, {"scores", *LEARNT}),
+    "ACCURACY_FUNCTION": (vowels, digits, {"evaluation"}),
+    "BATCH_SIZE": (3, 5, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
+    "GRADIENT_ACCUMULATION_STEPS": (2, 3, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
+    "GROUP_SIZE": (4, 5, {*ALL, "calls", "passes"} - {"evaluation"}),
+    "MAX_PROMPT_TOKENS": (38, 29, {*ALL, "plan", "rates"}),
+    "MAX_NEW_TOKENS": (14, 16, ALL),
+    "TEMPERATURE": (1.7, 1.9, ALL),
+    "LEARNING_RATE": (1e-3, 2e-3, {"rates"}),
+    "CRITIC_LEARNING_RATE": (3e-3, 5e-3, {"rates"}),
+    "MAX_GRAD_NORM": (0.41, 0.43, {"gradients"}),
+    "USE_LR_SCHEDULER": (True, False, {"rates"}),
+    "LR_SCHEDULER_TYPE": ("cosine", "linear", {"rates"}),
+    "WARMUP_STEPS": (5, 6, {"rates"}),
+    "GROUP_EPOCHS": (3, 4, {"passes"}),
+    "MINI_BATCHES": (1, 2, {"passes", *UPDATE}),
+    "CLIP_RANGE": (0.12, 0.08, {"policy_loss", "norms", "gradients"}),
+    "VALUE_CLIP_RANGE": (0.07, 0.09, {"value_loss", "norms", "gradients"}),
+    "VALUE_LOSS_COEF": (0.05, 0.06, {"norms", "gradients"}),
+    "ENTROPY_COEF": (0.021, 0.023, {"norms", "gradients"}),
+    "KL_COEF": (0.16, 0.18, {"kl_coef", *LEARNT}),
+    "KL_TARGET": (0.11, 0.105, {"kl_coef"}),
+    "KL_HORIZON": (250, 270, {"kl_coef"}),
+    "GAMMA": (0.93, 0.91, LEARNT),
+    "LAM": (0.61, 0.66, LEARNT),
+    "WHITEN_ADVANTAGES": (True, False, LEARNT - {"value_loss"}),
+    "NUM_EPOCHS": (3, 4, {"plan", "rates"}),
+    "MAX_STEPS": (31, 9, {"plan", "rates"}),
+    "MAX_TRAIN_PROMPTS": (29, 40, {*ALL, "plan", "rates"} - {"evaluation"}),
+    "MAX_EVAL_PROMPTS": (3, 2, {"evaluation"}),
+    "SEED": (11, 12, ALL),
+}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """one_step(KEY=value, ...): the module, the trainer, and what its eighth step was like with CONSTANTS but
+    for these: its rollout by one actor, its update by one that has moved on; the gradients of its first
+    optimizer step."""
+    folder = tmp_path_factory.mktemp("constants")
+    constants = small("ppo/ppo.py", **{name: value for name, (value, _, _) in CONSTANTS.items()})
+    constants |= tiny_files(folder)
+    script = load_script("ppo/ppo.py", **constants)
+    first = script.PPOTrainer()
+    torch.nn.init.normal_(first.critic.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    weights = [copy.deepcopy(model.state_dict()) for model in first.models.values()]
+    script.check_models = lambda *_: None  # once is enough
+
+    class Spy(script.PPOTrainer):
+        def load_models(self):
+            """Those that are there."""
+            names = "tokenizer actor critic pad_id models readers reference reward_model reward_tokenizer"
+            for name in [*names.split(), "optimizers"]:
+                setattr(self, name, getattr(first, name))
+            self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
+            self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]
+
+        def compute_rewards(self, prompts, responses, answers):
+            self.seen["calls"].append(len(responses))
+            return super().compute_rewards(prompts, responses, answers)
+
+        def optimizer_step(self, batch, rows):
+            self.seen["passes"].append(len(rows))
+            if len(self.seen["passes"]) == 1:
+                self.first_step = super().optimizer_step(batch, rows)
+            return dict(self.first_step)
+
+        def update(self, batch):
+            for model in self.models.values():
+                nudge(model, 1)
+            self.metrics = super().update(batch)
+            passes, self.seen["kl_coef"] = list(self.seen["passes"]), self.state.kl_coef
+            for self.run.step in (2, 7):  # in the warm-up and after it
+                super().update(batch)
+                self.seen["rates"] += [opt.param_groups[0]["lr"] for opt in self.optimizers.values()]
+            self.seen["passes"] = passes
+            return self.metrics
+
+        def record(self, batch, metrics):
+            self.batch = batch
+
+    def take_step(**changed):
+        for name, value in {**constants, **changed}.items():
+            setattr(script, name, value)
+        for model, before in zip(first.models.values(), weights):
+            model.load_state_dict(before)
+        trainer = Spy()
+        trainer.weights = weights
+        trainer.seen = seen = {"calls": [], "passes": [], "gradients": [], "rates": []}
+        for name, optimizer in trainer.optimizers.items():
+            def keep_gradient(model=trainer.models[name]):
+                seen["gradients"] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+            optimizer.step = keep_gradient
+
+        def eighth_step(evaluate):
+            seen["evaluation"] = evaluate()
+            seen["calls"].clear()
+            trainer.run.step = 7
+            yield 7
+
+        trainer.run.opened = lambda headline: nullcontext()
+        trainer.run.steps = eighth_step
+        trainer.train()
+        metrics, batch = trainer.metrics, trainer.batch
+        seen.update({key: metrics[key] for key in ("policy_loss", "value_loss", "kl")})
+        seen.update({key: getattr(batch, key) for key in ("scores", "advantages")})
+        seen.update(
+            plan=trainer.run.total_steps, responses=batch.response_ids,
+            norms=[metrics["grad_norm"], metrics["critic_grad_norm"]])
+        return script, trainer, seen
+
+    yield take_step
+    first.run.lock.release()
+
+
+def differences(a, b):
+    """The names of what is not the same in two steps, but for the last bits."""
+    def same(x, y):
+        if isinstance(x, torch.Tensor):
+            return x.shape == y.shape and distance(x, y) < 1e-6
+        if isinstance(x, list):
+            return len(x) == len(y) and all(map(same, x, y))
+        return x == y or type(x) is type(y) is float and x == pytest.approx(y, rel=1e-5)
+
+    return {key for key in a if not same(a[key], b[key])}
+
+
+@pytest.fixture(scope="module")
+def usual(one_step):
+    return one_step()[2]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_step, usual, name):
+    _, value, wanted = CONSTANTS[name]
+    assert differences(one_step(**{name: value})[2], usual) == wanted
+
+
+def algorithm_of(path):
+    """The constants of a trainer from its rewards to its schedule."""
+    text = (ROOT / path).read_text()
+    text = text[text.index("\n# Rewards:"):text.index("\n# Bookkeeping")]
+    return set(re.findall("^([A-Z_]+)[ :]", text, re.M))
+
+
+def test_no_constant_of_the_algorithm_was_forgotten():
+    elsewhere = {"REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE"}  # test_safety.py, test_run.py
+    assert algorithm_of("ppo/ppo.py") - elsewhere <= CONSTANTS.keys()
+
+
+def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step):
+    c, trainer, seen = one_step()
+    batch = trainer.batch
+    rows = c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS * c.GROUP_SIZE
+
+    # what is asked: the first epoch's permutation of the prompts that are short enough
+    prompts = [row["id"] for row in trainer.train_rows]
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(c.SEED + 1)).tolist()
+    assert [row["id"] for row in batch.rows] == [prompts[i] for i in order[:6] for _ in range(4)]
+    assert max(len(row["ids"]) for row in trainer.train_rows) == c.MAX_PROMPT_TOKENS
+    assert seen["calls"] == [c.BATCH_SIZE * c.GROUP_SIZE] * 2 and seen["passes"] == [rows] * 3
+    steps_an_epoch = math.ceil(len(prompts) / 6)
+    assert seen["plan"] == 3 * steps_an_epoch
+
+    # log-probabilities and values, each row alone
+    def plain(kind, weights):
+        model = kind.from_pretrained(c.ACTOR_MODEL, dtype=torch.float64, num_labels=1)
+        model.load_state_dict(weights)
+        return model
+
+    causal, labels = AutoModelForCausalLM, AutoModelForTokenClassification
+    actor, critic = (plain(*x) for x in zip((causal, labels), trainer.weights))
+    models = zip((causal, labels), trainer.models.values())
+    moved = [plain(kind, model.state_dict()) for kind, model in models]
+    reference = causal.from_pretrained(c.REFERENCE_MODEL, dtype=torch.float64)
+    lengths = batch.response_lengths.tolist()
+    ids = [row["ids"] + said[:n] for row, said, n in zip(batch.rows, batch.response_ids.tolist(), lengths)]
+
+    def logprobs(model):
+        """[(log-probabilities, entropies)] of each response's tokens."""
+        found = []
+        for row, n in zip(ids, lengths):
+            logs = (model(torch.tensor([row])).logits[0, -n - 1:-1] / c.TEMPERATURE).log_softmax(-1)
+            found.append((logs.gather(1, torch.tensor(row[-n:])[:, None])[:, 0], -(logs.exp() * logs).sum(1)))
+        return found
+
+    def values(model):
+        return [model(torch.tensor([row])).logits[0, -n - 1:-1, 0] for row, n in zip(ids, lengths)]
+
+    with torch.no_grad():
+        old, ref, old_values = logprobs(actor), logprobs(reference), values(critic)
+    tokens = sum(lengths)
+    kl = sum((p - q).sum().item() for (p, _), (q, _) in zip(old, ref)) / tokens
+    assert seen["kl"] == pytest.approx(kl, abs=1e-4)
+    towards = 1 + min(0.2, max(-0.2, kl / c.KL_TARGET - 1)) * rows / c.KL_HORIZON
+    assert seen["kl_coef"] == pytest.approx(c.KL_COEF * towards, rel=1e-3)
+
+    # scores and advantages
+    said = batch.responses
+    judged = trainer.reward_model_score([row["prompt"] for row in batch.rows], said).tolist()
+    cut = [row[-1] not in ENDS for row in ids]
+    assert 0 < sum(cut) < rows
+    scores = [0.31 * m + 0.6 * v - 0.73 * t for m, v, t in zip(judged, vowels(None, said, None), cut)]
+    assert seen["scores"].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-4)
+    raw = []
+    for score, (p, _), (q, _), v in zip(scores, old, ref, old_values):
+        r = -c.KL_COEF * (p - q)
+        r[-1] += score
+        delta = r + c.GAMMA * torch.cat([v[1:], torch.zeros(1)]) - v
+        n = len(v)
+        ahead = [sum((c.GAMMA * c.LAM) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+        raw.append(torch.stack(ahead))
+    every = torch.cat(raw)
+    white = [(x - every.mean()) / every.std(correction=0) for x in raw]
+    got = [x[:n] for x, n in zip(seen["advantages"], lengths)]
+    assert distance(torch.cat(got), torch.cat(white)) < 1e-4
+
+    # the losses, and their gradients at the moment the optimizers would step
+    new, new_values = logprobs(moved[0]), values(moved[1])
+    policy_loss = value_loss = entropy = clipped = 0.0
+    for (p, h), (p_old, _), a, v, v_old, a_raw in zip(new, old, white, new_values, old_values, raw):
+        rho = (p - p_old).exp()
+        low, high = 1 - c.CLIP_RANGE, 1 + c.CLIP_RANGE
+        policy_loss = policy_loss - torch.min(rho * a, rho.clip(low, high) * a).sum() / tokens
+        near = v_old + (v - v_old).clip(-c.VALUE_CLIP_RANGE, c.VALUE_CLIP_RANGE)
+        target = a_raw + v_old
+        value_loss = value_loss + torch.max((v - target) ** 2, (near - target) ** 2).sum() / 2 / tokens
+        clipped += ((v - v_old).abs() > c.VALUE_CLIP_RANGE).sum().item() / tokens
+        entropy = entropy + h.sum() / tokens
+    assert 0.05 < trainer.metrics["clip_fraction"] < 0.95 and 0.05 < clipped < 0.95
+    assert seen["policy_loss"] == pytest.approx(policy_loss.item(), rel=1e-3)
+    assert seen["value_loss"] == pytest.approx(value_loss.item(), rel=1e-4)
+    (policy_loss - c.ENTROPY_COEF * entropy).backward()
+    (c.VALUE_LOSS_COEF * value_loss).backward()
+    assert seen["norms"][0] > c.MAX_GRAD_NORM > seen["norms"][1]
+    wanted = []
+    for model, norm in zip(moved, seen["norms"]):
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        assert norm == pytest.approx(gradient.norm().item(), rel=1e-4)
+        wanted.append(gradient * min(1, c.MAX_GRAD_NORM / gradient.norm()))
+    assert distance(torch.cat([x.flatten() for x in seen["gradients"]]), torch.cat(wanted)) < 1e-4
+
+    # rates of the third and the eighth step
+    cosine = 0.5 * (1 + math.cos(math.pi * (7 - c.WARMUP_STEPS) / (seen["plan"] - c.WARMUP_STEPS)))
+    scales = [(2 + 1) / c.WARMUP_STEPS] * 2 + [cosine] * 2
+    rates = [c.LEARNING_RATE, c.CRITIC_LEARNING_RATE] * 2
+    assert seen["rates"] == pytest.approx([rate * scale for rate, scale in zip(rates, scales)])
+
+
+def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_step):
+    c, trainer, seen = one_step()
+    trainer.actor.load_state_dict(trainer.weights[0])
+    rows = trainer.eval_rows
+    numbers = [int(row["id"].removeprefix("test.jsonl:")) for row in rows]
+    assert numbers == sorted(numbers) and 1 < max(numbers) <= c.MAX_EVAL_PROMPTS
+    uniform = torch.rand(len(rows), c.MAX_NEW_TOKENS, generator=torch.Generator().manual_seed(c.SEED + 1))
+    for kind, noise in (("greedy", None), ("sampled", uniform)):
+        said = c.respond(trainer.actor, trainer.tokenizer, [row["ids"] for row in rows], noise).responses
+        right = vowels(None, said, None)
+        assert seen["evaluation"][f"accuracy_{kind}"] == pytest.approx(sum(right) / len(right))
+    assert seen["evaluation"]["reward/vowels"] == pytest.approx(sum(right) / len(right))
+
+    # and training those of its step by the run's own
+    torch.manual_seed(c.SEED)
+    uniform = torch.rand(len(trainer.batch.rows), c.MAX_NEW_TOKENS)
+    asked = [row["ids"] for row in trainer.batch.rows[::c.GROUP_SIZE]]
+    said = c.respond(trainer.actor, trainer.tokenizer, asked, uniform, c.GROUP_SIZE)
+    assert torch.equal(said.response_ids, seen["responses"])

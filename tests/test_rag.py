@@ -1,9 +1,12 @@
 """PPO over retrieval: what is read, what is answered, what it costs, what is learnt from it; on a toy world
 with random tiny models."""
+import copy
 import csv
 import json
 import math
 import re
+import zlib
+from pathlib import Path
 
 import gymnasium.utils.env_checker
 import numpy as np
@@ -14,8 +17,8 @@ from conftest import ROOT, assert_same_state, load_script, read, untimed
 from program import save_nothing
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, T5Config,
-    T5ForConditionalGeneration)
+    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
+    PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration)
 
 NAMES = "Ada Bea Cid Dov Eli Fay Gus Hal Ida Jon Kim Leo Mia Ned Ola Pia".split()
 TOWNS = "Arle Bryn Cole Dune".split()
@@ -92,8 +95,18 @@ def rag(world, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(world, tmp_path_factory):
-    """(module, trainer) of a short finished run."""
-    script = toy(world, tmp_path_factory.mktemp("trained"), DRAWS=2)
+    """(module, trainer) of a short finished run: weights, costs and seeds are unlike the defaults, answers
+    are guesses."""
+    weights = {"EM_WEIGHT": 1.3, "F1_WEIGHT": 0.7, "COST_WEIGHT": 0.09}
+    others = {"COST_TOKENS": 50.0, "COST_PAIRS": 7.0, "SEED": 5, "SPLIT_SEED": 3, "DRAWS": 2}
+    script = toy(world, tmp_path_factory.mktemp("trained"), **weights, **others)
+
+    def guesses(self, prompts, temperature, seed):
+        """Towns, right now and then, which a random model's answers never are."""
+        keys = [zlib.crc32(f"{prompt} {seed if temperature else 0}".encode()) for prompt in prompts]
+        return [(f"{TOWNS[key % 4]}{' near' * (key % 3)}", 20 + key % 7) for key in keys]
+
+    script.Generator.answers = guesses
     trainer = script.RAGTrainer()
     trainer.train()
     return script, trainer
@@ -139,6 +152,125 @@ def test_the_entropy_bonus_has_a_gradient(rag):
     assert (found[0] - found[1]).abs().max() > 1e-3
 
 
+def quick(rag, world, **constants):
+    """A trainer whose answers other tests may have made: the seconds go into what is tested."""
+    script = rag(CACHE_DIR=str(world / "cache"), RERANKER="lexical", RESUME="no", **constants)
+    return script, script.RAGTrainer()
+
+
+def test_an_optimizer_step_by_hand_with_no_two_constants_equal(rag, world):
+    """Gradient and weights in float64, from the formula in the program's header and AdamW's."""
+    numbers = {
+        "CLIP_RANGE": 0.13, "VALUE_CLIP_RANGE": 0.07, "VALUE_LOSS_COEF": 0.6, "ENTROPY_COEF": 0.03,
+        "MAX_GRAD_NORM": 0.4, "LEARNING_RATE": 0.011, "WEIGHT_DECAY": 0.21, "HIDDEN_SIZE": 5, "N_STEPS": 12}
+    script, trainer = quick(rag, world, **numbers)
+    assert trainer.policy.first.out_features == trainer.policy.second.out_features == 5
+    torch.manual_seed(1)
+    with torch.no_grad():
+        trainer.policy.actor.weight.normal_(std=0.5)
+    batch = trainer.rollout()
+    batch.logprobs += 0.3 * torch.randn(12)
+    batch.values += 0.2 * torch.randn(12)
+    script.WHITEN_ADVANTAGES = False
+    trainer.compute_advantages(batch)
+    assert torch.equal(batch.advantages, batch.rewards - batch.values)
+    script.WHITEN_ADVANTAGES = True
+    trainer.compute_advantages(batch)
+    chunk = torch.tensor([0, 2, 3, 5, 7, 8, 11])
+    policy = copy.deepcopy(trainer.policy).double()
+    every, values = policy(batch.observations[chunk].double())
+    r, old, seen = (x[chunk].double() for x in (batch.rewards, batch.logprobs, batch.values))
+    ratio = (every[range(7), batch.actions[chunk]] - old).exp()
+    whole = batch.rewards.double() - batch.values.double()
+    advantage = ((whole - whole.mean()) / (whole.var(unbiased=False) + 1e-8).sqrt())[chunk]
+    policy_losses = -torch.minimum(ratio * advantage, ratio.clip(0.87, 1.13) * advantage)
+    near = seen + (values - seen).clip(-0.07, 0.07)
+    value_losses = torch.maximum((values - r) ** 2, (near - r) ** 2) / 2
+    entropy = -(every.exp() * every).sum(1)
+    loss = (policy_losses + 0.6 * value_losses - 0.03 * entropy).mean()
+    loss.backward()
+    norm = torch.cat([x.grad.flatten() for x in policy.parameters()]).norm()
+    assert norm > 0.4 and ((ratio < 0.87) | (ratio > 1.13)).any() and (near != values).any()
+    metrics = trainer.optimizer_step(batch, chunk)
+    parts = {"policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy}
+    for key, want in parts.items():
+        assert metrics[key] == pytest.approx(want.mean().item(), abs=1e-5), key
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    for mine, own in zip(policy.parameters(), trainer.policy.parameters()):
+        gradient = mine.grad * 0.4 / norm
+        assert torch.allclose(own.grad.double(), gradient, atol=1e-6)
+        want = mine * (1 - 0.011 * 0.21) - 0.011 * gradient / (gradient.abs() + 1e-8)
+        assert torch.allclose(own.double()[gradient.abs() > 1e-5], want[gradient.abs() > 1e-5], atol=1e-4)
+
+
+def test_an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules_rates(rag, world):
+    """Both ends of warm-up and of each schedule."""
+    numbers = {"N_STEPS": 10, "BATCH_SIZE": 4, "GROUP_EPOCHS": 3, "MAX_STEPS": 11, "LEARNING_RATE": 0.02}
+    script, trainer = quick(rag, world, **numbers, WARMUP_STEPS=3)
+    chunks = []
+
+    def spy(batch, chunk):
+        chunks.append(chunk.tolist())
+        rates.append(trainer.optimizer.param_groups[0]["lr"] / 0.02)
+        return {"ratio_max": 0.0}
+
+    trainer.optimizer_step = spy
+    trainer.run.halvings = 2
+    warm = {0: 1 / 3, 1: 2 / 3, 2: 1.0}
+    for use, kind, want in (
+            (True, "linear", {**warm, 3: 1.0, 5: 0.75, 10: 1 / 8}),
+            (True, "cosine", {**warm, 3: 1.0, 5: 0.5 + 0.5 ** 1.5, 10: 0.5 - 0.5 * math.cos(math.pi / 8)}),
+            (True, "plateau", {**warm, 3: 0.25, 10: 0.25}),
+            (False, "linear", {**warm, 3: 1.0, 10: 1.0})):
+        script.USE_LR_SCHEDULER, script.LR_SCHEDULER_TYPE = use, kind
+        found = {}
+        for trainer.run.step in want:
+            chunks.clear()
+            rates = []
+            metrics = trainer.update(None)
+            assert [len(chunk) for chunk in chunks] == [4, 4, 2] * 3
+            passes = [sum(chunks[n:n + 3], []) for n in (0, 3, 6)]
+            assert all(sorted(rows) == list(range(10)) for rows in passes) and passes[0] != passes[1]
+            found[trainer.run.step], = set(rates)
+            assert metrics["learning_rate"] == pytest.approx(0.02 * rates[0])
+        assert found == pytest.approx(want), (use, kind)
+
+
+def test_a_rollout_asks_every_training_question_once_an_epoch_and_every_draw(rag, world):
+    script, trainer = quick(rag, world, DRAWS=3, N_STEPS=9)  # 18 questions to train on
+    batches = [trainer.rollout() for _ in range(4)]
+    rows = [batch.rows.tolist() for batch in batches]
+    train = trainer.table.splits["train"]
+    assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == sorted(train) and rows[:2] != rows[2:]
+    assert {draw for batch in batches for draw in batch.draws.tolist()} == {0, 1, 2}
+    for batch in batches:
+        got = trainer.table.rewards[batch.rows, batch.actions, batch.draws]
+        assert torch.equal(batch.rewards, got)
+
+
+def test_which_questions_are_in_which_split_is_the_split_seeds_alone(rag):
+    found = {}
+    for seeds in ((1, 0), (2, 0), (1, 7)):
+        script = rag(SEED=seeds[0], SPLIT_SEED=seeds[1], SAMPLE=25)
+        found[seeds] = [(row["question"], row["split"]) for row in script.load_questions(print)[0]]
+    assert found[1, 0] == found[2, 0] != found[1, 7]
+    assert {len(rows) for rows in found.values()} == {25}
+
+
+def test_each_part_of_the_reward_has_its_own_weight(rag, world):
+    script, trainer = quick(rag, world, EM_WEIGHT=1.3, F1_WEIGHT=0.7, ROUGE_WEIGHT=0.1)
+    responses = ["Arle town", "town Arle near", "x"]  # F1 1, .8, 0; ROUGE-L 1, .4, 0
+    found = trainer.compute_rewards(["?"] * 3, responses, ["Arle town"] * 3)
+    assert found.tolist() == pytest.approx([2.1, 0.7 * 0.8 + 0.1 * 0.4, 0])
+
+
+def test_the_clocks_seconds_are_a_cost_too(rag, world):
+    script, trainer = quick(rag, world, COST="seconds", COST_WEIGHT=3.0, EM_WEIGHT=1.5)
+    parts = trainer.table.parts
+    assert torch.equal(parts["cost"], parts["seconds"]) and parts["seconds"].min() > 0
+    assert torch.allclose(trainer.table.rewards, 1.5 * parts["em"] + 0.5 * parts["f1"] - 3 * parts["seconds"])
+
+
 # ---------------------------------------------------------------- what is read and answered
 
 def test_top_k_decides_how_many_paragraphs_the_generator_reads(rag, monkeypatch):
@@ -159,7 +291,7 @@ def test_top_k_decides_how_many_paragraphs_the_generator_reads(rag, monkeypatch)
     assert one.endswith("QUESTION: Where was Ada born?\nANSWER:")
 
 
-@pytest.mark.parametrize("limit", [0, 30, 45, 60, 75, 90, 105, 1000])
+@pytest.mark.parametrize("limit", [34, 45, 60, 75, 90, 105, 1000])
 def test_a_prompt_has_the_most_paragraphs_that_fit_and_says_how_many(rag, world, limit):
     script = rag()
     prompts = script.Prompts(make_tokenizer(), limit)
@@ -213,14 +345,41 @@ def test_a_temperature_samples_the_whole_distribution_and_zero_is_greedy(rag, wo
     assert warm != [text for text, _ in generator.answers(prompts, 50.0, 2)]
 
 
-def test_sampling_for_the_table_leaves_the_runs_random_numbers_alone(rag):
+def test_each_block_draw_and_temperature_has_its_own_seed(rag, monkeypatch):
+    """Else the twin answers of two blocks are drawn by the same random numbers."""
+    script = rag(DRAWS=2, TEMPERATURES=(0.5, 1.0), RERANKS=(0,), FIXED_ACTION=(3, 1.0, 0))
+    seeds = {}
+    answers = script.Generator.answers
+
+    def spy(self, prompts, temperature, seed):
+        seeds.setdefault((temperature, tuple(prompts)), []).append(seed)
+        return answers(self, prompts, temperature, seed)
+
+    monkeypatch.setattr(script.Generator, "answers", spy)
+    script.RAGTrainer()
+    every = [seed for some in seeds.values() for seed in some]
+    assert len(every) == len(set(every)) == 4 * 2 * 2 * 2  # blocks, top_ks, temperatures, draws
+    again = dict(seeds)
+    seeds.clear()
+    for path in Path(script.CACHE_DIR).glob("*"):
+        path.unlink()
+    script.SEED = 9
+    script.RAGTrainer()
+    assert seeds == again  # whatever SEED is
+
+
+def test_sampling_for_the_table_leaves_the_runs_random_numbers_alone(rag, monkeypatch):
     script = rag()
     generator = script.Generator(script.GENERATOR, torch.device("cpu"))
     torch.manual_seed(5)
     want = torch.rand(3)
     torch.manual_seed(5)
+    forks = []
+    fork_rng = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forks.append(devices) or fork_rng(devices))
     generator.answers(["Where was Ada born?"], 1.0, 7)
     assert torch.equal(torch.rand(3), want)
+    assert forks == [[]]  # on the CPU no GPU's
 
 
 def test_the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it(rag, world):
@@ -254,12 +413,42 @@ def test_trigrams_find_an_old_spelling_and_prefer_what_is_rare(rag):
     assert {rerank for _, _, rerank in trainer.table.actions} == {0, 1}
 
 
+def test_below_the_rerankers_depth_stands_what_bm25_found(rag, world):
+    script = rag(RERANK_DEPTH=3, TOP_KS=(2, 8), FIXED_ACTION=(2, 1.0, 0), RERANKER="lexical")
+    qa = script.QASystem(*script.load_questions(print)[1:], torch.device("cpu"))
+    for question in ("Where was Cidde born near Arle?", "Who is older, Adah or Pia?"):
+        (plain,), (sorted_,) = qa.ranked([question], 0), qa.ranked([question], 1)
+        assert len(plain) == 8 and sorted_[3:] == plain[3:] and sorted(sorted_[:3]) == sorted(plain[:3])
+        texts = [script.paragraph_text(qa.corpus[i]) for i in sorted_[:3]]
+        scores = qa.reranker.scores([(question, text) for text in texts])
+        assert scores.tolist() == sorted(scores.tolist(), reverse=True)
+
+
+def test_a_rerankers_pairs_fit_whatever_their_length_and_it_needs_no_pad_token(rag, tmp_path):
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_labels=1, pad_token_id=None, bos_token_id=None, max_position_embeddings=96)
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    save(LlamaForSequenceClassification(config), tokenizer, tmp_path / "padless")
+    reranker = rag().Reranker(str(tmp_path / "padless"), torch.device("cpu"))
+    pairs = [("Where was Ada born?", "Ada : born in Arle"), ("Ada " * 700, "near"), ("Bea", "sea " * 700)]
+    scores = reranker.scores(pairs)
+    assert scores.tolist() == pytest.approx([reranker.scores([pair]).item() for pair in pairs], abs=1e-4)
+    assert reranker.limit == 96
+
+
 def test_bm25_finds_the_words_and_equal_scores_keep_the_corpus_order(rag):
     script = rag()
     texts = ["sea", "old mill", "sea", "town sea"]
     corpus = [{"title": f"t{n}", "text": text} for n, text in enumerate(texts)]
     ids, scores = script.Retriever(corpus).search("the sea?", 4)
     assert ids == [0, 2, 3, 1] and scores[0] == scores[1] > scores[2] > scores[3] == 0
+    for wordless in ("?", "W 5 ?", "", "what of the"):
+        ids, scores = script.Retriever(corpus).search(wordless, 3)
+        assert ids == [0, 1, 2] and scores.tolist() == [0, 0, 0]
+    with pytest.raises(script.UserError, match="no paragraph has a word that BM25 counts"):
+        script.Retriever([{"title": "The", "text": "of a"}])
 
 
 def test_a_titles_words_count_as_often_as_its_weight(rag):
@@ -284,6 +473,12 @@ def test_the_observation_entry_by_entry(rag):
         "near": 1, "overlap1": 3 / 6, "overlap2": 3 / 6, "names1": 0.5, "names2": 0.5, "title1": 1,
         "title2": 0}
     assert {key: got[key] for key in want} == pytest.approx(want)
+    more = [*paragraphs, {"title": "x", "text": "born"}, {"title": "y", "text": "zed or"}, {"title": "where"}]
+    more[-1]["text"] = "was"  # the fifth counts no more
+    seen = script.observe("Where was Ada or Zed born?", scores, more, vocabulary)
+    got = dict(zip(script.OBSERVATION, seen.tolist()))
+    four = {"overlap1": 3 / 6, "overlap2": 3 / 6, "overlap4": 5 / 6, "names2": 0.5, "names4": 1.0}
+    assert {key: got[key] for key in four} == pytest.approx(four)
     seen = script.observe("Was Ada born?", scores, paragraphs, vocabulary)
     assert seen[script.OBSERVATION.index("yes_no")] == 1
     assert np.isfinite(script.observe("?", np.array([]), [], set())).all()
@@ -459,8 +654,9 @@ def test_the_environment_passes_gymnasiums_own_check(trained):
 def hand_table(script):
     """Four questions (two to train on), two actions, one draw."""
     rewards = torch.tensor([[1.0, 0.0], [0.4, 0.6], [0.0, 1.0], [1.0, 0.2]])[:, :, None]
+    questions = [{"type": kind, "gold_docs": [1], "ranked_0": [0, 0, 1], "ranked_1": [1]} for kind in "aabb"]
     return script.SimpleNamespace(
-        questions=[{"type": "a"}] * 4, actions=[(1, 0.0, 0), (3, 1.0, 0)], rewards=rewards,
+        questions=questions, actions=[(1, 0.0, 0), (3, 1.0, 0)], rewards=rewards,
         parts={"em": rewards}, splits={"train": [0, 1], "validation": [2], "test": [2, 3]})
 
 
@@ -472,6 +668,20 @@ def test_baselines_and_oracle_by_hand(rag):
     assert got == pytest.approx({"fixed": 0.6, "random": 0.55, "best_fixed": 0.5, "oracle": 1.0})
     assert figures["best_fixed"]["train"]["reward"] == pytest.approx(0.7)
     assert [f["test"]["reward"] for f in figures["every_action"]] == pytest.approx([0.5, 0.6])
+
+
+def test_the_table_on_the_terminal_is_of_the_training_questions_and_the_baselines_of_the_tests(rag):
+    script = rag(TEMPERATURES=(0.0,))
+    table = hand_table(script)
+    table.actions = [(1, 0.0, 0), (3, 0.0, 1)]
+    table.parts = {key: table.rewards for key in ("em", "f1", "cost")}
+    figures = script.baseline_figures(table)
+    lines = script.table_lines(table, figures, ["random"])
+    assert [line.split() for line in lines[1:3]] == [
+        ["BM25", "@1", "0.000", "@3", "1.000"], ["reranked", "@1", "1.000", "@3", "1.000"]]
+    assert [line.split() for line in lines[5:-4]] == [["a", "0.700*", "0.300"]]  # "b" is not trained on
+    assert [line.split("em")[0].split() for line in lines[-3:]] == [
+        ["random", "reward", "0.550"], ["best", "fixed", "reward", "0.500"], ["oracle", "reward", "1.000"]]
 
 
 def test_the_gain_is_paired_with_the_best_fixed_action_and_its_interval_resamples_questions(rag):
@@ -534,11 +744,82 @@ def test_the_policy_is_saved_with_its_actions_and_loads_again(trained):
     assert found["policy"] == trainer.measure(rows, trainer.choose(rows, policy=policy))
 
 
+def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(trained):
+    """best/, eval_log, eval_test and baselines from parquet alone, with the rewards that `trained` sets."""
+    script, trainer = trained
+    out = trainer.run.folder
+    asked = pq.read_table(out / "prep/eval.parquet").to_pylist()
+    answers = {}
+    for r in pq.read_table(next(Path(script.CACHE_DIR).glob("*.parquet"))).to_pylist():
+        answers.setdefault((r["question"], r["top_k"], r["temperature"], r["rerank"]), []).append(r)
+    actions = [(k, t, r) for k in (1, 3) for t in (0.0, 1.0) for r in (0, 1)]
+    worth = []
+    for row in asked:
+        worth.append([])
+        for action in actions:
+            found = []
+            for r in answers[row["question"], *action]:
+                cost = r["tokens"] / 50 + r["pairs"] / 7
+                em, f1 = (score(r["response"], row["answer"]) for score in (
+                    script.rewards.em_score, script.rewards.f1_score))
+                found.append(1.3 * em + 0.7 * f1 - 0.09 * cost)
+            worth[-1].append(sum(found) / len(found))
+    worth = torch.tensor(worth, dtype=torch.float64)
+    splits = {}
+    for q, row in enumerate(asked):
+        splits.setdefault(row["split"], []).append(q)
+    best_fixed = worth[splits["train"]].mean(0).argmax()
+
+    def reward(split, policy, generator=None):
+        rows = splits[split]
+        logprobs = policy(trainer.table.observations[rows])[0]
+        chosen = logprobs.argmax(1)
+        if generator:
+            chosen = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
+        return worth[rows, chosen].mean().item()
+
+    best = script.Policy.from_pretrained(out / "best/policy")
+    kept = json.loads((out / "best/metrics.json").read_text())
+    test = json.loads((out / "eval_test.json").read_text())
+    with open(out / "logs/eval_log.csv") as file:
+        log = [float(line["reward"]) for line in csv.DictReader(file)]
+    rows = splits["test"]
+    got = [
+        kept["reward"], *log[-2:], max(log[::2]), test["policy"]["reward"],
+        *(test[name]["reward"] for name in ("random", "best_fixed", "oracle"))]
+    stream = torch.Generator().manual_seed(6)  # SEED + 1
+    want = [
+        reward("validation", best), reward("validation", trainer.policy),
+        reward("validation", trainer.policy, stream), reward("validation", best), reward("test", best),
+        worth[rows].mean().item(), worth[rows, best_fixed].mean().item(), worth[rows].amax(1).mean().item()]
+    assert got == pytest.approx(want, abs=1e-5)
+    for name, chosen in (("fixed", actions.index((3, 1.0, 0))), ("best_fixed", best_fixed)):
+        figure = json.loads((out / f"eval_baseline_{name}.json").read_text())
+        for split, part in splits.items():
+            assert figure[split]["reward"] == pytest.approx(worth[part, chosen].mean().item(), abs=1e-5)
+
+
+def test_answers_after_training_are_best_s_and_before_its_end_the_policys_as_it_is(rag, world):
+    script, trainer = quick(rag, world, MAX_STEPS=2)
+    number = len(trainer.table.actions)
+
+    def prefer(action):
+        with torch.no_grad():
+            trainer.policy.actor.bias.copy_(50.0 * torch.nn.functional.one_hot(torch.tensor(action), number))
+
+    prefer(2)
+    assert trainer.answer("Where was Ada born?")[1] == trainer.table.actions[2]
+    trainer.evaluate = lambda: {"reward": -float(trainer.run.step)}  # the first is the best
+    trainer.train()
+    prefer(1)
+    assert trainer.answer("Where was Ada born?")[1] == trainer.table.actions[2]
+
+
 def test_one_question_is_answered_as_in_the_table(trained):
     script, trainer = trained
     row = trainer.table.splits["test"][0]
     text, action = trainer.answer(trainer.table.questions[row]["question"])
-    chosen = trainer.choose([row]).item()
+    chosen = trainer.choose([row], policy=trainer.best).item()
     assert action == trainer.table.actions[chosen]
     if action[1] == 0:
         assert text == trainer.table.responses[row][chosen][0]
@@ -663,7 +944,7 @@ def spoil(folder, name, line):
     ("questions", '{"question": "Who?", "gold": ["Ada"]}\n', "questions.jsonl line 33: there is no 'answer'"),
     ("questions", '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
      "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
-    ("questions", '{"question": 7, "answer": "x", "gold": ["Ada"]}\n',
+    ("questions", '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
      "questions.jsonl:33 has no question: a text"),
     ("questions", "no json\n", "questions.jsonl line 33: not a line of JSON"),
     ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no 'text'"),
@@ -675,6 +956,106 @@ def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
     script = rag(DATASET={"path": str(folder), "type": "folder"})
     with pytest.raises(script.UserError, match=re.escape(says)):
         script.RAGTrainer()
+
+
+def with_lines(world, folder, corpus=(), questions=()):
+    """DATASET: the toy world and further records."""
+    folder.mkdir()
+    for name, more in (("corpus", corpus), ("questions", questions)):
+        lines = "".join(json.dumps(row) + "\n" for row in more)
+        (folder / f"{name}.jsonl").write_text((world / f"{name}.jsonl").read_text() + lines)
+    return {"path": str(folder), "type": "folder"}
+
+
+def asked(**others):
+    return {"question": "Where lives Ida?", "answer": "Arle", "gold": ["Ida"], "type": "one", **others}
+
+
+HALF = "Ada \ud800"  # of a surrogate pair
+LONG = {"questions": [asked(question="Ada " * 6000)]}
+
+
+@pytest.mark.parametrize("lines, constants, says", [
+    ({"corpus": [{"title": ["Zoe"], "text": "x"}]}, {},
+     "corpus.jsonl line 21: 'title' must be a text or a number, not ['Zoe']"),
+    ({"corpus": [{"title": "Zoe", "text": ["x"]}]}, {}, "corpus.jsonl line 21: 'text' must be a text"),
+    ({"corpus": [{"title": "Zoe", "text": HALF}]}, {}, "line 21: 'text': half of a surrogate pair"),
+    ({"questions": [asked(question=HALF)]}, {}, "line 33: 'question': half of a surrogate pair"),
+    ({"questions": [asked(question=["Who?"])]}, {}, "line 33: 'question' must be a text"),
+    ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text"),
+    ({"questions": [asked(gold=[["Ida"]])]}, {}, "line 33: 'gold' must be a text or a number, not ['Ida']"),
+    ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
+    ({"questions": [asked(type=["one"])]}, {}, "line 33: 'type' must be a text or a number"),
+    ({"questions": [asked(level={})]}, {}, "line 33: 'level' must be a text or a number"),
+    (LONG, {}, "questions.jsonl:33 takes 60"),
+    ({}, {"GENERATOR": "{world}/gpt2"}, "in PROMPT without any paragraph, the generator reads 20"),
+    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "cannot be filled ('foo'): it may name {contexts}, {qu"),
+    ({}, {"PROMPT": "{contexts} {question} {"}, "cannot be filled (Single '{' encountered"),
+    ({}, {"PROMPT": "{contexts}"}, "lacks {question}: the generator would not see it"),
+    ({}, {"PROMPT": "{question}"}, "lacks {contexts}"),
+    ({}, {"PARAGRAPH": "{titel}: {text}"}, "cannot be filled ('titel'): it may name {n}, {title}, {text}"),
+    ({}, {"PARAGRAPH": "{n} {title}"}, "lacks {text}"),
+    ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
+    ({}, {"DATASET": {"path": 3, "type": "hotpotqa"}}, "it takes {'path': ..., 'type'"),
+    ({}, {"DATASET": {"path": "x", "type": "hub", "split": 3}}, "it takes {'path': ..., 'type'"),
+])
+def test_odd_input_is_one_sentence_and_a_run_stays(
+        rag, world, tmp_path, monkeypatch, capsys, lines, constants, says):
+    learned = GPT2Config(n_positions=24, n_embd=8, n_layer=1, n_head=1, vocab_size=200, eos_token_id=1)
+    if not (world / "gpt2").exists():
+        save(GPT2LMHeadModel(learned), make_tokenizer(), world / "gpt2")
+    before = tmp_path / "run/step_2"
+    before.mkdir(parents=True)
+    constants = {key: x.replace("{world}", str(world)) if key == "GENERATOR" else x
+                 for key, x in constants.items()}
+    data = with_lines(world, tmp_path / "data", **lines)
+    script = rag(**{"DATASET": data, "RESUME": "no", **constants})
+    monkeypatch.setattr("sys.argv", ["ppo_rag.py"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        script.train_main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and len(said.strip().splitlines()) == 1 and says in said
+    assert before.is_dir()
+
+
+@pytest.mark.parametrize("lines", [
+    {"corpus": [{"title": 1984, "text": 7}], "questions": [asked(gold=[1984], answer=0)]},
+    {"questions": [asked(gold="Ida")]},
+    {"questions": [asked(type=None)]},
+    {"questions": [asked(type=3, level="easy"), asked(question="Where lives Leo?", level=2.5)]},
+    {"questions": [asked(question="???"), asked(question="W 5 ?"), asked(question="!")]},
+], ids=["numbers", "one gold", "no type", "mixed types", "no words"])
+def test_odd_input_that_makes_sense_is_taken(rag, world, tmp_path, lines):
+    places = {"CACHE_DIR": str(world / "cache"), "DATASET": with_lines(world, tmp_path / "data", **lines)}
+    script = rag(**places, TEMPERATURES=(0.0,), TOP_KS=(1,), FIXED_ACTION=(1, 0.0, 0))
+    trainer = script.RAGTrainer()
+    assert len(trainer.table.questions) == 32 + len(lines["questions"])
+    for row in lines["questions"]:
+        found, = [q for q in trainer.table.questions if q["question"] == row["question"]]
+        assert (found["answer"], found["type"]) == (str(row["answer"]), str(row["type"] or ""))
+        want = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
+        assert [trainer.qa.corpus[n]["title"] for n in found["gold_docs"]] == [str(title) for title in want]
+    assert trainer.answer("?")[1] in trainer.table.actions
+
+
+def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, capsys):
+    more = [{"title": f"Zyx{n}", "text": "xa xb xc xd xe xf"} for n in range(8)]
+    small = {"TEMPERATURES": (0.0,), "TOP_KS": (1,), "FIXED_ACTION": (1, 0.0, 0)}
+    rag(DATASET=with_lines(world, tmp_path / "data", corpus=more), **small).RAGTrainer()
+    tokens = make_tokenizer()
+    lines = [(tmp_path / f"data/{name}.jsonl").read_text().splitlines() for name in ("questions", "corpus")]
+    asked, told = ([json.loads(line) for line in some] for some in lines)
+    texts = [row["question"] for row in asked] + [f"{row['title']}: {row['text']}" for row in told]
+    ids = [token for text in texts for token in tokens(text)["input_ids"]]
+    share = ids.count(tokens.unk_token_id) / len(ids)
+    said = capsys.readouterr().out
+    assert f"llama' reads <unk> in place of {share:.0%} of the words of DATASET: give a model" in said
+    assert share > 0.1
+    script = rag(**small)
+    script.warn_of_unknown_words([{"question": "Where was Ada born?"}], script.SimpleNamespace(
+        generator=script.SimpleNamespace(tokenizer=tokens), corpus=[{"title": "Ada", "text": "born"}]), print)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("constants, says", [
@@ -704,6 +1085,12 @@ def test_errors_are_one_sentence(rag, constants, says):
     ("[1", "is no JSON"),
     ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
     (json.dumps([{**HOTPOT, "supporting_facts": [["Gone", 0]]}]), "facts that are not in its context"),
+    (json.dumps([{**HOTPOT, "answer": ["Arle"]}]), "record 1: 'answer' must be a text"),
+    (json.dumps([{**HOTPOT, "type": ["bridge"]}]), "record 1: 'type' must be a text"),
+    (json.dumps([{**HOTPOT, "context": [["Mill \ud800", ["x"]]]}]), "a title of 'context': half of a surrog"),
+    (json.dumps([{**HOTPOT, "context": [["Mill", ["x \ud800"]]]}]), "record 1: 'Mill': half of a surrogate"),
+    (json.dumps([{**HOTPOT, "context": [[{}, ["x"]]]}]), "a title of 'context' must be a text or a number"),
+    (json.dumps([{**HOTPOT, "supporting_facts": [[[], 0]]}]), "'supporting_facts' must be a text"),
 ])
 def test_a_file_that_is_not_hotpots_is_refused(rag, tmp_path, text, says):
     (tmp_path / "bad.json").write_text(text)

@@ -1,6 +1,7 @@
 """RCE's maths against hand-worked numbers and independent sums; mining, the check-up, training; its runs,
 killed and unbroken."""
 
+import copy
 import csv
 import itertools
 import json
@@ -10,6 +11,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -18,6 +20,7 @@ import torch
 from conftest import (
     NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, small, untimed, walk)
 from program import Program
+from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -579,6 +582,17 @@ def test_a_reward_that_cannot_be_used_ends_the_run_with_a_sentence(rce, function
     )
     with pytest.raises(script.UserError, match=says):
         prepared(script)
+
+
+def test_rewards_are_asked_about_batch_size_prompts_candidates_at_a_time(rce):
+    def note(prompts, responses, answers):
+        asked.append(len(responses))
+        return [1.0] * len(responses)
+
+    asked = []
+    trainer = rce(BATCH_SIZE=3, GROUP_SIZE=4, REWARD_FUNCTIONS=[(note, 1.0)]).RCETrainer()
+    trainer.rewards_of(["a"] * 30, ["b"] * 30, ["c"] * 30)
+    assert asked == [12, 12, 6]
 
 
 def test_the_reward_model_is_squashed_into_the_soft_reward(rce):
@@ -1337,7 +1351,8 @@ def test_samples_are_drawn_at_their_own_temperature(rce):
 
 
 def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
-    trainer = rce().RCETrainer()
+    script = rce()
+    trainer = script.RCETrainer()
     first, second = trainer.train_rows[:2]
 
     def draw(row, use):
@@ -1347,7 +1362,9 @@ def test_each_prompt_round_and_use_has_a_random_stream_of_its_own(rce):
     assert draw(first, "a") == drawn[0]
     trainer.state.round = 2
     drawn.append(draw(first, "a"))
-    assert len(set(map(tuple, drawn))) == 4
+    script.SEED += 1
+    drawn.append(draw(first, "a"))
+    assert len(set(map(tuple, drawn))) == 5
 
 
 def test_so_many_others_are_verified_at_random(rce):
@@ -1719,3 +1736,265 @@ def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, caps
     assert some[1]["eval_error"] == f"{type(error).__name__}: {error} (raised by the reward function picky)"
     script.warn_of_failures(some, trainer.run.say)
     assert "the reward failed for 1 of 3 candidates" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- which constant is handed where
+# Every value differs from the default and from its neighbours': one in another's place is seen.
+
+
+def even(prompts, responses, answers):
+    return [float(n % 2 == 0) for n in digits(prompts, responses, answers)]
+
+
+def share(prompts, responses, answers):
+    return [n / 30 for n in vowels(prompts, responses, answers)]
+
+
+def hundredths(prompts, responses, answers):
+    return [len(response) / 100 for response in responses]
+
+
+def odd(prompts, responses, answers):
+    return [1 - value for value in even(prompts, responses, answers)]
+
+
+FUNCTIONS = [(even, 0.6), (share, 0.2), (hundredths, 0.0), (odd, 0.0)]
+LEARNT = {"policy_loss", "norm", "gradient"}
+WEIGHED = {"weights", *LEARNT}
+SHAPED = {"shaped", *WEIGHED}
+VERIFIED = {"eval_mode", "hard", "soft", *SHAPED}
+PROPOSED = {"proposed", "logprob", "gt_prob", *VERIFIED}
+PROMPTS = {"asked", "held_back", "evaluation", *PROPOSED}
+MINED = {  # its value, another, and what that alone changes
+    "REWARD_FUNCTIONS": (FUNCTIONS, [(even, 0.7), *FUNCTIONS[1:]], {"evaluation"}),
+    "REWARD_MODEL_WEIGHT": (0.31, 0.37, {"evaluation"}),
+    "HARD_REWARD": ("even", "odd", {"hard", *SHAPED}),
+    "SOFT_REWARD": ("share", "hundredths", {"soft"}),
+    "ANSWER_FORM": ("= {answer}", "* {answer}", {"gt_prob", *VERIFIED}),
+    "GOLD_FULL_COUNT": (2, 3, {"gt_prob"}),
+    "MINE_PROMPTS": (6, 5, PROMPTS),
+    "GREEDY": (True, False, PROPOSED),
+    "BEAMS": (2, 3, PROPOSED),
+    "GROUP_SIZE": (7, 8, PROPOSED),
+    "SAMPLE_TEMPERATURES": ([0.9, 1.6], [0.9, 1.5], PROPOSED),
+    "CHEAP_SIGNAL": ("gt_prob", "logprob", VERIFIED),
+    "VERIFY_TOP": (4, 5, VERIFIED),
+    "VERIFY_RANDOM": (1, 3, VERIFIED),
+    "MAX_PROMPT_TOKENS": (38, 29, PROMPTS),
+    "MAX_NEW_TOKENS": (10, 12, {"evaluation", *PROPOSED}),
+    "TEMPERATURE": (1.7, 2.5, {"evaluation", *PROPOSED} - {"proposed", "shaped", "weights"}),
+    "MAX_TRAIN_PROMPTS": (29, 40, PROMPTS),
+    "SEED": (11, 12, PROMPTS),
+}
+TRAINED = {  # and of what has no part in mining
+    "VALIDATION_FRACTION": (0.34, 0.51, {"asked", "held_back", "evaluation", "plan", "rates", *SHAPED}),
+    "REWARD_MODE": ("hybrid", "hard_plus_soft", SHAPED),
+    "HYBRID_SCORE": ("share", "logprob", SHAPED),
+    "SIMILARITY_WEIGHT": (0.13, 0.17, SHAPED),
+    "SIMILARITY": ("hundredths", "share", SHAPED),
+    "ACCURACY_FUNCTION": (even, share, {"evaluation"}),
+    "EVAL_SAMPLES": (2, 3, {"evaluation"}),
+    "BATCH_SIZE": (3, 4, {"asked", "plan", "rates", *WEIGHED}),
+    "GRADIENT_ACCUMULATION_STEPS": (1, 2, {"asked", "plan", "rates", *WEIGHED}),
+    "TAU": (0.23, 0.29, WEIGHED),
+    "TAU_END": (0.37, 0.41, WEIGHED),
+    "WEIGHT_REWARDS": ("zscore", "raw", WEIGHED),
+    "LENGTH_NORMALISE": (True, False, LEARNT),
+    "LEARNING_RATE": (1e-3, 2e-3, {"rates"}),
+    "MAX_GRAD_NORM": (0.041, 0.043, {"gradient"}),
+    "USE_LR_SCHEDULER": (True, False, {"rates"}),
+    "LR_SCHEDULER_TYPE": ("cosine", "linear", {"rates"}),
+    "WARMUP_STEPS": (5, 6, {"rates"}),
+    "NUM_EPOCHS": (5, 6, {"plan", "rates", *WEIGHED}),
+    "ROUNDS": (3, 4, {"plan", "rates", *WEIGHED}),
+    "MAX_STEPS": (131, 12, {"plan", "rates", *WEIGHED}),
+    "MAX_EVAL_PROMPTS": (3, 2, {"evaluation"}),
+}
+CONSTANTS = {**MINED, **TRAINED}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """one_step(KEY=value, ...): the module, the trainer, and what its first round and its eighth step were
+    like with CONSTANTS but for these: mined by one policy, trained on by one that has moved on. Where these
+    have no part in mining, the candidates are those of the first call."""
+    constants = {**SMALL, **{name: value for name, (value, _, _) in CONSTANTS.items()}}
+    constants |= tiny_files(tmp_path_factory.mktemp("constants"))
+    del constants["REFERENCE_MODEL"]
+    script = load_script("rce/rce.py", **constants)
+    first = script.RCETrainer()
+    weights = copy.deepcopy(first.actor.state_dict())
+    script.check_models = lambda *_: None  # once is enough
+    script.write_check_up = lambda *_: {"proposed": 5}
+    mined = []
+
+    class Spy(script.RCETrainer):
+        def load_models(self):
+            """Those that are there."""
+            names = "tokenizer actor pad_id eos_ids models readers reward_model reward_tokenizer optimizers"
+            for name in names.split():
+                setattr(self, name, getattr(first, name))
+            self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
+            self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]
+
+        def update(self, batch):
+            self.batch = batch
+            nudge(self.actor, 1)
+            self.metrics = super().update(batch)
+            seen = dict(self.seen)
+            for self.run.step in (2, 7):  # in the warm-up and after it
+                seen["rates"] = [*seen["rates"], super().update(batch)["learning_rate"]]
+            self.seen = seen
+            return self.metrics
+
+    def take_step(**changed):
+        for name, value in {**constants, **changed}.items():
+            setattr(script, name, value)
+        first.actor.load_state_dict(weights)
+        shutil.rmtree(script.OUTPUT_DIR, ignore_errors=True)
+        trainer = Spy()
+        path = script.candidates_path(1)
+        path.parent.mkdir(exist_ok=True)
+        if mined and not changed.keys() & MINED.keys():
+            path.write_bytes(mined[0])
+        trainer.weights = weights
+        trainer.seen = {"rates": []}
+
+        def keep_gradient():
+            trainer.seen["gradient"] = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
+
+        def eighth_step(measure, until):
+            trainer.seen["evaluation"] = measure()
+            trainer.run.step = 7
+            yield 7
+
+        trainer.optimizers["policy"].step = keep_gradient
+        trainer.run.opened = lambda headline: nullcontext()
+        trainer.run.save = lambda: None
+        trainer.run.show = trainer.run.write_metrics = lambda *_: None
+        trainer.run.goes_on = iter([True, False]).__next__
+        trainer.run.steps = eighth_step
+        trainer.record = lambda batch, metrics: None
+        trainer.train()
+        mined.append(path.read_bytes())
+        candidates = pq.read_table(path).to_pylist()
+        trainer.candidates = candidates
+        batch = trainer.batch
+        proposal = ("prompt_id", "token_ids", "source", "temperature")
+        columns = ("logprob", "gt_prob", "hard", "soft", "eval_mode")
+        return script, trainer, {
+            **trainer.seen,
+            "plan": [trainer.round_end, trainer.run.total_steps],
+            "proposed": [[x[key] for key in proposal] for x in candidates],
+            **{key: [x[key] for x in candidates] for key in columns},
+            "held_back": sorted(trainer.held_back),
+            "shaped": [row["rewards"] for row in trainer.train_rows],
+            "asked": list(dict.fromkeys(row["id"] for row in batch.rows)),
+            "weights": batch.weights,
+            "policy_loss": trainer.metrics["policy_loss"],
+            "norm": trainer.metrics["grad_norm"]}
+
+    yield take_step
+    first.run.lock.release()
+
+
+@pytest.fixture(scope="module")
+def usual(one_step):
+    return one_step()[2]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_step, usual, name):
+    _, value, wanted = CONSTANTS[name]
+    assert differences(one_step(**{name: value})[2], usual) == wanted
+
+
+def test_no_constant_of_the_algorithm_was_forgotten():
+    elsewhere = {"REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE", "INCLUDE_REFERENCE"}  # above
+    assert algorithm_of("rce/rce.py") - elsewhere <= CONSTANTS.keys()
+
+
+def test_a_step_whose_constants_are_all_unlike_is_the_formulas_in_float64(one_step, usual):
+    c, trainer, seen = one_step()
+    batch = trainer.batch
+
+    def shuffled(values, seed):
+        order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed)).tolist()
+        return [values[i] for i in order]
+
+    # which prompts are mined, held back, and asked first
+    mined = list(dict.fromkeys(x["prompt_id"] for x in trainer.candidates))
+    assert mined == shuffled(list(trainer.rows), c.SEED)[:c.MINE_PROMPTS]
+    texts = [trainer.rows[key]["prompt"] for key in mined]
+    assert seen["held_back"] == sorted(shuffled(texts, c.SEED)[:int(c.VALIDATION_FRACTION * len(texts))])
+    left = [key for key in mined if trainer.rows[key]["prompt"] not in seen["held_back"]]
+    assert [row["id"] for row in trainer.train_rows] == left
+    asked = shuffled(left, c.SEED + 1)[:c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS]
+    assert seen["asked"] == asked
+    a_round = c.NUM_EPOCHS * math.ceil(len(left) / (c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS))
+    assert seen["plan"] == [a_round, c.ROUNDS * a_round]
+
+    # log-probabilities, each candidate alone
+    policy = AutoModelForCausalLM.from_pretrained(c.ACTOR_MODEL, dtype=torch.float64)
+
+    def logprobs(key, ids):
+        before = trainer.rows[key]["ids"]
+        logs = policy(torch.tensor([before + ids])).logits[0, len(before) - 1:-1] / c.TEMPERATURE
+        return logs.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+    right = []
+    with torch.no_grad():
+        for candidate in trainer.candidates[:20]:
+            key, ids = candidate["prompt_id"], candidate["token_ids"]
+            assert candidate["logprob"] == pytest.approx(logprobs(key, ids).sum().item(), abs=1e-3)
+            (gold, weight), = c.gold_ids(trainer.tokenizer, trainer.rows[key])
+            before = c.working(trainer.tokenizer, ENDS, ids, c.mark_cut(trainer.tokenizer, trainer.rows[key]))
+            wanted = logprobs(key, before + gold)[len(before):].sum().exp().item() / c.GOLD_FULL_COUNT
+            assert candidate["gt_prob"] == pytest.approx(wanted, rel=1e-2) and weight == 1 / c.GOLD_FULL_COUNT
+        for _, candidates in trainer.validation:
+            each = [logprobs(x["prompt_id"], x["token_ids"]).mean().item() for x in candidates]
+            right.append(candidates[each.index(max(each))]["hard"])
+    assert seen["evaluation"]["pick_accuracy"] == sum(right) / len(right)
+
+    # rewards, weights, the loss, and its gradient at the moment the optimizer would step
+    policy.load_state_dict(trainer.actor.state_dict())
+    tau = c.TAU * (c.TAU_END / c.TAU) ** (7 / (c.ROUNDS * a_round - 1))
+    loss = 0.0
+    weights = []
+    for key in asked:
+        candidates = [x for x in trainer.candidates if x["prompt_id"] == key and x["hard"] is not None]
+        scores = torch.tensor([x["reward/share"] for x in candidates], dtype=torch.float64)
+        hard = torch.tensor([x["reward/even"] for x in candidates], dtype=torch.float64)
+        near = torch.tensor([x["reward/hundredths"] for x in candidates], dtype=torch.float64)
+        scaled = (scores - scores.min()) / (scores.max() - scores.min())
+        r = scaled / 2 + hard / 2 + c.SIMILARITY_WEIGHT * near * (1 - hard)
+        w = ((r - r.mean()) / (r.std() + 1e-4) / tau).softmax(0)
+        weights += w.tolist()
+        for x, share_of_it in zip(candidates, w):
+            loss = loss - share_of_it * logprobs(key, x["token_ids"]).mean() / len(asked)
+    assert seen["weights"].tolist() == pytest.approx(weights, rel=1e-4, abs=1e-7)
+    assert seen["policy_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    assert seen["norm"] == pytest.approx(gradient.norm().item(), rel=1e-4) and seen["norm"] > c.MAX_GRAD_NORM
+    assert distance(seen["gradient"], gradient * c.MAX_GRAD_NORM / gradient.norm()) < 1e-4
+
+    # rates of the third and the eighth step
+    total = c.ROUNDS * a_round
+    cosine = 0.5 * (1 + math.cos(math.pi * (7 - c.WARMUP_STEPS) / (total - c.WARMUP_STEPS)))
+    assert seen["rates"] == pytest.approx([c.LEARNING_RATE * scale for scale in (3 / c.WARMUP_STEPS, cosine)])
+
+
+def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_step):
+    c, trainer, seen = one_step()
+    trainer.actor.load_state_dict(trainer.weights)
+    rows = trainer.eval_rows
+    generator = torch.Generator().manual_seed(c.SEED + 1)
+    uniform = torch.rand(len(rows) * c.EVAL_SAMPLES, c.MAX_NEW_TOKENS, generator=generator)
+    ids = [row["ids"] for row in rows]
+    said = c.respond(trainer.actor, trainer.tokenizer, ids, uniform, c.EVAL_SAMPLES).responses
+    right = even(None, said, None)
+    best = [max(right[i:i + 2]) for i in range(0, len(right), 2)]
+    assert seen["evaluation"]["pass@1"] == pytest.approx(sum(right) / len(right))
+    assert seen["evaluation"]["pass@2"] == pytest.approx(sum(best) / len(best))
+    assert all(row["id"].startswith("test.jsonl:") for row in rows) and 1 < len(rows) <= c.MAX_EVAL_PROMPTS

@@ -80,6 +80,8 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
     run = write(tmp_path / "lr=1e-4", *SAMPLES)
     assert responses(show(run)) == ["1.1", "1.2", "2.3", "2.4"]
     assert responses(show(run, "STEP=2")) == ["2.3", "2.4"]
+    write(run, *SAMPLES, {**SAMPLES[0], "step": 3, "response": "say 3.1"})
+    assert responses(show(run, "STEP=2")) == ["2.3", "2.4"]  # neither an earlier step nor a later one
     assert responses(show(run, "BY=worst")) == ["1.2", "2.4", "1.1", "2.3"]
     assert responses(show(run, "BY=best", "STEP=1")) == ["1.1", "1.2"]
     many = [{**SAMPLES[0], "response": f"say {n}", "reward": n} for n in range(30)]

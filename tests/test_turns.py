@@ -199,6 +199,17 @@ def test_how_prompts_are_cut_into_batches_does_not_matter(grpo):
     assert found[0] == found[1] == found[2]
 
 
+def test_turns_are_the_policys_own(grpo):
+    """An episode of three turns has two of the environment's between them: it counts 3, not 5."""
+    script, _, batch = conversed(grpo)
+    rows = zip(batch.response_mask.tolist(), batch.response_lengths.tolist())
+    said = [sum(value > 0 for value, _, _ in spans(mask[:length])) for mask, length in rows]
+    assert max(said) == 3
+    others = batch.response_lengths.sum().item() - batch.response_mask.sum().item()
+    wanted = {"turns": sum(said) / len(said), "environment_tokens": others / len(said)}
+    assert script.turn_metrics(batch) == pytest.approx(wanted)
+
+
 def test_greedy_turns_and_single_responses(grpo):
     script, trainer, batch = conversed(grpo, greedy=True)
     one = trainer.generate_response(trainer.train_rows[0]["prompt"])
@@ -491,8 +502,15 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
     ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than one turn, .*288: raise it"),
     ({"MAX_CONTEXT_TOKENS": 4096}, "MAX_CONTEXT_TOKENS = 4096: ACTOR_MODEL reads 512 at most"),
     ({"MAX_TURNS": 0}, "MAX_TURNS = 0 is out of range"),
+    ({"REWARD_MODEL": 400, "MAX_CONTEXT_TOKENS": 401}, "MAX_CONTEXT_TOKENS = 401: REWARD_MODEL reads 400 "),
 ])
-def test_what_turns_cannot_do_is_refused_at_the_start(grpo, constants, says):
+def test_what_turns_cannot_do_is_refused_at_the_start(grpo, constants, says, tmp_path):
+    if positions := constants.get("REWARD_MODEL"):
+        shutil.copytree(TINY / "reward_model", tmp_path / "reward")
+        config = json.loads((tmp_path / "reward/config.json").read_text())
+        config["max_position_embeddings"] = positions
+        (tmp_path / "reward/config.json").write_text(json.dumps(config))
+        constants = {**constants, "REWARD_MODEL": str(tmp_path / "reward")}
     script = grpo(**{"ENVIRONMENT": again, **constants})
     with pytest.raises(script.UserError, match=says):
         script.GRPOTrainer()
