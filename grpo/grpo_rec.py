@@ -309,6 +309,7 @@ class RecTrainer:
         self.state = SimpleNamespace(
             epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
             stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
+        self.best = SimpleNamespace(model=None, value=None)  # for recommend()
         self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
@@ -637,10 +638,21 @@ class RecTrainer:
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
-        "title", "codes", "probability"}]."""
+        "title", "codes", "probability"}], by the best policy as in STAGE=recommend."""
         row = self.prompter.row_of(history, "recommend")
         width = max(k, min(EVAL_BEAMS, len(self.catalogue.items)))
-        return recommendations(self.actor, self.trie, self.catalogue, row, k, width, self.pad_id)
+        return recommendations(self.best_policy(), self.trie, self.catalogue, row, k, width, self.pad_id)
+
+    def best_policy(self):
+        """The policy of best/, which is read when there is a better one; before an evaluation the actor."""
+        if self.run.best_value == -math.inf:
+            return self.actor
+        if self.best.value != self.run.best_value:
+            path = self.run.folder / "best/policy"
+            model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
+            set_ways(model, get_ways(self.actor))
+            self.best = SimpleNamespace(model=model, value=self.run.best_value)
+        return self.best.model
 
     # ------------------------------------------------------------ beside the algorithm
 
@@ -682,9 +694,7 @@ class RecTrainer:
         if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
             policies["sft"] = self.reference
         if self.state.stage == "rl":
-            path = self.run.folder / "best/policy"
-            policies["grpo"] = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
-            set_ways(policies["grpo"], get_ways(self.actor))
+            policies["grpo"] = self.best_policy()
         for name, model in policies.items():
             with without_adapter(model):
                 lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
@@ -3967,6 +3977,8 @@ def read_index():
         if not right or not codes:
             has = f"item {item!r} has no codes but {repr(codes)[:60]}"
             raise UserError(f"{where}: {has}: it takes a list of texts")
+        for text in (item, *codes):
+            read_as("text", text, f"{where}: item {item!r}")
         lengths.setdefault(len(codes), item)
     if len(lengths) > 1:
         (a, one), (b, other) = list(lengths.items())[:2]
@@ -4030,17 +4042,19 @@ def read_rows(path, constant, catalogue, limit=None):
 
 def read_row_of(record, at, catalogue):
     text = record[HISTORY_COLUMN]
+    names = []
     try:
         history = ast.literal_eval(text)
+        if isinstance(history, (list, tuple)):
+            names = [str(read_as("text", item, f"{at}: an item of {HISTORY_COLUMN}")) for item in history]
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        history = None
-    if not isinstance(history, (list, tuple)) or not history:
+        pass
+    if not names:
         takes = f"{HISTORY_COLUMN} holds {text[:60]!r}: it takes a list of one item or more, such as [3, 17]"
         raise UserError(f"{at}: {takes}; mend or delete it")
-    numbers = [catalogue.number.get(str(item)) for item in history]
+    numbers = [catalogue.number.get(name) for name in names]
     if None in numbers:
-        item = str(history[numbers.index(None)])
-        lacks = f"the history's item {item!r} has no codes in INDEX_FILE"
+        lacks = f"the history's item {names[numbers.index(None)]!r} has no codes in INDEX_FILE"
         raise UserError(f"{at}: {lacks}: add it there, or delete the line")
     target = catalogue.number.get(record[TARGET_COLUMN].strip())
     if target is None:
@@ -4052,7 +4066,7 @@ def read_row_of(record, at, catalogue):
 def transitions(rows, prefixes, say, name):
     """[{"id", "user", "history", "target", "line", "at", "sequence"}]: each row's target and, with prefixes,
     the items of its history too; what stands in several rows of a user (one row's history goes on in the
-    next) once. `at` is the target's place in the sequence."""
+    next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
     found = []
     seen = set()
     cut = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
@@ -4061,8 +4075,9 @@ def transitions(rows, prefixes, say, name):
         say(f"{longer}: cut from the left")
     for line, row in enumerate(rows):
         sequence = row["sequence"][-MAX_HISTORY - 1:]
+        cut = len(row["sequence"]) - len(sequence)
         for at in range(1 if prefixes else len(sequence) - 1, len(sequence)):
-            key = (row["user"], tuple(sequence[:at + 1]))
+            key = (row["user"], tuple(row["sequence"][:cut + at + 1]))  # the same in every window
             if prefixes and key in seen:
                 continue
             seen.add(key)
@@ -4074,7 +4089,7 @@ def transitions(rows, prefixes, say, name):
 
 def load_splits(catalogue, say):
     """Training, validation and test rows. A transition of a user that validation or test ask for is not
-    trained on, whatever file it stands in."""
+    trained on, whatever file it stands in and wherever its history is cut."""
     rows = read_rows(TRAIN_FILE, "TRAIN_FILE", catalogue, MAX_TRAIN_ROWS)
     if VALID_FILE is None:
         users = list(dict.fromkeys(row["user"] for row in rows))
@@ -4092,9 +4107,19 @@ def load_splits(catalogue, say):
     test = transitions(asked, False, say, "test")
     if MAX_EVAL_ROWS and len(valid) > MAX_EVAL_ROWS:
         valid = [valid[i] for i in torch.linspace(0, len(valid) - 1, MAX_EVAL_ROWS).long().tolist()]
-    secret = {(row["user"], *row["history"], row["target"]) for row in [*valid, *test]}
+    secret = defaultdict(list)  # {(user, last item, target): histories, as the files have them}
+    for row in [*(held[row["line"]] for row in valid), *asked]:
+        *history, target = row["sequence"]
+        secret[row["user"], history[-1], target].append(history)
+
+    def is_secret(row):
+        whole = rows[row["line"]]["sequence"]
+        history = whole[:len(whole) - len(row["sequence"]) + row["at"]]
+        others = secret.get((row["user"], history[-1], row["target"]), ())
+        return any(a[-len(b):] == b[-len(a):] for a, b in ((history, other) for other in others))
+
     train = transitions(rows, TRAIN_PREFIXES, say, "training")
-    kept = [row for row in train if (row["user"], *row["history"], row["target"]) not in secret]
+    kept = [row for row in train if not is_secret(row)]
     if len(kept) < len(train):
         leaked = f"{len(train) - len(kept)} training rows are rows of validation or test"
         say(f"WARNING: {leaked}: left out of training")
@@ -4221,9 +4246,9 @@ def check_sizes():
 
 
 def check_group(catalogue):
-    """A group of distinct items must be there."""
+    """A group of distinct items must be there: the list that evaluation rewards is one."""
     there = len(catalogue.items) - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
-    if GROUP_SIZE > there and not REPLACEMENT:
+    if GROUP_SIZE > there:
         few = f"a group of distinct items takes GROUP_SIZE = {GROUP_SIZE} of {there}"
         raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {few}: lower it")
 
@@ -4380,8 +4405,8 @@ def say_plainly(text):
 
 def read_array(path, constant):
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = np.asarray(np.load(path, allow_pickle=False))
+    except Exception as error:  # NumPy raises many kinds
         raise UserError(f"{constant} = {path!r}: cannot be read as .npy ({first_line(error)})") from None
     if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         raise UserError(f"{constant} = {path!r}: it must hold finite numbers alone")
