@@ -4022,8 +4022,9 @@ def read_rows(path, constant, catalogue, limit=None):
     try:
         names = next(reader, [])
         for column in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
-            if column not in names:
-                raise UserError(f"{where}: there is no column {column!r}; it has {names}")
+            if names.count(column) != 1:
+                there = "are two columns" if column in names else "is no column"
+                raise UserError(f"{where}: there {there} {column!r}; it has {names}")
         for fields in reader:
             at = f"{where} line {reader.line_num}"
             if fields and len(fields) != len(names):
@@ -4042,16 +4043,14 @@ def read_rows(path, constant, catalogue, limit=None):
 
 def read_row_of(record, at, catalogue):
     text = record[HISTORY_COLUMN]
-    names = []
     try:
         history = ast.literal_eval(text)
-        if isinstance(history, (list, tuple)):
-            names = [str(read_as("text", item, f"{at}: an item of {HISTORY_COLUMN}")) for item in history]
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
-    if not names:
+        history = None
+    if not isinstance(history, (list, tuple)) or not history:
         takes = f"{HISTORY_COLUMN} holds {text[:60]!r}: it takes a list of one item or more, such as [3, 17]"
         raise UserError(f"{at}: {takes}; mend or delete it")
+    names = names_of(history, f"{at}: an item of {HISTORY_COLUMN}")
     numbers = [catalogue.number.get(name) for name in names]
     if None in numbers:
         lacks = f"the history's item {names[numbers.index(None)]!r} has no codes in INDEX_FILE"
@@ -4061,6 +4060,15 @@ def read_row_of(record, at, catalogue):
         outside = f"the target {record[TARGET_COLUMN]!r} is outside the catalogue INDEX_FILE"
         raise UserError(f"{at}: {outside}: add it there, or delete the line")
     return {"user": record[USER_COLUMN], "sequence": [*numbers, target]}
+
+
+def names_of(history, where):
+    """A history's items as texts; they may be numbers."""
+    try:
+        return [read_as("text", item, where) for item in history]
+    except ValueError:
+        long = "a number of so many digits is no item"
+        raise UserError(f"{where}: {long}; mend or delete it") from None
 
 
 def transitions(rows, prefixes, say, name):
@@ -4170,7 +4178,7 @@ class Prompter:
 
     def row_of(self, history, what):
         """A row to recommend for, from items' names."""
-        names = [str(item) for item in history]
+        names = names_of(history, f"{what}: an item")
         for name in names:
             if name not in self.catalogue.number:
                 raise UserError(f"{what}: item {name!r} has no codes in INDEX_FILE")
@@ -4232,6 +4240,7 @@ def check_sizes():
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be an even multiple of HEADS = {HEADS}")
     if GROUP_SIZE > EVAL_BEAMS:
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
+    read_as("text", PROMPT_TEMPLATE, "PROMPT_TEMPLATE")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
     if SFT_SIBLINGS and not SFT_STITCH:
@@ -4408,8 +4417,8 @@ def read_array(path, constant):
         array = np.asarray(np.load(path, allow_pickle=False))
     except Exception as error:  # NumPy raises many kinds
         raise UserError(f"{constant} = {path!r}: cannot be read as .npy ({first_line(error)})") from None
-    if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
-        raise UserError(f"{constant} = {path!r}: it must hold finite numbers alone")
+    if array.dtype.kind not in "fiu" or not (np.abs(array) < 1e15).all():  # squares must be finite
+        raise UserError(f"{constant} = {path!r}: it must be an array of numbers below 1e15, none NaN")
     return array
 
 
@@ -4429,10 +4438,10 @@ def item_vectors(catalogue):
     if VECTORS_FILE is None:
         return title_vectors(catalogue.titles)
     array = read_array(VECTORS_FILE, "VECTORS_FILE")
-    if array.ndim != 2 or len(array) != catalogue.size:
+    if array.ndim != 2 or len(array) != catalogue.size or not array.size:
         must = f"(items, width) with {catalogue.size} items, in INDEX_FILE's order"
         raise UserError(f"VECTORS_FILE = {VECTORS_FILE!r} has shape {array.shape}: it takes {must}")
-    return torch.nn.functional.normalize(torch.tensor(array[catalogue.rows], dtype=torch.float32))
+    return torch.nn.functional.normalize(torch.tensor(array[catalogue.rows].astype(np.float32)))
 
 
 def title_vectors(titles):
@@ -4539,7 +4548,11 @@ def trained_sasrec(train_rows, valid_rows, items, run):
         torch.manual_seed(SEED)
         model = SASRec(items)
         if path.exists():
-            saved = torch.load(path, weights_only=True)
+            try:
+                saved = torch.load(path, weights_only=True)
+            except Exception as error:  # torch raises many kinds
+                todo = "delete it, it will be made anew"
+                raise UserError(f"{path} cannot be read ({first_line(error)}): {todo}") from None
             if saved.get("digest") == digest:
                 model.load_state_dict(saved["weights"])
                 return model
