@@ -136,7 +136,7 @@ MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
-PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
+PLATEAU_PATIENCE = 2  # evaluations without a better reward (SFT: NDCG@10) before plateau halves
 WARMUP_STEPS = 0
 
 # Algorithm
@@ -162,7 +162,7 @@ BOOTSTRAP = 2000  # resamples of the test rows
 SAVE_EVERY_N_STEPS = 100  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 50  # 0: only before and after each stage
-EARLY_STOPPING_PATIENCE = 0  # GRPO's evaluations without a better reward before the run ends; 0: never
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
