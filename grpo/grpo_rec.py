@@ -641,18 +641,7 @@ class RecTrainer:
         "title", "codes", "probability"}], by the best policy as in STAGE=recommend."""
         row = self.prompter.row_of(history, "recommend")
         width = max(k, min(EVAL_BEAMS, len(self.catalogue.items)))
-        return recommendations(self.best_policy(), self.trie, self.catalogue, row, k, width, self.pad_id)
-
-    def best_policy(self):
-        """The policy of best/, which is read when there is a better one; before an evaluation the actor."""
-        if self.run.best_value == -math.inf:
-            return self.actor
-        if self.best.value != self.run.best_value:
-            path = self.run.folder / "best/policy"
-            model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
-            set_ways(model, get_ways(self.actor))
-            self.best = SimpleNamespace(model=model, value=self.run.best_value)
-        return self.best.model
+        return recommendations(best_policy(self), self.trie, self.catalogue, row, k, width, self.pad_id)
 
     # ------------------------------------------------------------ beside the algorithm
 
@@ -694,7 +683,7 @@ class RecTrainer:
         if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
             policies["sft"] = self.reference
         if self.state.stage == "rl":
-            policies["grpo"] = self.best_policy()
+            policies["grpo"] = best_policy(self)
         for name, model in policies.items():
             with without_adapter(model):
                 lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
@@ -4363,6 +4352,19 @@ def sample_records_of(batch, catalogue):
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": batch.advantages[i].item()})
     return records
+
+
+def best_policy(trainer):
+    """The policy of best/, read anew when there is a better one; before the first evaluation the actor."""
+    value = trainer.run.best_value
+    if value == -math.inf:
+        return trainer.actor
+    if trainer.best.value != value:
+        path = trainer.run.folder / "best/policy"
+        model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", trainer.device)
+        set_ways(model, get_ways(trainer.actor))
+        trainer.best = SimpleNamespace(model=model, value=value)
+    return trainer.best.model
 
 
 def recommendations(model, trie, catalogue, row, k, width, pad_id):
