@@ -136,7 +136,7 @@ MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
-PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
+PLATEAU_PATIENCE = 2  # evaluations without a better reward (SFT: NDCG@10) before plateau halves
 WARMUP_STEPS = 0
 
 # Algorithm
@@ -162,7 +162,7 @@ BOOTSTRAP = 2000  # resamples of the test rows
 SAVE_EVERY_N_STEPS = 100  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 50  # 0: only before and after each stage
-EARLY_STOPPING_PATIENCE = 0  # GRPO's evaluations without a better reward before the run ends; 0: never
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
 LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
@@ -306,6 +306,7 @@ class RecTrainer:
         self.state = SimpleNamespace(
             epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
             stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
+        self.best = SimpleNamespace(model=None, value=None)  # for recommend()
         self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
@@ -635,10 +636,10 @@ class RecTrainer:
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
-        "title", "codes", "probability"}]."""
+        "title", "codes", "probability"}], by the best policy as in STAGE=recommend."""
         row = self.prompter.row_of(history, "recommend")
         width = max(k, min(EVAL_BEAMS, len(self.catalogue.items)))
-        return recommendations(self.actor, self.trie, self.catalogue, row, k, width, self.pad_id)
+        return recommendations(best_policy(self), self.trie, self.catalogue, row, k, width, self.pad_id)
 
     # ------------------------------------------------------------ beside the algorithm
 
@@ -680,9 +681,7 @@ class RecTrainer:
         if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
             policies["sft"] = self.reference
         if self.state.stage == "rl":
-            path = self.run.folder / "best/policy"
-            policies["grpo"] = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
-            set_ways(policies["grpo"], get_ways(self.actor))
+            policies["grpo"] = best_policy(self)
         for name, model in policies.items():
             with without_adapter(model):
                 lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
@@ -3942,6 +3941,8 @@ def read_index():
         if not right or not codes:
             has = f"item {item!r} has no codes but {repr(codes)[:60]}"
             raise UserError(f"{where}: {has}: it takes a list of texts")
+        for text in (item, *codes):
+            read_as("text", text, f"{where}: item {item!r}")
         lengths.setdefault(len(codes), item)
     if len(lengths) > 1:
         (a, one), (b, other) = list(lengths.items())[:2]
@@ -3985,8 +3986,9 @@ def read_rows(path, constant, catalogue, limit=None):
     try:
         names = next(reader, [])
         for column in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
-            if column not in names:
-                raise UserError(f"{where}: there is no column {column!r}; it has {names}")
+            if names.count(column) != 1:
+                there = "are two columns" if column in names else "is no column"
+                raise UserError(f"{where}: there {there} {column!r}; it has {names}")
         for fields in reader:
             at = f"{where} line {reader.line_num}"
             if fields and len(fields) != len(names):
@@ -4012,10 +4014,10 @@ def read_row_of(record, at, catalogue):
     if not isinstance(history, (list, tuple)) or not history:
         takes = f"{HISTORY_COLUMN} holds {text[:60]!r}: it takes a list of one item or more, such as [3, 17]"
         raise UserError(f"{at}: {takes}; mend or delete it")
-    numbers = [catalogue.number.get(str(item)) for item in history]
+    names = names_of(history, f"{at}: an item of {HISTORY_COLUMN}")
+    numbers = [catalogue.number.get(name) for name in names]
     if None in numbers:
-        item = str(history[numbers.index(None)])
-        lacks = f"the history's item {item!r} has no codes in INDEX_FILE"
+        lacks = f"the history's item {names[numbers.index(None)]!r} has no codes in INDEX_FILE"
         raise UserError(f"{at}: {lacks}: add it there, or delete the line")
     target = catalogue.number.get(record[TARGET_COLUMN].strip())
     if target is None:
@@ -4024,10 +4026,19 @@ def read_row_of(record, at, catalogue):
     return {"user": record[USER_COLUMN], "sequence": [*numbers, target]}
 
 
+def names_of(history, where):
+    """A history's items as texts; they may be numbers."""
+    try:
+        return [read_as("text", item, where) for item in history]
+    except ValueError:
+        long = "a number of so many digits is no item"
+        raise UserError(f"{where}: {long}; mend or delete it") from None
+
+
 def transitions(rows, prefixes, say, name):
     """[{"id", "user", "history", "target", "line", "at", "sequence"}]: each row's target and, with prefixes,
     the items of its history too; what stands in several rows of a user (one row's history goes on in the
-    next) once. `at` is the target's place in the sequence."""
+    next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
     found = []
     seen = set()
     cut = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
@@ -4036,8 +4047,9 @@ def transitions(rows, prefixes, say, name):
         say(f"{longer}: cut from the left")
     for line, row in enumerate(rows):
         sequence = row["sequence"][-MAX_HISTORY - 1:]
+        cut = len(row["sequence"]) - len(sequence)
         for at in range(1 if prefixes else len(sequence) - 1, len(sequence)):
-            key = (row["user"], tuple(sequence[:at + 1]))
+            key = (row["user"], tuple(row["sequence"][:cut + at + 1]))  # the same in every window
             if prefixes and key in seen:
                 continue
             seen.add(key)
@@ -4049,7 +4061,7 @@ def transitions(rows, prefixes, say, name):
 
 def load_splits(catalogue, say):
     """Training, validation and test rows. A transition of a user that validation or test ask for is not
-    trained on, whatever file it stands in."""
+    trained on, whatever file it stands in and wherever its history is cut."""
     rows = read_rows(TRAIN_FILE, "TRAIN_FILE", catalogue, MAX_TRAIN_ROWS)
     if VALID_FILE is None:
         users = list(dict.fromkeys(row["user"] for row in rows))
@@ -4067,9 +4079,19 @@ def load_splits(catalogue, say):
     test = transitions(asked, False, say, "test")
     if MAX_EVAL_ROWS and len(valid) > MAX_EVAL_ROWS:
         valid = [valid[i] for i in torch.linspace(0, len(valid) - 1, MAX_EVAL_ROWS).long().tolist()]
-    secret = {(row["user"], *row["history"], row["target"]) for row in [*valid, *test]}
+    secret = defaultdict(list)  # {(user, last item, target): histories, as the files have them}
+    for row in [*(held[row["line"]] for row in valid), *asked]:
+        *history, target = row["sequence"]
+        secret[row["user"], history[-1], target].append(history)
+
+    def is_secret(row):
+        whole = rows[row["line"]]["sequence"]
+        history = whole[:len(whole) - len(row["sequence"]) + row["at"]]
+        others = secret.get((row["user"], history[-1], row["target"]), ())
+        return any(a[-len(b):] == b[-len(a):] for a, b in ((history, other) for other in others))
+
     train = transitions(rows, TRAIN_PREFIXES, say, "training")
-    kept = [row for row in train if (row["user"], *row["history"], row["target"]) not in secret]
+    kept = [row for row in train if not is_secret(row)]
     if len(kept) < len(train):
         leaked = f"{len(train) - len(kept)} training rows are rows of validation or test"
         say(f"WARNING: {leaked}: left out of training")
@@ -4120,7 +4142,7 @@ class Prompter:
 
     def row_of(self, history, what):
         """A row to recommend for, from items' names."""
-        names = [str(item) for item in history]
+        names = names_of(history, f"{what}: an item")
         for name in names:
             if name not in self.catalogue.number:
                 raise UserError(f"{what}: item {name!r} has no codes in INDEX_FILE")
@@ -4182,6 +4204,7 @@ def check_sizes():
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be an even multiple of HEADS = {HEADS}")
     if GROUP_SIZE > EVAL_BEAMS:
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
+    read_as("text", PROMPT_TEMPLATE, "PROMPT_TEMPLATE")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
     if SFT_SIBLINGS and not SFT_STITCH:
@@ -4196,9 +4219,9 @@ def check_sizes():
 
 
 def check_group(catalogue):
-    """A group of distinct items must be there."""
+    """A group of distinct items must be there: the list that evaluation rewards is one."""
     there = len(catalogue.items) - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
-    if GROUP_SIZE > there and not REPLACEMENT:
+    if GROUP_SIZE > there:
         few = f"a group of distinct items takes GROUP_SIZE = {GROUP_SIZE} of {there}"
         raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {few}: lower it")
 
@@ -4306,6 +4329,19 @@ def sample_records_of(batch, catalogue):
     return records
 
 
+def best_policy(trainer):
+    """The policy of best/, read anew when there is a better one; before the first evaluation the actor."""
+    value = trainer.run.best_value
+    if value == -math.inf:
+        return trainer.actor
+    if trainer.best.value != value:
+        path = trainer.run.folder / "best/policy"
+        model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", trainer.device)
+        set_ways(model, get_ways(trainer.actor))
+        trainer.best = SimpleNamespace(model=model, value=value)
+    return trainer.best.model
+
+
 def recommendations(model, trie, catalogue, row, k, width, pad_id):
     """The k best items for a row, as RecTrainer.recommend() says them."""
     excluded = excluded_items([row], model.device)
@@ -4355,11 +4391,11 @@ def say_plainly(text):
 
 def read_array(path, constant):
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = np.asarray(np.load(path, allow_pickle=False))
+    except Exception as error:  # NumPy raises many kinds
         raise UserError(f"{constant} = {path!r}: cannot be read as .npy ({first_line(error)})") from None
-    if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
-        raise UserError(f"{constant} = {path!r}: it must hold finite numbers alone")
+    if array.dtype.kind not in "fiu" or not (np.abs(array) < 1e15).all():  # squares must be finite
+        raise UserError(f"{constant} = {path!r}: it must be an array of numbers below 1e15, none NaN")
     return array
 
 
@@ -4379,10 +4415,10 @@ def item_vectors(catalogue):
     if VECTORS_FILE is None:
         return title_vectors(catalogue.titles)
     array = read_array(VECTORS_FILE, "VECTORS_FILE")
-    if array.ndim != 2 or len(array) != catalogue.size:
+    if array.ndim != 2 or len(array) != catalogue.size or not array.size:
         must = f"(items, width) with {catalogue.size} items, in INDEX_FILE's order"
         raise UserError(f"VECTORS_FILE = {VECTORS_FILE!r} has shape {array.shape}: it takes {must}")
-    return torch.nn.functional.normalize(torch.tensor(array[catalogue.rows], dtype=torch.float32))
+    return torch.nn.functional.normalize(torch.tensor(array[catalogue.rows].astype(np.float32)))
 
 
 def title_vectors(titles):
@@ -4489,7 +4525,11 @@ def trained_sasrec(train_rows, valid_rows, items, run):
         torch.manual_seed(SEED)
         model = SASRec(items)
         if path.exists():
-            saved = torch.load(path, weights_only=True)
+            try:
+                saved = torch.load(path, weights_only=True)
+            except Exception as error:  # torch raises many kinds
+                todo = "delete it, it will be made anew"
+                raise UserError(f"{path} cannot be read ({first_line(error)}): {todo}") from None
             if saved.get("digest") == digest:
                 model.load_state_dict(saved["weights"])
                 return model

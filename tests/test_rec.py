@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,6 +256,21 @@ def test_log_probabilities_are_those_of_rows_read_alone(rec):
         assert batch.logprobs[i].sum().item() == pytest.approx(wanted, abs=NATS)
 
 
+def test_the_reference_and_sft_are_scored_at_the_temperature_too(rec):
+    trainer = trainer_of(rec(TEMPERATURE=0.7))
+    batch = trainer.rollout()
+    trainer.score(batch)  # the reference has the actor's weights
+    assert (batch.ref_logprobs - batch.logprobs).abs().max() < NATS
+    rows = trainer.sft_rows[:3]
+    wanted = []
+    for row in rows:
+        for at, item in enumerate(row["items"]):
+            ids = trainer.prompter.ids([row["first"], *row["items"][:at]])
+            wanted.append(every_logprob(trainer, ids, temperature=0.7)[item])
+    found = trainer.sft_update(rows)["policy_loss"]
+    assert found == pytest.approx(-sum(wanted) / (3 * len(wanted)), abs=NATS)
+
+
 def test_logits_of_the_codes_alone_have_the_same_gradient_and_leave_the_model_as_it_was(rec):
     module = rec(ACTOR_MODEL=str(ROOT / "data/tiny/policy"))
     trainer = module.RecTrainer()
@@ -374,6 +390,120 @@ def test_the_loss_is_a_mean_over_the_whole_step_however_it_is_cut(rec):
         assert metrics["kl"] > 0
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("kind", ["dapo", "gspo"])
+def test_each_constant_of_the_loss_is_handed_to_its_place(rec, kind):
+    prices = {"CLIP_RANGE": 0.1, "CLIP_RANGE_HIGH": 0.4, "KL_COEF": 0.3, "ENTROPY_COEF": 0.07}
+    trainer = trainer_of(rec(LOSS_TYPE=kind, **prices))
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, ref, entropy = (torch.randn(40, 3, generator=generator) / 3 for _ in range(4))
+    advantages, weights = (torch.randn(40, generator=generator) for _ in range(2))
+    batch = SimpleNamespace(logprobs=old, ref_logprobs=ref, advantages=advantages, weights=weights)
+    rows = torch.arange(39, -1, -1)
+    found = trainer.token_losses(batch, rows, logprobs, entropy)
+    for n, i in enumerate(rows.tolist()):
+        for t in range(3):
+            log_ratio = (logprobs[n, t] - old[i, t]).item()
+            if kind == "gspo":
+                log_ratio = (logprobs[n] - old[i]).mean().item()
+            ratio, a, w = math.exp(log_ratio), advantages[i].item(), weights[i].item()
+            policy = -w * min(ratio * a, min(max(ratio, 0.9), 1.4) * a)
+            apart = (logprobs[n, t] - ref[i, t]).item()
+            kl = w * (math.exp(-apart) - 1 + apart)
+            wanted = (policy + 0.3 * kl - 0.07 * entropy[n, t].item(), policy, ratio, kl)
+            assert [x[n, t].item() for x in found] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order(rec):
+    module = rec(GROUP_EPOCHS=3, MINI_BATCHES=2, BATCH_SIZE=3, GRADIENT_ACCUMULATION_STEPS=4, GROUP_SIZE=5)
+    trainer = trainer_of(module)
+    batch = trainer.rollout()
+    assert len(batch.rows) == 60 and len({id(row) for row in batch.rows}) == 12
+    chunks = []
+    trainer.optimizer_step = lambda batch, chunk: chunks.append(chunk.tolist()) or {"ratio_max": 0.0}
+    module.check_first_ratio = lambda steps, step: None
+    trainer.update(batch)
+    assert [len(chunk) for chunk in chunks] == [30] * 6
+    passes = [chunks[n] + chunks[n + 1] for n in (0, 2, 4)]
+    assert all(sorted(some) == list(range(60)) for some in passes) and passes[0] != passes[1] != passes[2]
+
+
+def test_advantages_are_weighed_and_scaled_as_asked(rec):
+    trainer = trainer_of(rec(GROUP_WEIGHTS="policy", SCALE_REWARDS="batch"))
+    generator = torch.Generator().manual_seed(0)
+    batch = SimpleNamespace(
+        logprobs=torch.randn(6, 3, generator=generator), scores=torch.rand(6, generator=generator))
+    trainer.compute_advantages(batch)
+    scores = batch.scores.numpy()
+    for begin in (0, 3):
+        p = np.exp(batch.logprobs.sum(1).numpy()[begin:begin + 3])
+        p /= p.sum()
+        wanted = (scores[begin:begin + 3] - p @ scores[begin:begin + 3]) / (scores.std(ddof=1) + 1e-4)
+        assert batch.weights[begin:begin + 3].tolist() == pytest.approx(3 * p, abs=1e-5)
+        assert batch.advantages[begin:begin + 3].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_lists_groups_and_samples_are_as_asked(rec):
+    module = rec(LOG_SAMPLES=5, EVAL_BEAMS=23, CANDIDATES="sample", REPLACEMENT=True, GROUP_SIZE=11)
+    trainer = trainer_of(module)
+    batch = trainer.rollout()
+    assert any(len(set(group)) < 11 for group in batch.items.view(-1, 11).tolist())
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    assert len(module.sample_records_of(batch, trainer.catalogue)) == 5
+    widths = []
+    plain = module.best_items
+    module.best_items = lambda model, trie, rows, width, pad: widths.append(width) or plain(
+        model, trie, rows, width, pad)
+    trainer.evaluate()
+    assert widths == [23]
+
+
+def test_how_often_the_clip_acts_is_counted_on_both_sides(rec):
+    module = rec(CLIP_RANGE=0.1, CLIP_RANGE_HIGH=0.4, KL_COEF=0.0)
+    trainer = trainer_of(module)
+    batch = trainer.rollout()
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    ratios = torch.tensor([0.85, 0.87, 1.2, 1.5]).repeat(3)[:, None]
+    batch.advantages = torch.tensor([-1.0] * 4 + [1.0] * 4 + [0.0] * 4)
+    batch.logprobs = batch.logprobs - ratios.log()
+    metrics = trainer.optimizer_step(batch, torch.arange(12))
+    assert metrics["clip_fraction"] == pytest.approx(3 / 12)  # .85 and .87 where it costs, 1.5 where it earns
+
+
+def test_the_schedule_of_each_stage_runs_over_its_own_steps(rec):
+    module = rec(
+        USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, MAX_STEPS=4, SFT_EPOCHS=3,
+        SFT_BATCH_SIZE=20, SFT_LEARNING_RATE=1e-2, LEARNING_RATE=1e-3)
+    rates, asked = rates_of(module)
+    assert asked == [20, 20, 8] * 3
+    wanted = [1e-2 * x for x in [1 / 2, 1, *(1 - n / 7 for n in range(7))]]
+    assert rates == pytest.approx(wanted + [1e-3 * x for x in (1 / 2, 1, 1, 1 / 2)])
+
+
+@pytest.mark.parametrize("patience", ["SFT_PATIENCE", "EARLY_STOPPING_PATIENCE"])
+def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience):
+    module = rec(
+        USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2, SFT_EPOCHS=9, MAX_STEPS=3,
+        EVAL_EVERY_N_STEPS=1, SFT_LEARNING_RATE=1e-2, LEARNING_RATE=1e-3, **{"SFT_PATIENCE": 0, patience: 5})
+    rates, _ = rates_of(module)
+    assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3] + [1e-3, 1e-3, 5e-4])
+
+
+def rates_of(module):
+    """(The learning rate of each step of a run that never gets better, how many rows each of SFT's has)."""
+    module.draw_learning = no_plot
+    trainer = module.RecTrainer()
+    trainer.evaluate = lambda: {"ndcg@10": 0.5, "reward": 0.5}
+    trainer.test = no_plot
+    asked = []
+    update = trainer.sft_update
+    trainer.sft_update = lambda rows: asked.append(len(rows)) or update(rows)
+    trainer.train()
+    records = read(f"{module.OUTPUT_DIR}/logs/metrics.jsonl")
+    return [record["learning_rate"] for record in records if record["phase"] == "train"], asked
 
 
 def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
@@ -554,6 +684,29 @@ def test_each_group_is_ranked_by_itself_and_parts_add_up(rec):
     assert torch.allclose(scores, wanted)
 
 
+def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
+    weights = {"VALUE": 2.0, "RULE": 0.7, "RANKING": 0.3, "SEMANTIC": 0.11, "COLLABORATIVE": 0.05}
+    module = rec(**{f"{name}_WEIGHT": weight for name, weight in weights.items()},
+                 SASREC_EPOCHS=1, BATCH_SIZE=2, GROUP_SIZE=5)
+    trainer = trainer_of(module)
+    sizes = []
+
+    def part(mark):
+        def function(histories, items, targets):
+            sizes.append(len(items))
+            return [mark * (1 + int(item)) for item in items]
+        return function
+
+    for name, mark in {"value": 1.0, "ranking": 3.0, "semantic": 5.0, "collaborative": 7.0}.items():
+        setattr(trainer, f"{name}_reward", part(mark))
+    module.rewards = SimpleNamespace(rule_reward=part(10.0))
+    items = torch.arange(15) % 11
+    scores, parts = trainer.rewards_of([trainer.valid_rows[0]] * 15, items)
+    wanted = (2.0 * 1 + 0.7 * 10 + 0.3 * 3 + 0.11 * 5 + 0.05 * 7) * (11 + items)
+    assert torch.allclose(scores, wanted) and set(sizes) == {10, 5}  # BATCH_SIZE groups at a time
+    assert set(parts) == {name.lower() for name in weights}
+
+
 def number_of(histories, items, targets):
     assert len(histories) == len(items) == len(targets) and isinstance(histories[0], list)
     return [float(item) for item in items]
@@ -573,14 +726,29 @@ def test_semantic_and_collaborative_rewards(rec, tmp_path):
     again = module.trained_sasrec(trainer.train_rows, trainer.valid_rows, 11, trainer.run)
     for key, value in again.state_dict().items():
         assert torch.equal(value, trainer.sasrec.state_dict()[key])
+    (tmp_path / "run/sasrec.pt").write_text("no weights")
+    with pytest.raises(module.UserError, match="sasrec.pt cannot be read .*delete it"):
+        trainer.prepare_baselines()
 
 
-def test_vectors_from_a_file(rec, tmp_path):
-    np.save(tmp_path / "vectors.npy", np.arange(22.0).reshape(11, 2) + 1)
+@pytest.mark.parametrize("kind", ["<f8", ">f4", "longdouble", "uint64"])
+def test_vectors_from_a_file(rec, tmp_path, kind):
+    np.save(tmp_path / "vectors.npy", (np.arange(22).reshape(11, 2) + 1).astype(kind))
     trainer = trainer_of(rec(SEMANTIC_WEIGHT=1.0, VECTORS_FILE=str(tmp_path / "vectors.npy")))
     a, b = np.array([1.0, 2.0]), np.array([21.0, 22.0])
     wanted = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
     assert trainer.semantic_reward([[]], ["10"], ["20"])[0] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("array, sentence", [
+    (np.full((11, 2), 1e300), "numbers below 1e15, none NaN"), (np.full((11, 2), np.nan), "none NaN"),
+    (np.full((11, 2), "7"), "an array of numbers"), (np.zeros((11, 0)), "has shape (11, 0): it takes")])
+def test_odd_arrays_are_one_sentence(rec, tmp_path, array, sentence):
+    np.save(tmp_path / "vectors.npy", array)
+    module = rec(VECTORS_FILE=str(tmp_path / "vectors.npy"))
+    with pytest.raises(module.UserError) as error:
+        module.item_vectors(module.Catalogue(print))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 def test_metrics_by_hand(rec):
@@ -610,6 +778,133 @@ def test_baselines_count_what_they_say(rec):
     assert popular[0, :2].tolist() == [3, 2] and (popular[0, 4:] == -1).all()
 
 
+def test_baselines_leave_the_history_out_where_it_is_excluded(rec):
+    module = rec(EXCLUDE_HISTORY=True)
+    trainer = trainer_of(module)
+    rows = trainer.valid_rows
+    lists = module.top_items(module.Popularity(trainer.popularity), rows).tolist()
+    for row, some in zip(rows, lists):
+        assert sorted(i for i in some if i >= 0) == sorted(set(range(11)) - set(row["history"]))
+
+
+def test_sasrec_learns_what_is_trained_on_and_its_epoch_is_by_validation(rec, tmp_path, monkeypatch):
+    write_csv(tmp_path / "train.csv", [["u", "[10, 11, 12]", "13"], ["v", "[14]", "15"]])
+    write_csv(tmp_path / "valid.csv", [["u", "[10, 11]", "12"]])
+    files = {name.upper() + "_FILE": str(tmp_path / f"{name}.csv") for name in ("train", "valid")}
+    module = rec(SASREC_EPOCHS=3, **files)
+    trainer = trainer_of(module)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    learnt = []
+    plain = torch.nn.functional.cross_entropy
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy",
+                        lambda logits, targets: learnt.append(targets.tolist()) or plain(logits, targets))
+    asked = []
+    gains = module.gains
+    module.gains = lambda lists, rows, k: asked.append((rows, k)) or gains(lists, rows, k)
+    trainer.prepare_baselines()
+    assert [sorted(x for x in some if x >= 0) for some in learnt] == [[1, 3, 5]] * 3  # 2 is validation's
+    assert all(rows is trainer.valid_rows for rows, _ in asked) and [k for _, k in asked[:3]] == [10] * 3
+    weights = {key: value.clone() for key, value in trainer.sasrec.state_dict().items()}
+    module.SEED = 2  # other facts: made anew
+    trainer.prepare_baselines()
+    assert not torch.equal(weights["items.weight"], trainer.sasrec.state_dict()["items.weight"])
+    assert trainer.baselines["markov"].after.keys() == {0, 2, 4} and trainer.popularity.sum() == 3
+
+
+def figures_by_hand(world, pairs, lists, module):
+    """hr@10, ndcg@10, reward and reward/value of lists, one for each (history, target)."""
+    values = np.load(world / "values.npy")
+    found = {"hr@10": [], "ndcg@10": [], "reward/value": [], "reward": []}
+    for (history, target), some in zip(pairs, lists):
+        rank = some.index(target) + 1
+        found["hr@10"].append(rank <= 10)
+        found["ndcg@10"].append((rank <= 10) / math.log2(rank + 1))
+        worth = [worth_by_hand(values, history, item, module) for item in some[:module.GROUP_SIZE]]
+        found["reward/value"].append(np.mean(worth))
+        found["reward"].append(module.VALUE_WEIGHT * np.mean(worth) + module.RULE_WEIGHT * np.mean(
+            [item == target for item in some[:module.GROUP_SIZE]]))
+    return {key: float(np.mean(some)) for key, some in found.items()}
+
+
+def pairs_of(path):
+    rows = csv.DictReader(open(path, newline=""))
+    return [([int(i) - 10 for i in json.loads(r["history_item_id"])], int(r["item_id"]) - 10) for r in rows]
+
+
+def worth_by_hand(values, history, item, module):
+    weights = [module.VALUE_DECAY ** (len(history) - 1 - n) for n in range(len(history))]
+    return sum(w * values[h][item] for w, h in zip(weights, history)) / sum(weights)
+
+
+def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_path):
+    module = rec(LEARNING_RATE=0.05, KL_COEF=0.0, SFT_LEARNING_RATE=2e-2, VALUE_WEIGHT=2.0, RULE_WEIGHT=0.7,
+                 VALUE_DECAY=0.3, GROUP_SIZE=4, EVAL_EVERY_N_STEPS=1)
+    module.draw_learning = no_plot
+    trainer = module.RecTrainer()
+    start = trainer.recommend([10, 13], 3)
+    assert start == trainer_says(module, trainer, trainer.actor)
+    seen = []
+    plain = trainer.evaluate
+
+    def evaluate(rows=None):  # what is evaluated last is worst
+        seen.append(plain(rows))
+        return {**seen[-1], "reward": -float(trainer.run.step)} if "reward" in seen[-1] else seen[-1]
+
+    trainer.evaluate = evaluate
+    trainer.train()
+    last = every_list(trainer, trainer.actor, trainer.valid_rows)
+    held_out = pairs_of(tmp_path / "world/valid.csv")
+    wanted = figures_by_hand(tmp_path / "world", held_out, last, module)
+    assert {key: seen[-1][key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
+    best = trainer.recommend([10, 13], 3)
+    assert best == trainer_says(module, trainer, trainer.reference) != trainer_says(
+        module, trainer, trainer.actor)
+    figures = json.loads((tmp_path / "run/eval_test.json").read_text())
+    counts = Counter()
+    after = Counter()
+    for history, target in pairs_of(tmp_path / "world/train.csv"):
+        sequence = [*history, target]
+        counts.update(sequence[1:])
+        after.update(zip(sequence, sequence[1:]))
+    tests = pairs_of(tmp_path / "world/test.csv")
+    by_count = sorted(range(11), key=lambda i: -counts[i])
+    lists = {
+        "popularity": [by_count] * 8,
+        "markov": [sorted(range(11), key=lambda i: (-after[h[-1], i], -counts[i])) for h, _ in tests],
+        "sft": every_list(trainer, trainer.reference, trainer.test_rows)}
+    for name, some in lists.items():
+        wanted = figures_by_hand(tmp_path / "world", tests, some, module)
+        assert {key: figures[name][key] for key in wanted} == pytest.approx(wanted, abs=1e-6), name
+    assert figures["grpo"]["reward"] == figures["sft"]["reward"]  # best/ is where GRPO began
+    assert figures["rows"] == 8
+    values = np.load(tmp_path / "world/values.npy")
+    worth = [[worth_by_hand(values, history, i, module) for i in range(11)] for history, _ in tests]
+    assert figures["possible"]["value"] == pytest.approx(np.mean([sorted(some)[-4:] for some in worth]))
+    again = rec(RESUME="yes", GROUP_SIZE=4).RecTrainer()
+    assert again.recommend([10, 13], 3) == best
+    trainer.best.model = trainer.actor  # as if the last were the best
+    trainer.run.log = None
+    trainer.test()
+    figures = json.loads((tmp_path / "run/eval_test.json").read_text())
+    lists = every_list(trainer, trainer.actor, trainer.test_rows)
+    wanted = figures_by_hand(tmp_path / "world", tests, lists, module)
+    assert {key: figures["grpo"][key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
+    gained = wanted["reward"] - figures["sft"]["reward"]
+    assert figures["grpo_minus_sft"]["reward"]["mean"] == pytest.approx(gained, abs=1e-6) != 0
+
+
+def every_list(trainer, model, rows):
+    """All items for each row, the likeliest first, read one by one."""
+    reader = SimpleNamespace(trie=trainer.trie, actor=model)
+    found = [every_logprob(reader, row["ids"]) for row in rows]
+    return [sorted(some, key=some.get, reverse=True) for some in found]
+
+
+def trainer_says(module, trainer, model):
+    row = trainer.prompter.row_of([10, 13], "row")
+    return module.recommendations(model, trainer.trie, trainer.catalogue, row, 3, 11, trainer.pad_id)
+
+
 def test_bootstrap_intervals_cover_the_mean(rec):
     module = rec(BOOTSTRAP=500)
     low, high = module.bootstrap_interval(torch.arange(100.0))
@@ -636,6 +931,46 @@ def test_a_transition_in_two_rows_of_a_user_is_trained_on_once(rec, tmp_path):
         ("u", [0], 1), ("u", [0, 1], 2), ("u", [0, 1, 2], 3), ("v", [0], 1), ("v", [0, 1], 2)]
     learnt = sum(sum(row["learn"]) for row in trainer.sft_rows)
     assert learnt == 5
+
+
+SIXTEEN = {str(n): [f"<a_{n // 4}>", f"<b_{n % 4}>"] for n in range(16)}
+
+
+def test_windows_of_one_transition_are_trained_on_once(rec, tmp_path):
+    world = write_world(tmp_path / "sixteen", SIXTEEN)
+    begun = list(range(12))
+    write_csv(tmp_path / "sixteen/train.csv", [["u", str(begun), "12"], ["u", str([*begun, 12]), "13"]])
+    trainer = trainer_of(rec(**world, MAX_HISTORY=10))
+    assert [row["target"] for row in trainer.train_rows] == [*range(3, 13), 13]
+
+
+def test_what_the_test_asks_for_is_not_trained_on_whatever_the_window(rec, tmp_path):
+    world = write_world(tmp_path / "sixteen", SIXTEEN)
+    whole = list(range(15))
+    asked = {
+        "cut here": whole[:12], "cut by the exporter": [10, 11], "longer": [14, 1, 11],
+        "another way": [14, 11], "another way, cut": [3, 11], "twice": [11]}
+    trained = {
+        "cut here": (whole, 15), "cut by the exporter": (whole, 15), "longer": ([1, 11], 12),
+        "another way": ([1, 11], 12), "another way, cut": ([9, 11, 12, *whole[:8]], 8),
+        "twice": ([3, 11, 12, 5, 11], 12), "another user": (whole, 15)}
+    write_csv(tmp_path / "sixteen/test.csv", [[user, str(some), "12"] for user, some in asked.items()])
+    write_csv(tmp_path / "sixteen/train.csv", [[user, str(some), t] for user, (some, t) in trained.items()])
+    trainer = trainer_of(rec(**world, MAX_HISTORY=10))
+    kept = Counter(row["user"] for row in trainer.train_rows if row["target"] == 12)
+    assert kept == {"another way": 1, "another way, cut": 1, "another user": 1}
+    others = [row["target"] for row in trainer.train_rows if row["user"] == "cut here"]
+    assert others == [6, 7, 8, 9, 10, 11, 13, 14, 15]
+    learnt = {row["items"][at] for row in trainer.sft_rows[:3] for at in range(len(row["items"]))
+              if row["learn"][at]}
+    assert 12 not in learnt and 13 in learnt
+
+
+def test_limits_of_rows_are_each_of_its_own_file(rec):
+    trainer = trainer_of(rec(MAX_TRAIN_ROWS=5, MAX_EVAL_ROWS=3, TRAIN_PREFIXES=False))
+    assert [row["user"] for row in trainer.train_rows] == [f"train{n}" for n in range(5)]
+    assert [row["user"] for row in trainer.valid_rows] == ["valid0", "valid4", "valid8"]  # of all the file
+    assert len(trainer.test_rows) == 8
 
 
 def test_nothing_that_is_asked_later_is_trained_on(rec, tmp_path, capsys):
@@ -681,6 +1016,12 @@ ERRORS = [
     ("index.json", json.dumps({**CODES, "98": []}), "item '98' has no codes but []"),
     ("index.json", json.dumps({**CODES, "98": ["<a_0>"]}), "item '10' has 3 codes and item '98' has 1"),
     ("index.json", "[", "not JSON"),
+    ("index.json", json.dumps({**CODES, "98": ["x\ud800", "<b_0>", "<c_0>"]}), "item '98': half of a surro"),
+    ("index.json", json.dumps({**CODES, "\udc80": ["<a_7>", "<b_0>", "<c_0>"]}), "half of a surrogate"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,['\\ud800'],11\n", "of history_item_id: half of a"),
+    ("train.csv", "user_id,history_item_id,item_id\nu,[[10]],11\n", "must be a text or a number, not [10]"),
+    ("train.csv", f"user_id,history_item_id,item_id\nu,[0x{'f' * 5000}],11\n", "so many digits is no item"),
+    ("train.csv", "user_id,history_item_id,item_id,item_id\nu,[10],11,12\n", "there are two columns 'item_i"),
     ("train.csv", "user_id,history_item_id,item_id\nu,\"[10]\",77\n", "line 2: the target '77' is outside"),
     ("train.csv", "user_id,history_item_id,item_id\nu,\"[10, 78]\",11\n", "line 2: the history's item '78'"),
     ("train.csv", "user_id,history_item_id,item_id\nu,\"[10\",11\n", "line 2: history_item_id holds '[10'"),
@@ -692,6 +1033,7 @@ ERRORS = [
     ("items.txt", "only two\tcolumns\n", "line 1: 2 columns: it takes codes, title and item"),
     ("items.txt", "<a_0>\tname\t77\n", "line 1: item '77' has no codes in INDEX_FILE"),
     ("values.npy", "no array", "VALUES_FILE = "),
+    ("values.npy", "PK\3\4 no zip", "VALUES_FILE = "),
 ]
 
 
@@ -708,6 +1050,8 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
 @pytest.mark.parametrize("constants, sentence", [
     ({"GROUP_SIZE": 12}, "a group of distinct items takes GROUP_SIZE = 12 of 11"),
     ({"GROUP_SIZE": 7, "EXCLUDE_HISTORY": True}, "takes GROUP_SIZE = 7 of 6"),
+    ({"GROUP_SIZE": 12, "REPLACEMENT": True, "CANDIDATES": "sample"}, "takes GROUP_SIZE = 12 of 11"),
+    ({"PROMPT_TEMPLATE": "\ud800 {history}"}, "PROMPT_TEMPLATE: half of a surrogate"),
     ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
     ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
     ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
@@ -730,6 +1074,12 @@ def test_constants_that_do_not_fit_are_one_sentence(rec, constants, sentence):
     with pytest.raises(module.UserError) as error:
         module.RecTrainer()
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_small_model_is_as_large_as_asked(rec):
+    config = rec(HIDDEN_SIZE=24, LAYERS=3, HEADS=2).RecTrainer().actor.config
+    assert (config.hidden_size, config.intermediate_size) == (24, 96)
+    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 2)
 
 
 # ---------------------------------------------------------------- models with a tokenizer of their own
@@ -786,8 +1136,6 @@ def test_sft_then_rl_is_all_and_recommends(rec, tmp_path, monkeypatch, capsys):
         module.train_main()
     said = capsys.readouterr().out.splitlines()
     assert end.value.code == 0 and len(said) == 4 and re.match(r"\s+1  0\.\d{4}  [12]\d  <a_", said[0])
-    best = module.load_model(module.AutoModelForCausalLM, tmp_path / "all/best/policy", "", one.device)
-    module.copy_weights(best, one.actor)
     assert [found["item"] for found in one.recommend([10, 13], 4)] == [line.split()[2] for line in said]
 
 
@@ -823,7 +1171,7 @@ def test_the_reference_is_the_best_policy_of_sft_and_starts_grpo(rec):
 
 
 def test_the_reference_follows_the_actor_when_asked(rec):
-    trainer = trainer_of(rec(REFERENCE_SYNC_STEPS=2, REFERENCE_SYNC_ALPHA=0.5))
+    trainer = trainer_of(rec(REFERENCE_SYNC_STEPS=2, REFERENCE_SYNC_ALPHA=0.7))
     with torch.no_grad():
         for parameter in trainer.actor.parameters():
             parameter.add_(1.0)
@@ -832,7 +1180,7 @@ def test_the_reference_follows_the_actor_when_asked(rec):
     assert torch.equal(next(trainer.reference.parameters()), before)
     trainer.run.step = 1
     trainer.sync_reference()
-    assert torch.allclose(next(trainer.reference.parameters()), before + 0.5)
+    assert torch.allclose(next(trainer.reference.parameters()), before + 0.7)
 
 
 def test_evaluating_draws_none_of_the_runs_random_numbers(rec):
