@@ -82,6 +82,7 @@ def test_a_step_and_the_worst_or_best_can_be_asked_for(show, tmp_path):
     assert responses(show(run, "STEP=2")) == ["2.3", "2.4"]
     write(run, *SAMPLES, {**SAMPLES[0], "step": 3, "response": "say 3.1"})
     assert responses(show(run, "STEP=2")) == ["2.3", "2.4"]  # neither an earlier step nor a later one
+    write(run, *SAMPLES)
     assert responses(show(run, "BY=worst")) == ["1.2", "2.4", "1.1", "2.3"]
     assert responses(show(run, "BY=best", "STEP=1")) == ["1.1", "1.2"]
     many = [{**SAMPLES[0], "response": f"say {n}", "reward": n} for n in range(30)]
