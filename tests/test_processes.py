@@ -261,21 +261,27 @@ def other(*words, **more):
     model.model.norm.weight.data[3] += 1e-4 * ppo.rank()
     return model
 ppo.load_model = other"""
+ROWS_DIFFER = "process 1 has another rows in TRAIN_DATASETS than process 0"
+DREW = "reward function draws draws random numbers"
+DIFFER = {
+    "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
+    "rows": (ROWS, ROWS_DIFFER),
+    "column": (COLUMN, ROWS_DIFFER),
+    "source": (SOURCE, "process 1 has another ppo.py than process 0"),
+    "torch": (DRAWS.format("torch.rand(1)"), DREW),
+    "python": (DRAWS.format("random.random()"), DREW),
+    "numpy": (DRAWS.format("numpy.random.rand()"), DREW),
+    "later": (DRAWS_LATER, "have drawn different random numbers"),
+    "weights": (WEIGHTS, "process 1 has another state of the weights than process 0"),
+    "base": (BASE, "process 1 has another state of the weights than process 0"),
+    "dealt": (DEALT, "the processes cut their work into unlike parts"),
+    "summed": (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches")}
+MORE_SELDOM = {"rows", "torch", "numpy", "base", "dealt"}
+
 
 @pytest.mark.parametrize("body, sentence", [
-    ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
-    (ROWS, "process 1 has another rows in TRAIN_DATASETS than process 0"),
-    (COLUMN, "process 1 has another rows in TRAIN_DATASETS than process 0"),
-    (SOURCE, "process 1 has another ppo.py than process 0"),
-    (DRAWS.format("torch.rand(1)"), "reward function draws draws random numbers"),
-    (DRAWS.format("random.random()"), "reward function draws draws random numbers"),
-    (DRAWS.format("numpy.random.rand()"), "reward function draws draws random numbers"),
-    (DRAWS_LATER, "have drawn different random numbers"),
-    (WEIGHTS, "process 1 has another state of the weights than process 0"),
-    (BASE, "process 1 has another state of the weights than process 0"),
-    (DEALT, "the processes cut their work into unlike parts"),
-    (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches"),
-], ids="constants rows column source torch python numpy later weights base dealt summed".split())
+    pytest.param(*case, id=name, marks=pytest.mark.sweep if name in MORE_SELDOM else ())
+    for name, case in DIFFER.items()])
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
