@@ -21,7 +21,7 @@ MUTANTS = [
     (PPO, "    must_agree({str(path.name): file_digest(path) for path in sorted(files)})\n", "",
      DIFFERENT + "[source]"),
     (PPO, "        return sorted(map(repr, value))", "        return repr(value)",
-     PROCESSES + "an_objects_reward_and_a_set_among_the_constants_are_the_same_on_all"),
+     RUN + "an_objects_name_has_no_address"),
     (PPO, "getattr(function, \"__name__\", type(function).__name__)",
      "getattr(function, \"__name__\", str(function))",
      PROCESSES + "an_objects_reward_and_a_set_among_the_constants_are_the_same_on_all"),
@@ -48,7 +48,7 @@ MUTANTS = [
     (PPO, "annotations = annotate(1) if annotate else globals", "annotations = globals",
      RUN + "overrides_read_annotations_as_python_314_keeps_them_too"),
     # models
-    (PPO, "alone = sampling_logprobs(single_rows(model, batch), 1.5)",
+    (GRPO, "alone = sampling_logprobs(single_rows(model, batch), 1.5)",
      "alone = (single_rows(model, batch) / 1.5).log_softmax(-1)",
      "tests/test_models.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains"),
     (GRPO, "getattr(torch, BASE_DTYPE or DTYPE))", 'getattr(torch, BASE_DTYPE or "float32"))',

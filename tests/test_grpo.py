@@ -254,7 +254,8 @@ def test_only_the_top_entropy_tokens_are_trained(grpo):
     trainer = grpo(TOP_ENTROPY_FRACTION=0.2).GRPOTrainer()
     batch = scored_batch(trainer)
     mask = batch.response_mask > 0
-    assert batch.trained.sum() / mask.sum() == pytest.approx(0.2, abs=0.02)
+    least = batch.entropies[mask].quantile(0.8)  # the paper's; quantile() itself takes 2**24 tokens at most
+    assert torch.equal(batch.trained > 0, mask & (batch.entropies >= least))
     assert (batch.trained[~mask] == 0).all()
     assert batch.entropies[batch.trained > 0].min() >= batch.entropies[mask & (batch.trained == 0)].max()
 

@@ -1321,6 +1321,7 @@ def test_an_objects_name_has_no_address(ppo):
     assert script.plain_name(functools.partial(same)) == script.plain_name(functools.partial(same))
     assert script.plain_name(object()) == script.plain_name(object()) == "<object object>"
     assert script.plain_name(sum) == "sum"
+    assert script.plain_name({"b", "c", "a"}) == ["'a'", "'b'", "'c'"]  # a set's own order is the process's
 
 
 def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
