@@ -2552,34 +2552,35 @@ def not_saved(path, error):
     return UserError(f"{path} could not be saved: {why}; {todo}")
 
 
-def write_folder(folder, fill, manifest=True):
-    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
-    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
-    old one back."""
-    tmp = folder.with_name(folder.name + ".tmp")
-    old = folder.with_name(folder.name + ".old")
+def write_whole(path, fill, folder=False, manifest=False):
+    """fill(tmp) writes a file, or a folder's files; then the manifest, fsync and rename, so that `path` is
+    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
+    restore_folder() puts the old one back."""
+    tmp = path.with_name(path.name + ".tmp")
+    old = path.with_name(path.name + ".old")
     shutil.rmtree(tmp, ignore_errors=True)
     try:
-        tmp.mkdir(parents=True)
+        if folder:
+            tmp.mkdir(parents=True)
         fill(tmp)
         if manifest:
             digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
             (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
-        for path in [*tmp.rglob("*"), tmp]:
-            fsync(path)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(tmp, folder)
-        fsync(folder.parent)
+        for part in [*tmp.rglob("*"), tmp]:
+            fsync(part)
+        if folder and path.exists():
+            os.rename(path, old)
+        os.rename(tmp, path)
+        fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(folder)
-        raise not_saved(folder, error) from None
+        restore_folder(path)
+        raise not_saved(path, error) from None
 
 
 def restore_folder(folder):
-    """What write_folder() was about to replace when it was killed comes back."""
+    """What write_whole() was about to replace when it was killed comes back."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
@@ -2743,8 +2744,7 @@ def draw_plot(records, path, title, panels):
                 axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(f"{path}.tmp", format="png", dpi=100)
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def with_unit(key):
@@ -2970,7 +2970,7 @@ class Run:
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_whole(folder, self.fill_checkpoint, folder=True, manifest=True)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -3008,7 +3008,7 @@ class Run:
             self.gather({"policy": self.models["policy"]})
             if rank() == 0:
                 fill = partial(self.fill_best, metrics=metrics)
-                write_folder(self.folder / "best", fill, manifest=False)
+                write_whole(self.folder / "best", fill, folder=True)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know

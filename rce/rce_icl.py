@@ -663,7 +663,7 @@ class ICLTrainer:
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
-        write_folder(self.run.folder / "rce", self.save_rce, manifest=False)
+        write_whole(self.run.folder / "rce", self.save_rce, folder=True)
         self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
         self.state.stage = "grpo"
         self.state.begin = self.run.step
@@ -1560,34 +1560,35 @@ def not_saved(path, error):
     return UserError(f"{path} could not be saved: {why}; {todo}")
 
 
-def write_folder(folder, fill, manifest=True):
-    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
-    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
-    old one back."""
-    tmp = folder.with_name(folder.name + ".tmp")
-    old = folder.with_name(folder.name + ".old")
+def write_whole(path, fill, folder=False, manifest=False):
+    """fill(tmp) writes a file, or a folder's files; then the manifest, fsync and rename, so that `path` is
+    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
+    restore_folder() puts the old one back."""
+    tmp = path.with_name(path.name + ".tmp")
+    old = path.with_name(path.name + ".old")
     shutil.rmtree(tmp, ignore_errors=True)
     try:
-        tmp.mkdir(parents=True)
+        if folder:
+            tmp.mkdir(parents=True)
         fill(tmp)
         if manifest:
             digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
             (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
-        for path in [*tmp.rglob("*"), tmp]:
-            fsync(path)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(tmp, folder)
-        fsync(folder.parent)
+        for part in [*tmp.rglob("*"), tmp]:
+            fsync(part)
+        if folder and path.exists():
+            os.rename(path, old)
+        os.rename(tmp, path)
+        fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(folder)
-        raise not_saved(folder, error) from None
+        restore_folder(path)
+        raise not_saved(path, error) from None
 
 
 def restore_folder(folder):
-    """What write_folder() was about to replace when it was killed comes back."""
+    """What write_whole() was about to replace when it was killed comes back."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
@@ -1751,8 +1752,7 @@ def draw_plot(records, path, title, panels):
                 axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(f"{path}.tmp", format="png", dpi=100)
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def with_unit(key):
@@ -1978,7 +1978,7 @@ class Run:
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_whole(folder, self.fill_checkpoint, folder=True, manifest=True)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -2016,7 +2016,7 @@ class Run:
             self.gather({"policy": self.models["policy"]})
             if rank() == 0:
                 fill = partial(self.fill_best, metrics=metrics)
-                write_folder(self.folder / "best", fill, manifest=False)
+                write_whole(self.folder / "best", fill, folder=True)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
@@ -2618,15 +2618,12 @@ def read_arrays(path, say):
 
 
 def write_arrays(path, arrays):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        with open(tmp, "wb") as file:
+    def fill(tmp):
+        with open(tmp, "wb") as file:  # np.savez gives a name another ending
             np.savez(file, **arrays)
-        fsync(tmp)
-        os.replace(tmp, path)
-    except OSError as error:
-        raise not_saved(path, error) from None
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, fill)
 
 
 def load_part(kind, name, constant, **options):
@@ -3380,14 +3377,7 @@ def join_parts(path, parts, facts):
 
 
 def write_json(path, value, indent=1):
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        tmp.write_text(json.dumps(value, indent=indent) + "\n")
-        fsync(tmp)
-        os.replace(tmp, path)
-        fsync(path.parent)
-    except OSError as error:
-        raise not_saved(path, error) from None
+    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=indent) + "\n"))
 
 
 def read_json(path):
@@ -3644,9 +3634,9 @@ def write_check_up(groups, path, say):
         table.append(f"    {key:<40} {shown}")
     title = f"Check-up of {candidates_path().name}"
     say("\n".join([title, *table, f"  Verdict: {verdict}"]))
-    with open(path.with_suffix(".csv.tmp"), "w", newline="") as file:
-        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-    os.replace(path.with_suffix(".csv.tmp"), path.with_suffix(".csv"))
+    text = io.StringIO()
+    csv.writer(text).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
+    write_whole(path.with_suffix(".csv"), lambda tmp: tmp.write_text(text.getvalue(), newline=""))
     draw_check_up(groups, figures, f"{title}\n{verdict}", path)
     return figures
 
@@ -3675,8 +3665,7 @@ def draw_check_up(groups, figures, title, path):
     graded.legend(fontsize=8)
     for axis in (counts, shares, graded):
         axis.grid(alpha=0.3)
-    figure.savefig(path.with_suffix(".png.tmp"), format="png", dpi=100)
-    os.replace(path.with_suffix(".png.tmp"), path.with_suffix(".png"))
+    write_whole(path.with_suffix(".png"), partial(figure.savefig, format="png", dpi=100))
 
 
 def check_candidates():
@@ -3860,8 +3849,7 @@ def draw_results(figures, records, folder, title):
             axis.legend(fontsize=8)
     for axis in (by_shots, *others):
         axis.grid(alpha=0.3)
-    figure.savefig(folder / "icl_results.png.tmp", format="png", dpi=100)
-    os.replace(folder / "icl_results.png.tmp", folder / "icl_results.png")
+    write_whole(folder / "icl_results.png", partial(figure.savefig, format="png", dpi=100))
 
 
 def draw_points(axis, points, phase, color, name):
