@@ -518,17 +518,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # ---------------------------------------------------------------- loading
 
-def load_pretrained(auto_class, path, constant, **options):
-    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
-        why = "there is no such folder, and the hub gave no such model"
-        if Path(path).exists():
-            why = f"cannot be loaded ({first_line(error)})"
-        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
-
-
 def load_config(path, constant):
     """The model's config without what differs between one forward pass and the next: dropout, which layers
     recomputed in training mode would apply; nor with a router's logits, which the loss of load balancing
@@ -2241,6 +2230,16 @@ def printable(text):
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        nowhere = "there is no such folder, and the hub gave no such model"
+        why = "cannot be loaded" if Path(path).exists() else nowhere
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
 def apply_overrides(words):

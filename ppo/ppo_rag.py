@@ -345,7 +345,7 @@ class RAGTrainer:
         """From the checkpoint when there is one; else new, its observations scaled by the training
         questions' alone."""
         if self.run.checkpoint:
-            self.policy = load_part(Policy, str(self.run.checkpoint / "policy"), "RESUME")
+            self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
         else:
             config = PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions)
             self.policy = Policy(config)
@@ -555,7 +555,7 @@ class RAGTrainer:
     def test(self):
         """The policy of best/ on the test questions: three of them shown, then all, beside the baselines. The
         last policy stays what it is: a checkpoint is still to be made of it."""
-        self.best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
+        self.best = load_pretrained(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
         rows = self.table.splits["test"]
         actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
@@ -1042,6 +1042,16 @@ def printable(text):
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        nowhere = "there is no such folder, and the hub gave no such model"
+        why = "cannot be loaded" if Path(path).exists() else nowhere
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
 def apply_overrides(words):
@@ -2165,8 +2175,9 @@ class Reranker:
     def __init__(self, name, device):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self.tokenizer = load_part(AutoTokenizer, name, "RERANKER")
-        self.model = load_part(AutoModelForSequenceClassification, name, "RERANKER", dtype=torch_dtype())
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "RERANKER")
+        kind = AutoModelForSequenceClassification
+        self.model = load_pretrained(kind, name, "RERANKER", dtype=torch_dtype())
         self.model = self.model.to(device).eval()
         config = self.model.config
         if config.num_labels != 1:
@@ -2275,11 +2286,11 @@ class Generator:
         from transformers import (
             AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig)
 
-        config = load_part(AutoConfig, name, "GENERATOR")
+        config = load_pretrained(AutoConfig, name, "GENERATOR")
         self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
         kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
-        self.tokenizer = load_part(AutoTokenizer, name, "GENERATOR", padding_side="left")
-        self.model = load_part(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "GENERATOR", padding_side="left")
+        self.model = load_pretrained(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
         give_padding(self.tokenizer, f"GENERATOR = {name!r}")
@@ -2371,17 +2382,6 @@ def give_padding(tokenizer, where):
 
 def torch_dtype():
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
-
-
-def load_part(kind, name, constant, **options):
-    """kind.from_pretrained(name), or one sentence."""
-    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
-        raise UserError(f"{constant} = {name!r}: there is no such folder")
-    try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # transformers and the hub raise many kinds
-        give = "give a folder or a hub name that this machine can reach"
-        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
 
 
 # ================================================================ questions

@@ -1251,6 +1251,16 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        nowhere = "there is no such folder, and the hub gave no such model"
+        why = "cannot be loaded" if Path(path).exists() else nowhere
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
@@ -2473,8 +2483,8 @@ class HubEmbedder:
     def __init__(self, name, device):
         from transformers import AutoModel, AutoTokenizer
 
-        self.tokenizer = load_part(AutoTokenizer, name, "EMBEDDING")
-        self.model = load_part(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "EMBEDDING")
+        self.model = load_pretrained(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
         self.is_clip = hasattr(self.model, "get_text_features")
         if self.model.config.is_encoder_decoder:  # T5: its encoder reads
             self.model = self.model.get_encoder()
@@ -2514,7 +2524,7 @@ class HubEmbedder:
         from PIL import Image
         from transformers import AutoImageProcessor
 
-        self.processor = self.processor or load_part(AutoImageProcessor, EMBEDDING, "EMBEDDING")
+        self.processor = self.processor or load_pretrained(AutoImageProcessor, EMBEDDING, "EMBEDDING")
         for i in range(0, len(examples), READER_BATCH_SIZE):
             images = [Image.open(e["image"]).convert("RGB") for e in examples[i:i + READER_BATCH_SIZE]]
             read = self.processor(images=images, return_tensors="pt").to(self.model.device)
@@ -2624,17 +2634,6 @@ def write_arrays(path, arrays):
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, fill)
-
-
-def load_part(kind, name, constant, **options):
-    """kind.from_pretrained(name), or one sentence."""
-    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
-        raise UserError(f"{constant} = {name!r}: there is no such folder")
-    try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # transformers and the hub raise many kinds
-        give = "give a folder or a hub name that this machine can reach"
-        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
 
 
 def new_pointer(sizes):
@@ -2794,8 +2793,8 @@ class LanguageReader(HubReader):
     def __init__(self, name, device):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = load_part(AutoTokenizer, name, "READER", padding_side="left")
-        model = load_part(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
+        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
         super().__init__(name, model, tokenizer, device)
         self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
         self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
@@ -2890,8 +2889,8 @@ class VisionReader(HubReader):
     def __init__(self, name, device):
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        self.processor = load_part(AutoProcessor, name, "READER")
-        model = load_part(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+        self.processor = load_pretrained(AutoProcessor, name, "READER")
+        model = load_pretrained(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
         super().__init__(name, model, self.processor.tokenizer, device)
         if not getattr(self.processor, "chat_template", None):
             raise UserError(f"READER = {name!r} has no chat template: it must say where images stand")
