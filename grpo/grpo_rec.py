@@ -2940,9 +2940,23 @@ def read_metrics(path):
     return records
 
 
+def plot_metric(axis, records, phase, key, color, label):
+    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if points and phase == "train":
+        x, y = np.array(points, dtype=float).T
+        window = max(1, len(y) // 12)
+        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        axis.plot(x, y, color=color, alpha=0.25)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
+    elif points:
+        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+
+
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
-    from a dashed start."""
+    """A grid of panels, each (y label, metrics)."""
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / 3)
@@ -2957,18 +2971,7 @@ def draw_plot(records, path, title, panels):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            color = f"C{which}"
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points and phase == "train":
-                x, y = np.array(points, dtype=float).T
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
-            elif points:
-                style = {"color": color, "markersize": 5, "linewidth": 0.8}
-                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
-                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+            plot_metric(axis, records, phase, key, f"C{which}", key)
         if axis.lines:
             axis.legend(fontsize=8)
     write_whole(path, partial(figure.savefig, format="png", dpi=100))
@@ -4684,26 +4687,20 @@ def draw_learning(records, folder, title, levels, figures):
     figure = Figure(figsize=(16, 9), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(2, 3)
-    held_out = [record for record in records if record["phase"] == "eval"]
     trained = [record for record in records if record["phase"] == "train"]
     begin = next((record["step"] - 1 for record in trained if "reward" in record), None)
     for axis, key in ((axes[0, 0], "hr@10"), (axes[0, 1], "ndcg@10"), (axes[0, 2], "reward")):
-        points = [(record["step"], record[key]) for record in held_out if key in record]
-        if key == "reward":
-            steps = [(record["step"], record[key]) for record in trained if key in record]
-            draw_rolling(axis, steps, "training, the candidates")
-        if points:
-            axis.plot(*zip(*points), "o-", markersize=4, color="C0", label="validation, the best items")
+        plot_metric(axis, records, "train", key, "C0", "the candidates")
+        plot_metric(axis, records, "eval", key, "C0", "the best items")
         for number, (name, level) in enumerate(levels.items(), 1):
             if key in level:
                 axis.axhline(level[key], linestyle="--", color=f"C{number}", label=name)
         axis.set(xlabel="training step", ylabel=key)
-    for name in [key for key in (trained or [{}])[-1] if key.startswith("reward/")]:
-        steps = [(record["step"], record[name]) for record in trained if name in record]
-        draw_rolling(axes[1, 0], steps, name.partition("/")[2])
+    parts = [key for key in (trained or [{}])[-1] if key.startswith("reward/")]
+    for number, key in enumerate(parts):
+        plot_metric(axes[1, 0], records, "train", key, f"C{number}", key.partition("/")[2])
     axes[1, 0].set(xlabel="training step", ylabel="reward parts of the candidates")
-    steps = [(record["step"], record["entropy"]) for record in trained if "entropy" in record]
-    draw_rolling(axes[1, 1], steps, "entropy")
+    plot_metric(axes[1, 1], records, "train", "entropy", "C0", "entropy")
     axes[1, 1].set(xlabel="training step", ylabel="entropy (nats a code)")
     for axis in axes.flat[:5]:
         if begin and axis is not axes[1, 0]:
@@ -4724,17 +4721,6 @@ def draw_learning(records, folder, title, levels, figures):
             at = {"loc": "lower right", "bbox_to_anchor": (1, 0.1)} if axis is axes[0, 2] else {}
             axis.legend(fontsize=8, **at)
     write_whole(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
-
-
-def draw_rolling(axis, points, label):
-    """Values faint, their rolling mean on top."""
-    if not points:
-        return
-    x, y = np.array(points, dtype=float).T
-    window = max(1, len(y) // 20)
-    rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-    line, = axis.plot(x, rolling, label=f"{label}, mean of {window}")
-    axis.plot(x, y, color=line.get_color(), alpha=0.25)
 
 
 def start():

@@ -2712,9 +2712,23 @@ def read_metrics(path):
     return records
 
 
+def plot_metric(axis, records, phase, key, color, label):
+    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if points and phase == "train":
+        x, y = np.array(points, dtype=float).T
+        window = max(1, len(y) // 12)
+        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        axis.plot(x, y, color=color, alpha=0.25)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
+    elif points:
+        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+
+
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
-    from a dashed start."""
+    """A grid of panels, each (y label, metrics)."""
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / 3)
@@ -2729,18 +2743,7 @@ def draw_plot(records, path, title, panels):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            color = f"C{which}"
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points and phase == "train":
-                x, y = np.array(points, dtype=float).T
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
-            elif points:
-                style = {"color": color, "markersize": 5, "linewidth": 0.8}
-                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
-                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+            plot_metric(axis, records, phase, key, f"C{which}", key)
         if axis.lines:
             axis.legend(fontsize=8)
     write_whole(path, partial(figure.savefig, format="png", dpi=100))

@@ -1731,9 +1731,23 @@ def read_metrics(path):
     return records
 
 
+def plot_metric(axis, records, phase, key, color, label):
+    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if points and phase == "train":
+        x, y = np.array(points, dtype=float).T
+        window = max(1, len(y) // 12)
+        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        axis.plot(x, y, color=color, alpha=0.25)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
+    elif points:
+        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+
+
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
-    from a dashed start."""
+    """A grid of panels, each (y label, metrics)."""
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / 3)
@@ -1748,18 +1762,7 @@ def draw_plot(records, path, title, panels):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            color = f"C{which}"
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points and phase == "train":
-                x, y = np.array(points, dtype=float).T
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
-            elif points:
-                style = {"color": color, "markersize": 5, "linewidth": 0.8}
-                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
-                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+            plot_metric(axis, records, phase, key, f"C{which}", key)
         if axis.lines:
             axis.legend(fontsize=8)
     write_whole(path, partial(figure.savefig, format="png", dpi=100))
@@ -3824,10 +3827,10 @@ def draw_results(figures, records, folder, title):
     panels = {  # what is drawn of metrics.jsonl: label, phase, {metric: its name}
         "accuracy, validation queries": ("eval", {
             "pick_accuracy": "the policy's pick", "oracle_accuracy": "oracle among the mined"}),
-        "lists that weigh, exp(entropy of the weights)": ("train", {"effective_lists": None}),
-        "weight on the best list": ("train", {"weight_on_best": None}),
-        "KL to the policy of RCE (nats a choice)": ("train", {"kl": None}),
-        "deviation of rewards within a query": ("train", {"advantage_spread": None})}
+        "lists that weigh, exp(entropy of the weights)": ("train", {"effective_lists": "lists"}),
+        "weight on the best list": ("train", {"weight_on_best": "weight"}),
+        "KL to the policy of RCE (nats a choice)": ("train", {"kl": "KL"}),
+        "deviation of rewards within a query": ("train", {"advantage_spread": "deviation"})}
     if not any("kl" in record for record in records):  # no GRPO
         panels = dict(list(panels.items())[:3])
     by_shots, *others = figure.subplots(2, (len(panels) + 1) // 2).flatten()
@@ -3840,27 +3843,13 @@ def draw_results(figures, records, folder, title):
     by_shots.legend(fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.08))
     for axis, (label, (phase, metrics)) in zip(others, panels.items()):
         for n, (key, name) in enumerate(metrics.items()):
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points:
-                draw_points(axis, points, phase, f"C{n}", name)
+            plot_metric(axis, records, phase, key, f"C{n}", name)
         axis.set(xlabel="training step", ylabel=label)
         if axis.lines:
             axis.legend(fontsize=8)
     for axis in (by_shots, *others):
         axis.grid(alpha=0.3)
     write_whole(folder / "icl_results.png", partial(figure.savefig, format="png", dpi=100))
-
-
-def draw_points(axis, points, phase, color, name):
-    """Evaluations as points; what each step gives faint, a rolling mean on top."""
-    x, y = np.array(points, dtype=float).T
-    if phase == "eval":
-        axis.plot(x, y, "o-", color=color, label=name)
-        return
-    window = max(1, len(y) // 12)
-    rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-    axis.plot(x, y, color=color, alpha=0.25)
-    axis.plot(x, rolling, color=color, label=f"mean of {window} steps")
 
 
 def train_main():
