@@ -375,8 +375,8 @@ class PPOTrainer:
         state = self.state
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
-        for optimizer in self.optimizers.values():
-            set_rates(optimizer, scale)
+        set_rates(self.optimizers["policy"], LEARNING_RATE * scale)
+        set_rates(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)
         steps = []
         with run.timed("update"), recomputing(self.models.values()):
             for _ in range(GROUP_EPOCHS):
@@ -939,7 +939,7 @@ def full_logprobs(logits, temperature):
 
 def entropy_of(logprobs):
     """Entropy (...) of a distribution's log-probabilities (..., vocabulary), in nats."""
-    return -torch.linalg.vecdot(logprobs.exp(), logprobs.clamp(min=-1e30))  # 0 times -inf is no number
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 times -inf is no number
 
 
 def sample_tokens(probabilities, uniform):
@@ -1076,7 +1076,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
         logprobs[rows, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        entropies[rows, t] = -torch.linalg.vecdot(probabilities, scaled)
+        entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
         left = int(unfinished.sum()) if t % look_every == 0 else len(rows)
@@ -1262,10 +1262,11 @@ def make_optimizer(model, learning_rate):
     return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
 
 
-def set_rates(optimizer, scale):
-    """Set each group's learning rate to `scale` times that which it was made with."""
+def set_rates(optimizer, rate):
+    """Give each group the learning rate, or the multiple of it that make_optimizer() gave it."""
+    made = optimizer.defaults["lr"]
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
+        group["lr"] = rate * group.setdefault("multiple", group["lr"] / made if made else 1.0)
 
 
 @contextmanager
@@ -3287,7 +3288,7 @@ def run_main(trainer_class):
     except Exception as error:
         text = sentence_of(error)
         words = text or f"{type(error).__name__}: {first_line(error)}"
-        if globals().get("SHARD") == "fsdp2":
+        if globals().get("SHARD") == "fsdp2" and _STORE:
             leave_sharded(words, text)
         with suppress(ErrorElsewhere):
             exchange(error=words)
@@ -3304,8 +3305,8 @@ def leave_sharded(words, text):
     """End a process of a sharded run by its error: a sentence (text), or a traceback. The others may wait in
     a collective of FSDP2's, which an exchange() would break: they fail by themselves, or torchrun ends them,
     and are silent where the store knows of an earlier failure."""
-    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode() if _STORE else ""
-    if first == f"{rank()}: {words}" or not first:
+    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode()
+    if first == f"{rank()}: {words}":
         print(text or traceback.format_exc(), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(2 if text else 1)

@@ -2306,7 +2306,7 @@ def run_main(trainer_class):
     except Exception as error:
         text = sentence_of(error)
         words = text or f"{type(error).__name__}: {first_line(error)}"
-        if globals().get("SHARD") == "fsdp2":
+        if globals().get("SHARD") == "fsdp2" and _STORE:
             leave_sharded(words, text)
         with suppress(ErrorElsewhere):
             exchange(error=words)
@@ -2323,8 +2323,8 @@ def leave_sharded(words, text):
     """End a process of a sharded run by its error: a sentence (text), or a traceback. The others may wait in
     a collective of FSDP2's, which an exchange() would break: they fail by themselves, or torchrun ends them,
     and are silent where the store knows of an earlier failure."""
-    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode() if _STORE else ""
-    if first == f"{rank()}: {words}" or not first:
+    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode()
+    if first == f"{rank()}: {words}":
         print(text or traceback.format_exc(), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(2 if text else 1)

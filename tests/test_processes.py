@@ -244,7 +244,7 @@ ppo.Run.record = record"""
 DEALT = """
 ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()"""
 SUMMED = DEALT + """
-ppo.all_logprobs = ppo.all_values = lambda model, batch: 0 * batch.logprobs"""
+ppo.all_logprobs = ppo.all_values = lambda model, batch, **more: 0 * batch.logprobs"""
 WEIGHTS = """
 step = ppo.clip_and_step
 def drifts(optimizers, *more):

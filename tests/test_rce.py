@@ -1596,7 +1596,7 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
         given(script, trainer.train_rows[:4], out / f"candidates_round_{number}.parquet")
     again = script.RCETrainer()
     assert again.run.checkpoint == out / "step_0"
-    again.run.signal = signal.SIGTERM  # before its first step
+    again.run.goes_on = lambda: False  # as after a signal before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists() and not (out / "candidates_round_2.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet"))
@@ -1709,7 +1709,7 @@ def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from
     for name in ("1.parquet.tmp", "1.csv.tmp", "2.parquet.tmp"):  # half written
         (out / f"candidates_round_{name}").write_bytes(b"PAR1")
     again = script.RCETrainer()
-    again.run.signal = signal.SIGTERM  # before its first step
+    again.run.goes_on = lambda: False  # as after a signal before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet.tmp"))
