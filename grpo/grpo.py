@@ -609,17 +609,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # ---------------------------------------------------------------- loading
 
-def load_pretrained(auto_class, path, constant, **options):
-    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
-        why = "there is no such folder, and the hub gave no such model"
-        if Path(path).exists():
-            why = f"cannot be loaded ({first_line(error)})"
-        raise UserError(f"{constant} = {str(path)!r}: {why}") from None
-
-
 def load_config(path, constant):
     """The model's config without what differs between one forward pass and the next: dropout, which layers
     recomputed in training mode would apply; nor with a router's logits, which the loss of load balancing
@@ -2335,6 +2324,16 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        nowhere = "there is no such folder, and the hub gave no such model"
+        why = "cannot be loaded" if Path(path).exists() else nowhere
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
@@ -2644,34 +2643,35 @@ def not_saved(path, error):
     return UserError(f"{path} could not be saved: {why}; {todo}")
 
 
-def write_folder(folder, fill, manifest=True):
-    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
-    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
-    old one back."""
-    tmp = folder.with_name(folder.name + ".tmp")
-    old = folder.with_name(folder.name + ".old")
+def write_whole(path, fill, folder=False, manifest=False):
+    """fill(tmp) writes a file, or a folder's files; then the manifest, fsync and rename, so that `path` is
+    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
+    restore_folder() puts the old one back."""
+    tmp = path.with_name(path.name + ".tmp")
+    old = path.with_name(path.name + ".old")
     shutil.rmtree(tmp, ignore_errors=True)
     try:
-        tmp.mkdir(parents=True)
+        if folder:
+            tmp.mkdir(parents=True)
         fill(tmp)
         if manifest:
             digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
             (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
-        for path in [*tmp.rglob("*"), tmp]:
-            fsync(path)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(tmp, folder)
-        fsync(folder.parent)
+        for part in [*tmp.rglob("*"), tmp]:
+            fsync(part)
+        if folder and path.exists():
+            os.rename(path, old)
+        os.rename(tmp, path)
+        fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(folder)
-        raise not_saved(folder, error) from None
+        restore_folder(path)
+        raise not_saved(path, error) from None
 
 
 def restore_folder(folder):
-    """What write_folder() was about to replace when it was killed comes back."""
+    """What write_whole() was about to replace when it was killed comes back."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
@@ -2804,9 +2804,23 @@ def read_metrics(path):
     return records
 
 
+def plot_metric(axis, records, phase, key, color, label):
+    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if points and phase == "train":
+        x, y = np.array(points, dtype=float).T
+        window = max(1, len(y) // 12)
+        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        axis.plot(x, y, color=color, alpha=0.25)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
+    elif points:
+        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+
+
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
-    from a dashed start."""
+    """A grid of panels, each (y label, metrics)."""
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / 3)
@@ -2821,22 +2835,10 @@ def draw_plot(records, path, title, panels):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            color = f"C{which}"
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points and phase == "train":
-                x, y = np.array(points, dtype=float).T
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
-            elif points:
-                style = {"color": color, "markersize": 5, "linewidth": 0.8}
-                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
-                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+            plot_metric(axis, records, phase, key, f"C{which}", key)
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(f"{path}.tmp", format="png", dpi=100)
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def with_unit(key):
@@ -3062,7 +3064,7 @@ class Run:
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_whole(folder, self.fill_checkpoint, folder=True, manifest=True)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -3100,7 +3102,7 @@ class Run:
             self.gather({"policy": self.models["policy"]})
             if rank() == 0:
                 fill = partial(self.fill_best, metrics=metrics)
-                write_folder(self.folder / "best", fill, manifest=False)
+                write_whole(self.folder / "best", fill, folder=True)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know

@@ -345,7 +345,7 @@ class RAGTrainer:
         """From the checkpoint when there is one; else new, its observations scaled by the training
         questions' alone."""
         if self.run.checkpoint:
-            self.policy = load_part(Policy, str(self.run.checkpoint / "policy"), "RESUME")
+            self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
         else:
             config = PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions)
             self.policy = Policy(config)
@@ -555,7 +555,7 @@ class RAGTrainer:
     def test(self):
         """The policy of best/ on the test questions: three of them shown, then all, beside the baselines. The
         last policy stays what it is: a checkpoint is still to be made of it."""
-        self.best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
+        self.best = load_pretrained(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
         rows = self.table.splits["test"]
         actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
@@ -1044,6 +1044,16 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        nowhere = "there is no such folder, and the hub gave no such model"
+        why = "cannot be loaded" if Path(path).exists() else nowhere
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
@@ -1353,34 +1363,35 @@ def not_saved(path, error):
     return UserError(f"{path} could not be saved: {why}; {todo}")
 
 
-def write_folder(folder, fill, manifest=True):
-    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
-    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
-    old one back."""
-    tmp = folder.with_name(folder.name + ".tmp")
-    old = folder.with_name(folder.name + ".old")
+def write_whole(path, fill, folder=False, manifest=False):
+    """fill(tmp) writes a file, or a folder's files; then the manifest, fsync and rename, so that `path` is
+    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
+    restore_folder() puts the old one back."""
+    tmp = path.with_name(path.name + ".tmp")
+    old = path.with_name(path.name + ".old")
     shutil.rmtree(tmp, ignore_errors=True)
     try:
-        tmp.mkdir(parents=True)
+        if folder:
+            tmp.mkdir(parents=True)
         fill(tmp)
         if manifest:
             digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
             (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
-        for path in [*tmp.rglob("*"), tmp]:
-            fsync(path)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(tmp, folder)
-        fsync(folder.parent)
+        for part in [*tmp.rglob("*"), tmp]:
+            fsync(part)
+        if folder and path.exists():
+            os.rename(path, old)
+        os.rename(tmp, path)
+        fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(folder)
-        raise not_saved(folder, error) from None
+        restore_folder(path)
+        raise not_saved(path, error) from None
 
 
 def restore_folder(folder):
-    """What write_folder() was about to replace when it was killed comes back."""
+    """What write_whole() was about to replace when it was killed comes back."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
@@ -1513,9 +1524,23 @@ def read_metrics(path):
     return records
 
 
+def plot_metric(axis, records, phase, key, color, label):
+    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if points and phase == "train":
+        x, y = np.array(points, dtype=float).T
+        window = max(1, len(y) // 12)
+        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        axis.plot(x, y, color=color, alpha=0.25)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
+    elif points:
+        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+
+
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
-    from a dashed start."""
+    """A grid of panels, each (y label, metrics)."""
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / 3)
@@ -1530,22 +1555,10 @@ def draw_plot(records, path, title, panels):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            color = f"C{which}"
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points and phase == "train":
-                x, y = np.array(points, dtype=float).T
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
-            elif points:
-                style = {"color": color, "markersize": 5, "linewidth": 0.8}
-                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
-                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+            plot_metric(axis, records, phase, key, f"C{which}", key)
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(f"{path}.tmp", format="png", dpi=100)
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def with_unit(key):
@@ -1771,7 +1784,7 @@ class Run:
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_whole(folder, self.fill_checkpoint, folder=True, manifest=True)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -1809,7 +1822,7 @@ class Run:
             self.gather({"policy": self.models["policy"]})
             if rank() == 0:
                 fill = partial(self.fill_best, metrics=metrics)
-                write_folder(self.folder / "best", fill, manifest=False)
+                write_whole(self.folder / "best", fill, folder=True)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
@@ -2165,8 +2178,9 @@ class Reranker:
     def __init__(self, name, device):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self.tokenizer = load_part(AutoTokenizer, name, "RERANKER")
-        self.model = load_part(AutoModelForSequenceClassification, name, "RERANKER", dtype=torch_dtype())
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "RERANKER")
+        kind = AutoModelForSequenceClassification
+        self.model = load_pretrained(kind, name, "RERANKER", dtype=torch_dtype())
         self.model = self.model.to(device).eval()
         config = self.model.config
         if config.num_labels != 1:
@@ -2275,11 +2289,11 @@ class Generator:
         from transformers import (
             AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig)
 
-        config = load_part(AutoConfig, name, "GENERATOR")
+        config = load_pretrained(AutoConfig, name, "GENERATOR")
         self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
         kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
-        self.tokenizer = load_part(AutoTokenizer, name, "GENERATOR", padding_side="left")
-        self.model = load_part(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "GENERATOR", padding_side="left")
+        self.model = load_pretrained(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
         give_padding(self.tokenizer, f"GENERATOR = {name!r}")
@@ -2371,17 +2385,6 @@ def give_padding(tokenizer, where):
 
 def torch_dtype():
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
-
-
-def load_part(kind, name, constant, **options):
-    """kind.from_pretrained(name), or one sentence."""
-    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
-        raise UserError(f"{constant} = {name!r}: there is no such folder")
-    try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # transformers and the hub raise many kinds
-        give = "give a folder or a hub name that this machine can reach"
-        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
 
 
 # ================================================================ questions
@@ -2551,8 +2554,8 @@ def write_prep(questions, corpus):
     columns = ("question", "answer", "gold_docs", "type", "level", "split")
     asked = [{key: row[key] for key in columns} for row in questions]
     for name, records in (("corpus", numbered), ("eval", asked)):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), prep / f"{name}.parquet.tmp")
-        os.replace(prep / f"{name}.parquet.tmp", prep / f"{name}.parquet")
+        write_parquet = partial(pyarrow.parquet.write_table, pyarrow.Table.from_pylist(records))
+        write_whole(prep / f"{name}.parquet", write_parquet)
 
 
 # ================================================================ the table: every question x action x draw
@@ -2819,9 +2822,7 @@ def test_line(found):
 
 
 def write_json(path, value):
-    tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(tmp, path)
+    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
 
 
 def read_csv(path):
@@ -2845,12 +2846,8 @@ def draw_learning(folder, title, table, figures):
     figure.suptitle(title)
     axes = figure.subplots(3, 3)
     steps = train["step"].astype(int)
-    updates = np.unique(steps)
-    means = np.array([train["reward"][steps == update].astype(float).mean() for update in updates])
-    rolling = [means[max(0, n - 8):n].mean() for n in range(1, len(means) + 1)]
     axis = axes[0, 0]
-    axis.plot(updates, means, color="C0", alpha=0.25)
-    axis.plot(updates, rolling, color="C0", label="training, mean of 8 updates")
+    plot_metric(axis, read_metrics(folder / "logs/metrics.jsonl"), "train", "reward", "C0", "training")
     for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
         if name in figures:
             level = figures[name]["train"]["reward"]
@@ -2887,8 +2884,7 @@ def draw_learning(folder, title, table, figures):
     axis.legend(fontsize=8)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    figure.savefig(folder / "rag_learning.png.tmp", format="png", dpi=100)
-    os.replace(folder / "rag_learning.png.tmp", folder / "rag_learning.png")
+    write_whole(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
 def train_main():

@@ -663,7 +663,7 @@ class ICLTrainer:
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
-        write_folder(self.run.folder / "rce", self.save_rce, manifest=False)
+        write_whole(self.run.folder / "rce", self.save_rce, folder=True)
         self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
         self.state.stage = "grpo"
         self.state.begin = self.run.step
@@ -1251,6 +1251,16 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        nowhere = "there is no such folder, and the hub gave no such model"
+        why = "cannot be loaded" if Path(path).exists() else nowhere
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
@@ -1560,34 +1570,35 @@ def not_saved(path, error):
     return UserError(f"{path} could not be saved: {why}; {todo}")
 
 
-def write_folder(folder, fill, manifest=True):
-    """fill(tmp) writes the files; then the manifest, fsync and rename, so that `folder` is there whole or not
-    at all. One that is there already is replaced; killed between the two renames, restore_folder() puts the
-    old one back."""
-    tmp = folder.with_name(folder.name + ".tmp")
-    old = folder.with_name(folder.name + ".old")
+def write_whole(path, fill, folder=False, manifest=False):
+    """fill(tmp) writes a file, or a folder's files; then the manifest, fsync and rename, so that `path` is
+    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
+    restore_folder() puts the old one back."""
+    tmp = path.with_name(path.name + ".tmp")
+    old = path.with_name(path.name + ".old")
     shutil.rmtree(tmp, ignore_errors=True)
     try:
-        tmp.mkdir(parents=True)
+        if folder:
+            tmp.mkdir(parents=True)
         fill(tmp)
         if manifest:
             digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
             (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
-        for path in [*tmp.rglob("*"), tmp]:
-            fsync(path)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(tmp, folder)
-        fsync(folder.parent)
+        for part in [*tmp.rglob("*"), tmp]:
+            fsync(part)
+        if folder and path.exists():
+            os.rename(path, old)
+        os.rename(tmp, path)
+        fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(folder)
-        raise not_saved(folder, error) from None
+        restore_folder(path)
+        raise not_saved(path, error) from None
 
 
 def restore_folder(folder):
-    """What write_folder() was about to replace when it was killed comes back."""
+    """What write_whole() was about to replace when it was killed comes back."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
@@ -1720,9 +1731,23 @@ def read_metrics(path):
     return records
 
 
+def plot_metric(axis, records, phase, key, color, label):
+    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if points and phase == "train":
+        x, y = np.array(points, dtype=float).T
+        window = max(1, len(y) // 12)
+        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        axis.plot(x, y, color=color, alpha=0.25)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
+    elif points:
+        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+
+
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics): training faint with its rolling mean, evaluation as points
-    from a dashed start."""
+    """A grid of panels, each (y label, metrics)."""
     from matplotlib.figure import Figure
 
     height = math.ceil(len(panels) / 3)
@@ -1737,22 +1762,10 @@ def draw_plot(records, path, title, panels):
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            color = f"C{which}"
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points and phase == "train":
-                x, y = np.array(points, dtype=float).T
-                window = max(1, len(y) // 12)
-                rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-                axis.plot(x, y, color=color, alpha=0.25)
-                axis.plot(x, rolling, color=color, label=f"{key}, mean of {window}")
-            elif points:
-                style = {"color": color, "markersize": 5, "linewidth": 0.8}
-                axis.plot(*zip(*points), "o-", label=f"{key}, held out", **style)
-                axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+            plot_metric(axis, records, phase, key, f"C{which}", key)
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(f"{path}.tmp", format="png", dpi=100)
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def with_unit(key):
@@ -1978,7 +1991,7 @@ class Run:
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_folder(folder, self.fill_checkpoint)
+        write_whole(folder, self.fill_checkpoint, folder=True, manifest=True)
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -2016,7 +2029,7 @@ class Run:
             self.gather({"policy": self.models["policy"]})
             if rank() == 0:
                 fill = partial(self.fill_best, metrics=metrics)
-                write_folder(self.folder / "best", fill, manifest=False)
+                write_whole(self.folder / "best", fill, folder=True)
 
     def begin_part(self):
         """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
@@ -2473,8 +2486,8 @@ class HubEmbedder:
     def __init__(self, name, device):
         from transformers import AutoModel, AutoTokenizer
 
-        self.tokenizer = load_part(AutoTokenizer, name, "EMBEDDING")
-        self.model = load_part(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "EMBEDDING")
+        self.model = load_pretrained(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
         self.is_clip = hasattr(self.model, "get_text_features")
         if self.model.config.is_encoder_decoder:  # T5: its encoder reads
             self.model = self.model.get_encoder()
@@ -2514,7 +2527,7 @@ class HubEmbedder:
         from PIL import Image
         from transformers import AutoImageProcessor
 
-        self.processor = self.processor or load_part(AutoImageProcessor, EMBEDDING, "EMBEDDING")
+        self.processor = self.processor or load_pretrained(AutoImageProcessor, EMBEDDING, "EMBEDDING")
         for i in range(0, len(examples), READER_BATCH_SIZE):
             images = [Image.open(e["image"]).convert("RGB") for e in examples[i:i + READER_BATCH_SIZE]]
             read = self.processor(images=images, return_tensors="pt").to(self.model.device)
@@ -2618,26 +2631,12 @@ def read_arrays(path, say):
 
 
 def write_arrays(path, arrays):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        with open(tmp, "wb") as file:
+    def fill(tmp):
+        with open(tmp, "wb") as file:  # np.savez gives a name another ending
             np.savez(file, **arrays)
-        fsync(tmp)
-        os.replace(tmp, path)
-    except OSError as error:
-        raise not_saved(path, error) from None
 
-
-def load_part(kind, name, constant, **options):
-    """kind.from_pretrained(name), or one sentence."""
-    if str(name).startswith(("/", ".")) and not Path(name).is_dir():
-        raise UserError(f"{constant} = {name!r}: there is no such folder")
-    try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # transformers and the hub raise many kinds
-        give = "give a folder or a hub name that this machine can reach"
-        raise UserError(f"{constant} = {name!r} cannot be loaded ({first_line(error)}): {give}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, fill)
 
 
 def new_pointer(sizes):
@@ -2797,8 +2796,8 @@ class LanguageReader(HubReader):
     def __init__(self, name, device):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = load_part(AutoTokenizer, name, "READER", padding_side="left")
-        model = load_part(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
+        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
         super().__init__(name, model, tokenizer, device)
         self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
         self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
@@ -2893,8 +2892,8 @@ class VisionReader(HubReader):
     def __init__(self, name, device):
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        self.processor = load_part(AutoProcessor, name, "READER")
-        model = load_part(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+        self.processor = load_pretrained(AutoProcessor, name, "READER")
+        model = load_pretrained(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
         super().__init__(name, model, self.processor.tokenizer, device)
         if not getattr(self.processor, "chat_template", None):
             raise UserError(f"READER = {name!r} has no chat template: it must say where images stand")
@@ -3380,14 +3379,7 @@ def join_parts(path, parts, facts):
 
 
 def write_json(path, value, indent=1):
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        tmp.write_text(json.dumps(value, indent=indent) + "\n")
-        fsync(tmp)
-        os.replace(tmp, path)
-        fsync(path.parent)
-    except OSError as error:
-        raise not_saved(path, error) from None
+    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=indent) + "\n"))
 
 
 def read_json(path):
@@ -3644,9 +3636,9 @@ def write_check_up(groups, path, say):
         table.append(f"    {key:<40} {shown}")
     title = f"Check-up of {candidates_path().name}"
     say("\n".join([title, *table, f"  Verdict: {verdict}"]))
-    with open(path.with_suffix(".csv.tmp"), "w", newline="") as file:
-        csv.writer(file).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-    os.replace(path.with_suffix(".csv.tmp"), path.with_suffix(".csv"))
+    text = io.StringIO()
+    csv.writer(text).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
+    write_whole(path.with_suffix(".csv"), lambda tmp: tmp.write_text(text.getvalue(), newline=""))
     draw_check_up(groups, figures, f"{title}\n{verdict}", path)
     return figures
 
@@ -3675,8 +3667,7 @@ def draw_check_up(groups, figures, title, path):
     graded.legend(fontsize=8)
     for axis in (counts, shares, graded):
         axis.grid(alpha=0.3)
-    figure.savefig(path.with_suffix(".png.tmp"), format="png", dpi=100)
-    os.replace(path.with_suffix(".png.tmp"), path.with_suffix(".png"))
+    write_whole(path.with_suffix(".png"), partial(figure.savefig, format="png", dpi=100))
 
 
 def check_candidates():
@@ -3836,10 +3827,10 @@ def draw_results(figures, records, folder, title):
     panels = {  # what is drawn of metrics.jsonl: label, phase, {metric: its name}
         "accuracy, validation queries": ("eval", {
             "pick_accuracy": "the policy's pick", "oracle_accuracy": "oracle among the mined"}),
-        "lists that weigh, exp(entropy of the weights)": ("train", {"effective_lists": None}),
-        "weight on the best list": ("train", {"weight_on_best": None}),
-        "KL to the policy of RCE (nats a choice)": ("train", {"kl": None}),
-        "deviation of rewards within a query": ("train", {"advantage_spread": None})}
+        "lists that weigh, exp(entropy of the weights)": ("train", {"effective_lists": "lists"}),
+        "weight on the best list": ("train", {"weight_on_best": "weight"}),
+        "KL to the policy of RCE (nats a choice)": ("train", {"kl": "KL"}),
+        "deviation of rewards within a query": ("train", {"advantage_spread": "deviation"})}
     if not any("kl" in record for record in records):  # no GRPO
         panels = dict(list(panels.items())[:3])
     by_shots, *others = figure.subplots(2, (len(panels) + 1) // 2).flatten()
@@ -3852,28 +3843,13 @@ def draw_results(figures, records, folder, title):
     by_shots.legend(fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.08))
     for axis, (label, (phase, metrics)) in zip(others, panels.items()):
         for n, (key, name) in enumerate(metrics.items()):
-            points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
-            if points:
-                draw_points(axis, points, phase, f"C{n}", name)
+            plot_metric(axis, records, phase, key, f"C{n}", name)
         axis.set(xlabel="training step", ylabel=label)
         if axis.lines:
             axis.legend(fontsize=8)
     for axis in (by_shots, *others):
         axis.grid(alpha=0.3)
-    figure.savefig(folder / "icl_results.png.tmp", format="png", dpi=100)
-    os.replace(folder / "icl_results.png.tmp", folder / "icl_results.png")
-
-
-def draw_points(axis, points, phase, color, name):
-    """Evaluations as points; what each step gives faint, a rolling mean on top."""
-    x, y = np.array(points, dtype=float).T
-    if phase == "eval":
-        axis.plot(x, y, "o-", color=color, label=name)
-        return
-    window = max(1, len(y) // 12)
-    rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
-    axis.plot(x, y, color=color, alpha=0.25)
-    axis.plot(x, rolling, color=color, label=f"mean of {window} steps")
+    write_whole(folder / "icl_results.png", partial(figure.savefig, format="png", dpi=100))
 
 
 def train_main():

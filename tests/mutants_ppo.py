@@ -63,7 +63,7 @@ MUTANTS = [
     (PPO, "        if fault := checkpoint_fault(folder):\n            say(",
      "        if not folder.exists():\n            say(",
      IN_SAFETY + "all_checkpoints_broken_is_an_error_that_touches_nothing"),
-    (PPO, "raise not_saved(folder, error) from None", "return",
+    (PPO, "raise not_saved(path, error) from None", "return",
      IN_RUN + "a_disk_that_fills_while_saving_leaves_the_last_good_checkpoint"),
     (PPO, "digests = {str(p.relative_to(tmp)): file_digest(p)", "digests = {str(p.name): file_digest(p)",
      IN_SAFETY + "a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told[ppo/ppo.py]"),

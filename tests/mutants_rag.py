@@ -109,7 +109,7 @@ MUTANTS = [
     (RAG, "        actions = self.choose(rows, policy=self.best)\n",
      "        self.policy.load_state_dict(self.best.state_dict())\n        actions = self.choose(rows)\n",
      IN_RAG + "a_finished_run_goes_on_from_its_last_policy_though_the_test_took_the_best"),
-    (RAG, 'self.best = load_part(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")',
+    (RAG, 'self.best = load_pretrained(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")',
      "self.best = Policy(self.policy.config)",
      IN_RAG + "the_policy_is_saved_with_its_actions_and_loads_again"),
     (RAG, "1, generator=generator)[:, 0]", "1)[:, 0]", IN_RAG + "evaluating_never_changes_training"),

@@ -807,7 +807,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     trainer.state.order = torch.arange(24).flip(0)
     folder = tmp_path / "run/step_9"
     run.gather(run.models, run.optimizers)
-    script.write_folder(folder, run.fill_checkpoint)
+    script.write_whole(folder, run.fill_checkpoint, folder=True, manifest=True)
     run.lock.release()
     again = trainer_class(str(folder))
     for key in set(run.saved) - {"threads"}:  # which are those of now

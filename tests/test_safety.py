@@ -571,7 +571,7 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
     }
     for number, (says, spoil) in enumerate(faults.items()):
         step = tmp_path / f"step_{number}"
-        script.write_folder(step, fill)
+        script.write_whole(step, fill, folder=True, manifest=True)
         assert script.checkpoint_fault(step) is None
         spoil(step)
         assert script.checkpoint_fault(step).startswith(says)
@@ -646,9 +646,33 @@ def test_a_best_that_cannot_be_replaced_stays(path, tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    script.write_folder(best, lambda folder: (folder / "metrics.json").write_text("old"), manifest=False)
+    script.write_whole(best, lambda folder: (folder / "metrics.json").write_text("old"), folder=True)
     monkeypatch.setattr(os, "rename", fails_at_the_second)
     with pytest.raises(script.UserError, match="best could not be saved"):
-        script.write_folder(best, lambda folder: (folder / "metrics.json").write_text("new"), manifest=False)
+        script.write_whole(best, lambda folder: (folder / "metrics.json").write_text("new"), folder=True)
     assert (best / "metrics.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_file_is_replaced_in_one_step_when_it_is_written_and_on_disk(tmp_path, monkeypatch):
+    script = load_script("ppo/ppo.py")
+    path = tmp_path / "table.csv"
+    done = []
+
+    def noted(name, function):
+        monkeypatch.setattr(os, name, lambda *a: (done.append(name), function(*a))[1])
+
+    def breaks(tmp):
+        tmp.write_text("ne")
+        raise OSError(28, "No space left on device")
+
+    for text in ("old", "new"):
+        noted("rename", os.rename)
+        noted("fsync", os.fsync)
+        script.write_whole(path, lambda tmp: tmp.write_text(text))
+        assert path.read_text() == text and done == ["fsync", "rename", "fsync"]  # the file, then its folder
+        monkeypatch.undo()
+        done.clear()
+    with pytest.raises(script.UserError, match="table.csv could not be saved"):
+        script.write_whole(path, breaks)
+    assert path.read_text() == "new"
