@@ -8,8 +8,10 @@ from conftest import ROOT
 
 TRAINERS = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"]  # of the small ones below
 LENGTHS = [
-    ("ppo/ppo.py", 550), ("grpo/grpo.py", 582), ("rce/rce.py", 820), ("ppo/ppo_rag.py", 600),
-    ("grpo/grpo_rec.py", 730), ("rce/rce_icl.py", 800)]
+    ("ppo/ppo.py", 490), ("grpo/grpo.py", 581), ("rce/rce.py", 806), ("ppo/ppo_rag.py", 583),
+    ("grpo/grpo_rec.py", 717), ("rce/rce_icl.py", 790)]
+# Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
+MOST = {"language models": 1280, "data and rewards": 391, "the run": 1168}
 
 
 def upper_part(text):
@@ -25,6 +27,13 @@ def test_the_blocks_of_all_trainers_are_equal():
 @pytest.mark.parametrize("file, most", LENGTHS)
 def test_the_algorithm_stands_above_the_first_block_and_is_short(file, most):
     assert upper_part((ROOT / file).read_text()) <= most
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_block_does_not_grow(name):
+    text = (ROOT / "ppo/ppo.py").read_text()
+    begin, end = blocks.places("ppo/ppo.py", text)[name]
+    assert text.count("\n", begin, end) <= MOST[name]
 
 
 def test_no_line_of_python_is_over_110_characters():
