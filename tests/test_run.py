@@ -23,7 +23,7 @@ import torch
 from conftest import (
     ROOT, TINY, TRAINERS, assert_same_state, load_script, policy_with_two_ends, read, run_script, small,
     untimed, words_of)
-from program import Program
+from program import Program, save_nothing
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 # The other trainers by -m sweep: what is tested stands in the blocks that they share
@@ -482,6 +482,13 @@ def test_resuming_past_a_broken_checkpoint_keeps_it_aside(unbroken, started, tmp
     assert len(list(out.glob("old_*/step_6"))) == 1
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Drawing is most of a short run."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future_given_up(ppo, tmp_path):
     out = tmp_path / "run"
 
@@ -502,6 +509,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future
     assert len(list(out.glob("old_*/best"))) == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_training_again_in_one_process_goes_on(ppo, tmp_path):
     script = ppo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1)
     trainer = script.PPOTrainer()
@@ -514,6 +522,7 @@ def test_training_again_in_one_process_goes_on(ppo, tmp_path):
     assert [r["step"] for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_training_a_finished_run_gives_its_last_evaluation(ppo, tmp_path):
     first = ppo(MAX_STEPS=1).PPOTrainer().train()
     assert first and ppo(MAX_STEPS=1, RESUME="yes").PPOTrainer().train() == first
@@ -1324,6 +1333,7 @@ def test_an_objects_name_has_no_address(ppo):
     assert script.plain_name({"b", "c", "a"}) == ["'a'", "'b'", "'c'"]  # a set's own order is the process's
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
     """As of Muon for matrices with AdamW for the rest: make_optimizer alone is edited."""
     def load(**constants):
