@@ -1424,8 +1424,6 @@ def summed(models, parts, metrics):
     for parameter, total in zip(parameters, totals):
         parameter.grad = total
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
         if processes() > 1 and not in_rounds and not sharded:
             dist.all_reduce(parameter.grad)
     for share in measured[:len(parts)]:

@@ -511,11 +511,12 @@ def test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_train
 
     script.sampling_logprobs = {"banned": banned, "top_p": top_p}[name]
     trainer = script.GRPOTrainer()
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
+    gained = (batch.logprobs - batch.ref_logprobs)[batch.response_mask > 0]
+    # a reference of the same weights is scored whole: what the cut took, the sampled tokens have gained
+    assert gained.min() > -1e-3 and 1e-3 < gained.max() < 100
     trainer.train()
     assert trainer.run.step == 1
     record = read(Path(script.OUTPUT_DIR) / "logs/metrics.jsonl")[1]
     assert record["grad_norm"] > 0 and record["entropy"] > 0
-    batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
-    # a reference of the same weights gives every sampled token the probability that it has without the edit
-    assert ((batch.logprobs - batch.ref_logprobs)[batch.response_mask > 0] < 3).all()
     assert name != "banned" or not (batch.response_ids[batch.response_mask > 0] == 20).any()
