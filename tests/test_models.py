@@ -514,7 +514,8 @@ def test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_train
     batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
     gained = (batch.logprobs - batch.ref_logprobs)[batch.response_mask > 0]
     # a reference of the same weights is scored whole: what the cut took, the sampled tokens have gained
-    assert gained.min() > -1e-3 and 1e-3 < gained.max() < 100
+    assert gained.min() > -1e-3 and gained.max() < 100
+    assert name == "banned" or gained.max() > 1e-3  # this policy hardly ever says 20
     trainer.train()
     assert trainer.run.step == 1
     record = read(Path(script.OUTPUT_DIR) / "logs/metrics.jsonl")[1]
