@@ -2215,6 +2215,7 @@ class Run:
             fresh = [dict(group) for group in optimizer.param_groups]
             load_optimizer(optimizer, saved["optimizers"][name])
             for group, now in zip(optimizer.param_groups, fresh):
+                group.clear()
                 group.update(now)  # a changed constant counts from here on
         set_rng_state(saved["rng"][0])
         constants_now = json.loads(json.dumps(constants(), default=plain_name))

@@ -1336,17 +1336,19 @@ def test_an_objects_name_has_no_address(ppo):
 @pytest.mark.usefixtures("undrawn")
 def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
     """As of Muon for matrices with AdamW for the rest: make_optimizer alone is edited."""
-    def load(**constants):
+    def load(multiple=10, **constants):
         script = ppo(USE_LR_SCHEDULER=True, MAX_STEPS=3, MAX_GRAD_NORM=1e-3, **constants)
 
         def make_optimizer(model, learning_rate):
             matrices = [p for p in model.parameters() if p.dim() == 2]
             others = [p for p in model.parameters() if p.dim() != 2]
-            groups = [{"params": matrices, "lr": 10 * learning_rate}, {"params": others}]
+            groups = [{"params": matrices, "lr": multiple * learning_rate}, {"params": others}]
             return torch.optim.SGD(groups, learning_rate)
 
         script.make_optimizer = make_optimizer
-        return script.PPOTrainer()
+        trainer = script.PPOTrainer()
+        trainer.set_rates = script.set_rates
+        return trainer
 
     trainer = load(LEARNING_RATE=0.1)
     trainer.reward_functions = [("length", lambda p, r, a: [float(len(x)) for x in r], 1.0)]
@@ -1359,6 +1361,9 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
     again = load(LEARNING_RATE=0.2, RESUME="yes")
     assert again.run.step == 3
     assert [group["lr"] for group in again.optimizers["policy"].param_groups] == pytest.approx([2.0, 0.2])
+    other = load(multiple=5, LEARNING_RATE=0.2, RESUME="yes")  # an edit counts from here on
+    other.set_rates(other.optimizers["policy"], 0.1)
+    assert [group["lr"] for group in other.optimizers["policy"].param_groups] == pytest.approx([0.5, 0.1])
 
 
 def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
