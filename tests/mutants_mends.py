@@ -47,6 +47,8 @@ MUTANTS = [
      RUN + "a_wandb_that_does_not_start_is_said_before_a_move"),
     (PPO, "annotations = annotate(1) if annotate else globals", "annotations = globals",
      RUN + "overrides_read_annotations_as_python_314_keeps_them_too"),
+    (PPO, "                group.clear()\n", "",
+     RUN + "every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed"),
     # models
     (GRPO, "alone = sampling_logprobs(single_rows(model, batch), 1.5)",
      "alone = (single_rows(model, batch) / 1.5).log_softmax(-1)",
