@@ -77,7 +77,6 @@ REWARD_MODEL: str | None = None  # one-label sequence classifier; None: reward f
 LORA_RANK = 0  # 0: whole models are trained; else adapters of this rank (2106.09685), on frozen weights
 LORA_ALPHA = 32.0  # an adapter's product counts LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # which layers get one: all-linear (but the heads), or names: q_proj,v_proj
-BASE_DTYPE: str | None = None  # float32 | bfloat16: of the weights under an adapter; None: DTYPE
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
@@ -181,7 +180,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "STAGE": ["all", "mine", "check", "train"],
-    "DTYPE BASE_DTYPE": ["float32", "bfloat16"],
+    "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "CHEAP_SIGNAL": ["gt_prob", "logprob"],
@@ -297,7 +296,7 @@ class RCETrainer:
         readers = self.tokenizer, self.readers, self.run.say
         self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
         self.eval_rows = load_prompts(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS, *readers)
-        check_models(self.readers, [self.actor], self.train_rows, self.pad_id, self.run.say)
+        check_models(self.readers, self.train_rows, self.pad_id)
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
             why = "two data sets have the same file name, so candidates could not tell their prompts apart"
@@ -808,7 +807,6 @@ class RCETrainer:
 # Loading, sampling, scoring, and the one optimizer step they all share. The plain ways come first; what is
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
-import bisect
 import functools
 import inspect
 import json
@@ -824,41 +822,26 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForSequenceClassification, AutoTokenizer)
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 # ---------------------------------------------------------------- loading
 
-def load_config(path, constant):
-    """The model's config without what differs between one forward pass and the next: dropout, which layers
-    recomputed in training mode would apply; nor with a router's logits, which the loss of load balancing
-    takes for whole rows'."""
-    config = load_pretrained(AutoConfig, path, constant)
-    parts = [config]
-    while parts:  # with those inside it
-        part = parts.pop()
-        for name, value in list(vars(part).items()):
-            if isinstance(value, transformers.PreTrainedConfig):
-                parts.append(value)
-            elif "drop" in name and type(value) is float:
-                setattr(part, name, 0.0)
-        if getattr(part, "output_router_logits", False):
-            part.output_router_logits = False
-    return config
-
-
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
     may be left over or absent; the absent ones start at zero."""
     if (Path(path) / "adapter_config.json").exists():
-        whole_ones = "take the best/policy of its run, where it is merged with its base"
-        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: {whole_ones}")
-    config = load_config(path, constant)
+        todo = "take the best/policy of its run, where it is merged with its base"
+        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: {todo}")
+    config = load_pretrained(AutoConfig, path, constant)
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if "drop" in name and type(value) is float:  # layers that recompute are in training mode
+                setattr(part, name, 0.0)
+        if getattr(part, "output_router_logits", False):  # for a loss of whole rows
+            part.output_router_logits = False
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
@@ -866,7 +849,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     wrong = missing | set(info["unexpected_keys"])
     if new_head:
-        wrong = {key for key in wrong if key in missing and key.startswith(model.base_model_prefix + ".")}
+        wrong = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if wrong:
         weights = f"missing or unexpected weights {', '.join(sorted(wrong))}"
         raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: {weights}")
@@ -875,30 +858,24 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
         parameter.data = parameter.data.clone()
         if name in missing:
             torch.nn.init.zeros_(parameter)
-    if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
-        if layer_windows(model) is not None:  # others look at the name, and would leave their own masks out
-            model.set_attn_implementation("shared_prompts")  # attend(), below; a user's own models keep sdpa
+    if "attend" in globals() and model.config._attn_implementation == "sdpa" and attention_windows(model):
+        model.set_attn_implementation("shared_prompts")
     model.eval()  # and it stays so: dropout is off in rollout and update alike
     return shard(model, device) if globals().get("SHARD") == "fsdp2" else model.to(device)
 
 
 def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
     """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
-    weights are frozen; an adapter on them, the saved one or one that changes nothing yet, is trained, and a
-    new head."""
-    if BASE_DTYPE == "bfloat16" and (DTYPE != BASE_DTYPE or not LORA_RANK):
-        needs = "is for frozen weights and computes in it: it needs LORA_RANK and the same DTYPE"
-        raise UserError(f"BASE_DTYPE = {BASE_DTYPE!r} {needs}")
+    weights are frozen, in DTYPE, and an adapter on them, the saved one or one that changes nothing yet, is
+    trained, and a new head."""
     if LORA_RANK and globals().get("SHARD") == "fsdp2":
-        todo = "SHARD = 'fsdp2' shards whole models alone: set one of the two"
-        raise UserError(f"LORA_RANK = {LORA_RANK}: {todo}")
+        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
     if saved and bool(LORA_RANK) != (saved / "adapter_config.json").exists():
         made = f"{saved} was made {'without' if LORA_RANK else 'with'} an adapter"
         raise UserError(f"LORA_RANK = {LORA_RANK}: {made}: resume it as it was, or set RESUME=no")
     if not LORA_RANK:
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
-    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, BASE_DTYPE or DTYPE))
-    model.base_digest = bits_digest(model.parameters())
+    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
     if Path(path).exists():
         model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
     add_adapter(model, constant, new_head)
@@ -909,34 +886,27 @@ def load_trained(auto_class, path, constant, device, saved=None, new_head=False)
 
 def add_adapter(model, constant, new_head):
     """Freeze the model and put an adapter on it, in float32, that changes nothing yet; a head stays whole."""
-    try:
-        import peft
-    except ImportError as error:
-        todo = "pip install -r requirements.txt"
-        raise UserError(f"LORA_RANK = {LORA_RANK} needs peft ({first_line(error)}): {todo}") from None
+    import peft
+
     outside = [name for name, _ in model.named_children() if name != model.base_model_prefix]
     heads = [name for name in outside if new_head and list(getattr(model, name).parameters())]
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
         modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
-    names = [name for name, _ in model.named_modules()]
-    absent = [] if targets == LORA_TARGETS else [
-        target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
     try:
-        if absent:
-            linear = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-            raise ValueError(f"{constant} has no layer {absent[0]!r}, but {', '.join(sorted(linear))}")
-        warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
         model.add_adapter(config)
+        held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+        adapted = [name for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
+        for target in [] if targets == LORA_TARGETS else targets:
+            if not any(f".{name}".endswith(f".{target}") for name in adapted):
+                raise ValueError(f"{constant} has no layer {target!r}")
+        for name in adapted:
+            if held.count(id(model.get_submodule(name).get_base_layer().weight)) > 1:
+                raise ValueError(f"{name} shares its weight with another layer of {constant}: leave it out")
     except ValueError as error:
-        said = first_line(error).rstrip("(")
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {said}") from None
-    held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    for name, layer in model.named_modules():
-        if hasattr(layer, "get_delta_weight") and held.count(id(layer.get_base_layer().weight)) > 1:
-            tied = f"{name} shares its weight with another layer of {constant}, and could not be merged"
-            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {tied}: leave it out")
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {first_line(error)}") from None
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -948,13 +918,9 @@ def add_adapter(model, constant, new_head):
 def load_adapter(model, saved):
     """Fill the model's adapter from a checkpoint's folder."""
     own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
-    try:
-        state = load_file(saved / "adapter_model.safetensors")
-        then = json.loads((saved / "adapter_config.json").read_text())
-        same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
-    except Exception as error:  # safetensors raises kinds of its own
-        why = f"cannot be loaded ({first_line(error)}): take an older checkpoint"
-        raise UserError(f"the adapter in {saved} {why}, or set RESUME=no") from None
+    then = json.loads((saved / "adapter_config.json").read_text())
+    state = load_file(saved / "adapter_model.safetensors")
+    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
     if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
         made = "was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"
         raise UserError(f"{saved} {made}: resume it as it was, or set RESUME=no")
@@ -973,34 +939,6 @@ def without_adapter(model):
     finally:
         if adapted:
             model.enable_adapters()
-
-
-@contextmanager
-def in_float32(model):
-    """Inside the block weights in bfloat16 are in float32 while their layer computes: one layer's at a time,
-    since the whole model may not fit."""
-    narrow = {id(p): p for p in model.parameters() if p.dtype == torch.bfloat16}
-
-    def cast(module, dtype):
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in narrow:
-                parameter.data = parameter.data.to(dtype)
-
-    def widen(module, inputs):
-        cast(module, torch.float32)
-
-    def shrink(module, inputs, outputs):
-        cast(module, torch.bfloat16)
-
-    hooks = [module.register_forward_pre_hook(widen) for module in model.modules() if narrow]
-    hooks += [module.register_forward_hook(shrink) for module in model.modules() if narrow]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter in narrow.values():
-            parameter.data = parameter.data.bfloat16()
 
 
 def shard(model, device):
@@ -1077,19 +1015,16 @@ def padding_id(model, tokenizer):
 
 
 def positions_of(model):
-    """(How many tokens model can read, why no more); inf where its config knows no bound."""
+    """How many tokens model reads, inf without a bound in its config; where its rotary positions depend on
+    the length (longrope, dynamic), how many before that: what is sampled and trained would differ."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") in ("longrope", "dynamic"):
             first = rope.get("original_max_position_embeddings")
-            first = first or getattr(config, "original_max_position_embeddings", None) or longest
-            change = f"its rotary positions ({rope['rope_type']}) change beyond"
-            return first, f"{change}, so what is sampled and what is trained would differ"
-    if isinstance(longest, int) and longest > 0:
-        return longest, "it has no more positions"
-    return math.inf, ""
+            return first or getattr(config, "original_max_position_embeddings", None) or longest
+    return longest if isinstance(longest, int) and longest > 0 else math.inf
 
 
 def conversation(prompt):
@@ -1159,11 +1094,10 @@ def encode(rows, constant, tokenizer, readers, say):
         say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
     needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
     for whose, model in readers.items():
-        most, why = positions_of(model)
-        if needed > most:
+        if needed > positions_of(model):
             have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
             todo = "lower MAX_NEW_TOKENS, or MAX_PROMPT_TOKENS, which leaves longer prompts out"
-            raise UserError(f"{whose} reads {most} tokens at most ({why}); {have}: {todo}")
+            raise UserError(f"{whose} reads {positions_of(model)} tokens at most; {have}: {todo}")
     return kept
 
 
@@ -1208,27 +1142,28 @@ def same_prompt(batch, rows):
 
 
 def micro_batches(batch, rows, size):
-    """Cut rows into micro-batches of at most `size`, rows of one prompt together, prompts of like length."""
+    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts of like length."""
     if not len(rows):
         return ()
     prompt = same_prompt(batch, rows)
     lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
     longest = torch.zeros_like(lengths).scatter_reduce(0, prompt, lengths, "amax")[prompt]
-    return rows[(longest * len(rows) + prompt).argsort(descending=True, stable=True)].split(size)
-
-
-@functools.cache
-def room_for_logits(device):
-    """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest memory of all processes' cards,
-    since all must cut the same micro-batches."""
-    return min(exchange(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+    order = (longest * len(rows) + prompt).argsort(descending=True, stable=True)
+    sizes = []
+    for count in prompt[order].unique_consecutive(return_counts=True)[1].tolist():
+        if sizes and sizes[-1] + count <= size:
+            sizes[-1] += count
+        else:
+            sizes += [size] * (count // size) + [count % size] * (count % size > 0)
+    return rows[order].split(sizes)
 
 
 def rows_at_once(model, batch):
     """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    not fit into room_for_logits() (a large vocabulary)."""
-    a_row = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room_for_logits(model.device) // a_row))
+    take more than 64 MiB, on a GPU 1/16 of its memory."""
+    room = torch.cuda.mem_get_info(model.device)[1] // 16 if model.device.type == "cuda" else 2**26
+    row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
 
 
 def autocast(model):
@@ -1271,94 +1206,90 @@ def sample_tokens(probabilities, uniform):
     return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
-class Uncached:
-    """Decoding without a cache: every row anew at every token. Slow, and right for any causal model."""
+@functools.cache
+def parameters_of(kind):
+    """The names that forward() of a class of models takes."""
+    return set(inspect.signature(kind.forward).parameters)
 
-    shared = ()
 
-    def __init__(self, model, prompts, group_size, max_new_tokens, pad_id):
-        width = max(map(len, prompts)) + max_new_tokens
-        rows = [list(p) + [pad_id] * (width - len(p)) for p in prompts for _ in range(group_size)]
+def call_model(model, ids, **options):
+    """The model's output for ids (rows, T), with those of the options that its forward() takes."""
+    names = parameters_of(type(model))
+    return model(input_ids=ids, **{key: value for key, value in options.items() if key in names})
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of a cache with room for further keys, a half more each time: transformers' own copies all keys
+    at every token, which took 39% of a rollout's time."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.show([layer.keys, layer.values], layer.keys.shape[2])
+
+    def show(self, room, length):
+        self.room = room
+        self.keys, self.values = (x[:, :, :length] for x in room)
+
+    def update(self, keys, values, *args, **kwargs):
+        before = self.keys.shape[2]
+        after = before + keys.shape[2]
+        room = self.room
+        if after > room[0].shape[2]:
+            room = [torch.nn.functional.pad(x, (0, 0, 0, 16 + after // 2)) for x in (self.keys, self.values)]
+        for x, new in zip(room, (keys, values)):
+            x[:, :, before:after] = new
+        self.show(room, after)
+        return self.keys, self.values
+
+    def reorder_cache(self, rows):
+        self.show([x.index_select(0, rows) for x in self.room], self.keys.shape[2])
+
+
+class Decoder:
+    """Decoding with the model's own cache: each prompt (a list of ids) is read once, and goes on as
+    group_size rows. logits (rows, vocabulary) are those of each row's next token."""
+
+    def __init__(self, model, prompts, group_size, pad_id):
+        ids = pad_left(prompts, pad_id).to(model.device)  # (prompts, P)
+        width = ids.shape[1]
         self.model = model
-        self.ids = torch.tensor(rows, device=model.device)
-        lengths = torch.tensor([len(p) for p in prompts], device=model.device)
-        self.lengths = lengths.repeat_interleave(group_size)
-        self.logits = self.last_logits()
+        self.positions = torch.tensor([len(p) for p in prompts], device=model.device)  # of the next token
+        self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
+        self.cache_name = "past_key_values"
+        if "cache_params" in parameters_of(type(model)):
+            self.cache_name = "cache_params"
+        self.cache = None
+        self.layers = []
+        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+        self.layers = getattr(self.cache, "layers", [])
+        for i, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer and layer.is_initialized:
+                shared = getattr(model, "decodes_shared", False)
+                self.layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+        self.select_rows(torch.arange(len(prompts), device=model.device).repeat_interleave(group_size))
 
-    def last_logits(self):
-        logits = row_logits(self.model, self.ids[:, :int(self.lengths.max())])
-        return logits[torch.arange(len(logits), device=logits.device), self.lengths - 1]
-
-    def next(self, tokens):
-        """Logits (rows, vocabulary) after one more token (rows,) a row."""
-        self.ids.scatter_(1, self.lengths.unsqueeze(-1), tokens.unsqueeze(-1))
-        self.lengths = self.lengths + 1
-        return self.last_logits()
-
-    def keep(self, rows):
-        """Go on with these rows alone."""
-        self.ids = self.ids[rows]
-        self.lengths = self.lengths[rows]
-
-
-class Cached:
-    """Decoding with the model's own cache. Each prompt is prefilled once and its cache expanded to group_size
-    rows; with share, layers that hold all keys keep a prompt's once for all its rows (see GroupedLayer)."""
-
-    def __init__(self, model, prompts, group_size, max_new_tokens, pad_id, share):
-        device, rows = model.device, len(prompts) * group_size
-        names = inspect.signature(model.forward).parameters
-        prompt_ids = pad_left(prompts, pad_id).to(device)  # (prompts, P)
-        width = prompt_ids.shape[1]
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
-        self.model = model
-        self.cache_name = "cache_params" if "cache_params" in names else "past_key_values"
-        self.positioned = "position_ids" in names
-        self.options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-        out = self.forward(prompt_ids, mask, (mask.cumsum(1) - 1).clamp(min=0), None)
+    def read(self, ids, positions):
+        shared = all(hasattr(layer, "prompt") for layer in self.layers)  # they hide the padding themselves
+        mask = None if self.layers and shared else self.mask
+        options = {"attention_mask": mask, "position_ids": positions, self.cache_name: self.cache}
+        out = call_model(self.model, ids, **options, use_cache=True, logits_to_keep=1)
         self.cache = getattr(out, self.cache_name)
-        self.logits = out.logits[:, -1].repeat_interleave(group_size, 0)  # (rows, vocabulary)
-        row_to_prompt = torch.arange(rows, device=device) // group_size
-        hidden = torch.finfo(torch.float32).min
-        self.groups = Groups(row_to_prompt, torch.where(mask[:, None, None] > 0, 0, hidden))
-        self.layers = getattr(self.cache, "layers", None) or [self.cache]
-        for i, layer in enumerate(self.layers):  # a sliding window's layer stays what it is
-            if share and type(layer) is DynamicLayer and layer.is_initialized:
-                self.layers[i] = GroupedLayer(layer, self.groups)
-            else:
-                layer.reorder_cache(row_to_prompt)
-        self.shared = [layer for layer in self.layers if isinstance(layer, GroupedLayer)]
-        self.mask = torch.cat([mask.repeat_interleave(group_size, 0), mask.new_ones(rows, max_new_tokens)], 1)
-        self.seen = width
-        self.positions = lengths.repeat_interleave(group_size)  # (rows,) of the next token
-
-    def forward(self, ids, mask, positions, cache):
-        options = {**self.options, self.cache_name: cache}
-        if self.positioned:
-            options["position_ids"] = positions
-        return self.model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
+        self.logits = out.logits[:, -1]
 
     def next(self, tokens):
         """Logits (rows, vocabulary) after one more token (rows,) a row."""
-        self.seen += 1
-        all_shared = len(self.shared) == len(self.layers)  # they hide the padding themselves
-        mask = None if all_shared else self.mask[:, :self.seen]
-        out = self.forward(tokens.unsqueeze(-1), mask, self.positions.unsqueeze(-1), self.cache)
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        self.read(tokens[:, None], self.positions[:, None])
         self.positions = self.positions + 1
-        return out.logits[:, -1]
+        return self.logits
 
-    def keep(self, rows):
-        """Go on with these rows alone."""
-        prompts, row_to_prompt = self.groups.row_to_prompt[rows].unique(return_inverse=True)
-        self.groups = Groups(row_to_prompt, self.groups.bias[prompts])
-        for layer in self.layers:
-            if isinstance(layer, GroupedLayer):
-                layer.select(rows, prompts, self.groups)
-            else:
-                layer.reorder_cache(rows)
+    def select_rows(self, rows):
+        """Go on with these rows (n,), of which one may stand several times."""
+        self.cache.reorder_cache(rows)
         self.mask = self.mask[rows]
         self.positions = self.positions[rows]
+        self.logits = self.logits[rows]
 
 
 _LOOK_EVERY = {"cpu": 1}  # tokens from one look at who has finished to the next; a GPU stops for each answer
@@ -1368,17 +1299,12 @@ _LOOK_EVERY = {"cpu": 1}  # tokens from one look at who has finished to the next
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
 
-    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. model.sampled_by
-    (grouped | cached | uncached) is what choose_sampling() found. Returns ids (rows, max_new_tokens), lengths
-    (rows,), and of the sampling distribution each id's log-probability and the entropy, as the ids. A row
-    holds its first EOS and pad after it; a row cut at max_new_tokens holds no EOS."""
+    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
+    max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the
+    entropy, as the ids. A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no
+    EOS."""
     device, rows = model.device, len(prompts) * group_size
-    way = getattr(model, "sampled_by", "grouped")
-    if way == "uncached":
-        decoder = Uncached(model, prompts, group_size, max_new_tokens, pad_id)
-    else:
-        share = way == "grouped" and shared_windows(model) is not None
-        decoder = Cached(model, prompts, group_size, max_new_tokens, pad_id, share)
+    decoder = Decoder(model, prompts, group_size, pad_id)
     ids = torch.full((rows, max_new_tokens), pad_id, device=device)
     lengths = torch.zeros(rows, dtype=torch.long, device=device)
     logprobs, entropies = torch.zeros(2, rows, max_new_tokens, device=device)
@@ -1400,15 +1326,11 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             break
         if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
             keep = unfinished.nonzero().squeeze(-1)
-            decoder.keep(keep)
+            decoder.select_rows(keep)
             rows = rows[keep]
             tokens = tokens[keep]
             unfinished = unfinished[keep]
         logits = decoder.next(tokens)
-        if t == 0 and not all(layer.attended for layer in decoder.shared):
-            # The model changes keys or values before attention sees them: attend() could not add the prompt's
-            model.sampled_by = "cached"
-            return generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id)
     # what finished rows said after their end
     over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]
     ids = ids.masked_fill(over, pad_id)
@@ -1432,8 +1354,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
                 temperature or TEMPERATURE, eos_ids, pad_id)
 
     with whole(model):
-        parts = dealt(range(0, len(prompts), size), some)
-    ids, lengths, logprobs, entropies = (torch.cat(x) for x in zip(*parts))
+        ids, lengths, logprobs, entropies = map(torch.cat, zip(*dealt(range(0, len(prompts), size), some)))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
     last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
@@ -1454,18 +1375,24 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
 
 # ---------------------------------------------------------------- scoring
 
-def row_logits(model, ids, last=0):
-    """Logits of whole rows (rows, T), the last so many columns or, with 0, all. Padding stands on the right,
-    where a causal model cannot see it: no mask, no positions, no cache."""
-    wanted = {"use_cache": False, "logits_to_keep": last}
-    names = inspect.signature(model.forward).parameters
-    options = {key: value for key, value in wanted.items() if key in names}
-    return model(input_ids=ids, **options).logits[:, -last:]
+def logits_at(model, ids, at, **options):
+    """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
+    large output layer reads these alone."""
+    options["use_cache"] = False
+    head = model.get_output_embeddings()
+    if head is None:
+        return call_model(model, ids, **options).logits[at]
+    hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][at][None])
+    try:
+        return call_model(model, ids, **options).logits[0]
+    finally:
+        hook.remove()
 
 
-def logits_by_rows(model, batch, rows):
-    """What the model says where it predicts a response token whose response_mask is 1, (tokens, labels), row
-    after row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt."""
+def logits_of_rows(model, batch, rows):
+    """Logits where the model predicts a response token whose response_mask is 1, (tokens, labels), row after
+    row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt, padded on the right,
+    where a causal model cannot see it: no mask, no positions."""
     prompts = batch.prompt_lengths[rows, None]
     responses = batch.response_lengths[rows, None]
     wide = batch.prompt_ids.shape[1]
@@ -1474,20 +1401,80 @@ def logits_by_rows(model, batch, rows):
     last = batch.response_ids.shape[1] - 1
     in_response = batch.response_ids[rows].gather(1, (column - prompts).clamp(0, last))
     ids = torch.where(column < prompts, in_prompt, in_response)
-    first = int(prompts.min()) - 1  # the first column that predicts a response token
-    logits = row_logits(model, ids, ids.shape[1] - first)
     mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    predicted_at = prompts.squeeze(-1)[row] - 1 + token
-    return logits[row, predicted_at - first], mask
+    return logits_at(model, ids, (row, prompts[row, 0] - 1 + token)), mask
+
+
+_RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
+
+
+def logits_of_groups(model, batch, rows):
+    """As logits_of_rows(), neighbouring rows of one prompt in one sequence: the prompt once, then their
+    responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
+    dimensions, its prompt and its own response alone."""
+    device = rows.device
+    prompts = batch.prompt_lengths[rows]
+    sizes = batch.response_lengths[rows] - 1  # nothing is predicted after the last token
+    same = torch.cat([prompts[:, None], batch.prompt_ids[rows]], 1)
+    changes = [True, *(same[1:] != same[:-1]).any(1).tolist()]
+    first = []  # row of each sequence
+    places = []  # of each row's response: its sequence, and where it begins
+    longest = end = begin = 0
+    for i, (prompt, size) in enumerate(zip(prompts.tolist(), sizes.tolist())):
+        if changes[i] or end + size > begin + _RESPONSE_TOKENS:
+            begin = end = prompt
+            first.append(i)
+        places.append((len(first) - 1, end))
+        end += size
+        longest = max(longest, end)
+    sequence, start = torch.tensor(places, device=device).T
+    column = torch.arange(longest + -longest % 8, device=device)  # a GPU's kernels copy other widths' masks
+    ids, positions, owner = torch.zeros(3, len(first), len(column), dtype=torch.long, device=device)
+    in_prompt = column < prompts[first, None]
+    wide = batch.prompt_ids.shape[1]
+    ids[in_prompt] = batch.prompt_ids[rows[first]][column[:wide].sub(wide) >= -prompts[first, None]]
+    positions[in_prompt] = column.expand_as(ids)[in_prompt]
+    row, token = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).nonzero(as_tuple=True)
+    at = sequence[row], start[row] + token
+    ids[at] = batch.response_ids[rows[row], token]
+    positions[at] = prompts[row] + token
+    owner[at] = row + 1  # of a prompt 0; padding is seen by none but itself
+    owner[~in_prompt & (owner == 0)] = -1
+    back = positions[:, :, None] - positions[:, None]  # from a query to a key
+    seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
+    masks = {}
+    for kind, window in attention_windows(model).items():
+        hidden = ~seen | (back >= (window or math.inf))
+        zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
+    mask = batch.response_mask[rows, :int(sizes.max()) + 1] > 0  # (rows, R)
+    row, token = mask.nonzero(as_tuple=True)
+    predicted_at = torch.where(token > 0, start[row] + token, prompts[row]) - 1
+    attention_mask = masks if len(masks) > 1 else masks.popitem()[1]
+    options = {"attention_mask": attention_mask, "position_ids": positions}
+    return logits_at(model, ids, (sequence[row], predicted_at), **options), mask
+
+
+def attention_windows(model):
+    """{kind of layer: how many of the keys before it a query sees, None: all}, by the config; {} where it has
+    other kinds, or a window that no layer is said to have."""
+    try:
+        config = model.config.get_text_config(decoder=True)
+        kinds, options = get_layer_types_and_kwargs(config)
+    except AttributeError:  # such as Mamba's
+        return {}
+    windows = {kind: option.get("sliding_window") for kind, option in zip(kinds, options)}
+    named = [value for key, value in vars(config).items() if key.endswith(("window", "window_size"))]
+    hidden = any(type(value) is int and value > 0 for value in named) and not any(windows.values())
+    return {} if hidden or not windows.keys() <= {"full_attention", "sliding_attention"} else windows
 
 
 def response_logits(model, batch, rows):
-    """As logits_by_rows(), in the way model.scored_by (packed | rows) says; see choose_scoring()."""
-    windows = shared_windows(model)
-    if windows is None or getattr(model, "scored_by", "packed") == "rows":
-        return logits_by_rows(model, batch, rows)
-    return logits_by_packing(model, batch, rows, windows)
+    """logits_of_groups() where check_models() found that they are right, or else logits_of_rows()."""
+    shared = getattr(model, "shares_prompts", False)
+    return (logits_of_groups if shared else logits_of_rows)(model, batch, rows)
 
 
 def response_logprobs(model, batch, rows, temperature, distribution=None):
@@ -1512,50 +1499,46 @@ def response_values(model, batch, rows):
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
 
 
-@torch.no_grad()
-def by_micro_batches(say, batch, micros):
-    """say(rows) (micro-batch, R) of all rows, as one tensor (rows, R); the micro-batches are dealt out."""
-    found = torch.zeros_like(batch.response_mask)
-    for rows, values in zip(micros, dealt(micros, say)):
-        found[rows, :values.shape[1]] = values
-    return found
-
-
 def every_micro_batch(model, batch):
     """The micro-batches of all rows of a batch."""
     every = torch.arange(len(batch.response_lengths), device=model.device)
     return micro_batches(batch, every, rows_at_once(model, batch))
 
 
+@torch.no_grad()
+def score_batch(score, model, batch, micros=None):
+    """score(rows) (micro-batch, R) of all rows of a batch, as one tensor (rows, R); each micro-batch is read
+    by one process."""
+    micros = micros or every_micro_batch(model, batch)
+    scores = torch.zeros_like(batch.response_mask)
+    with whole(model):
+        for rows, values in zip(micros, dealt(micros, score)):
+            scores[rows, :values.shape[1]] = values
+    return scores
+
+
 def all_logprobs(model, batch, micros=None, distribution=None):
     """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
-    def say(rows):
+    def score(rows):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
-    with whole(model):
-        return by_micro_batches(say, batch, micros or every_micro_batch(model, batch))
+    return score_batch(score, model, batch, micros)
 
 
 def all_values(model, batch):
     """What a model of one label says before each response token of a batch, (rows, R), without a gradient."""
-    def say(rows):
-        return response_values(model, batch, rows)
-
-    with whole(model):
-        return by_micro_batches(say, batch, every_micro_batch(model, batch))
+    return score_batch(lambda rows: response_values(model, batch, rows), model, batch)
 
 
 @torch.no_grad()
 def classify(model, tokenizer, prompts, responses):
     """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
     rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]
-    most, why = positions_of(model)
-    longest = max(map(len, rows))
-    if longest > most:
-        reads = f"reads {most} tokens at most ({why}); a prompt with its response has {longest}"
-        raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
     scores = torch.zeros(len(rows), device=model.device)
     lengths = torch.tensor([len(row) for row in rows])
+    if lengths.max() > positions_of(model):
+        reads = f"reads {positions_of(model)} tokens at most; a prompt with its response has {lengths.max()}"
+        raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
         ids = pad_right([rows[i] for i in chunk], 0).to(model.device)  # where a causal model cannot see it
         last = (lengths[chunk] - 1).to(model.device)
@@ -1602,14 +1585,18 @@ def recomputing(models):
 
 
 def backward(model, loss):
-    """loss.backward(), by kernels whose sums always come in one order where the device has them (see
-    try_strict_kernels); the gradient becomes a part of the step's sum (see summed)."""
+    """loss.backward(), on a GPU by kernels whose sums always come in one order, unless EXACT_SUMS = False;
+    the gradient becomes a part of the step's sum (see summed)."""
     if getattr(model, "idle", False):
         loss = 0 * loss
-    strict = getattr(model, "strict", False)
+    strict = EXACT_SUMS and model.device.type == "cuda"
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         loss.backward()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise UserError(f"EXACT_SUMS = True: {first_line(error)}: set it to False") from None
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -1634,12 +1621,10 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        found = exchange((len(parts), share))
-        if len(counts := {count for count, _ in found}) > 1:
-            raise UserError(f"the processes cut one optimizer step into {sorted(counts)} micro-batches")
-        measured += [share for _, share in found]
+        shares = exchange(share)
+        measured += shares
         for parameter, total in zip(parameters, totals):
-            gradients = [torch.empty_like(total) for _ in found]
+            gradients = [torch.empty_like(total) for _ in shares]
             dist.all_gather(gradients, parameter.grad)
             for gradient in gradients:
                 total += gradient
@@ -1660,14 +1645,11 @@ def summed(models, parts, metrics):
 def check_first_ratio(steps, step):
     """The run's first optimizer step sees the policy that sampled: its ratios are 1, but for rounding."""
     apart = [metrics.pop("log_ratio") for metrics in steps][0]  # mean |log ratio|, nats a token
-    first = steps[0]["ratio_max"]
-    if step == 0 and DTYPE == "float32" and first > 1e-3:
-        why = "ACTOR_MODEL scores a response otherwise than it sampled it"
-        sees = f"the first update sees a ratio {first:.2g} away from 1"
-        raise UserError(f"{sees}: {why}, or an edit changed one of the two")
-    if step == 0 and apart > 0.05:
-        sees = f"the first update sees log-probabilities {apart:.2g} nats a token away from the sampler's"
-        raise UserError(f"{sees}: DTYPE = {DTYPE!r} does not suit ACTOR_MODEL")
+    if DTYPE == "float32":
+        apart = steps[0]["ratio_max"]  # no rounding hides a single token
+    if step == 0 and apart > (1e-3 if DTYPE == "float32" else 0.05):
+        why = f"ACTOR_MODEL scores otherwise than it sampled, or DTYPE = {DTYPE!r} does not suit it"
+        raise UserError(f"the first update sees a ratio {apart:.2g} away from 1: {why}")
 
 
 def clip_and_step(optimizers, loss, run, ids):
@@ -1692,8 +1674,7 @@ def clip_and_step(optimizers, loss, run, ids):
 def size_of(model):
     """How many parameters a model has and, with an adapter, how many of them are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapted = f", {trained:,} of them trained," if LORA_RANK else ""
-    return f"{model.num_parameters():,} parameters{adapted}"
+    return f"{model.num_parameters():,} parameters" + f", {trained:,} of them trained," * (LORA_RANK > 0)
 
 
 def headline(run, actor, train_rows, eval_rows):
@@ -1735,353 +1716,142 @@ def sample_records(batch, advantages):
 # ---------------------------------------------------------------- models are tried before they are used
 
 @torch.no_grad()
-def single_rows(model, batch):
-    """logits_by_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
-    own = model.config._attn_implementation
-    if own == "shared_prompts":
-        model.set_attn_implementation("sdpa")  # as transformers has it: a model may look at the name
-    said = []
-    lengths = zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())
-    try:
-        for i, (p, n) in enumerate(lengths):
-            ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-            said.append(row_logits(model, ids[None])[0, p - 1:-1].float())
-    finally:
-        if own == "shared_prompts":
-            model.set_attn_implementation(own)
-    return torch.cat(said)
-
-
-def first_that_agrees(model, constant, kind, ways, attempt):
-    """Set model.<kind> to the first of the ways whose attempt() gives (what it found, what it should have
-    found, a result) that agree; returns the result."""
-    for way in ways:
-        setattr(model, kind, way)
-        try:
-            found, wanted, result = attempt()
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever a model raises that is not made for this way
-            why = f"it raises {type(error).__name__}: {first_line(error)}"
-            continue
-        apart = (found - wanted).abs().max().item()
-        if apart <= 1e-3 * (1 + wanted.std(correction=0).item()):  # mistakes are as large as logits are
-            return result
-        why = f"with other tokens around them, the same tokens get values {apart:.2g} apart"
-    name = f"a model of the type {model.config.model_type!r}"
-    todo = "It must be causal; try it in transformers, or take another"
-    raise UserError(f"{constant}: {name} cannot be used here, {why}. {todo}")
+def plain_logits(model, batch):
+    """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
+    found = []
+    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())):
+        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
+        found.append(call_model(model, ids[None], use_cache=False).logits[0, p - 1:-1])
+    return torch.cat(found)
 
 
 @torch.no_grad()
-def choose_sampling(model, constant, prompts, pad_id):
-    """Set model.sampled_by to the fastest way to decode that gives each token the log-probability it has in a
-    forward pass of its row alone. In float32 whatever DTYPE is: no mistake hides in bfloat16's noise. Returns
-    the samples, a batch."""
-    twice = [p for p in prompts for _ in range(2)]
-    ends = torch.arange(0, known_ids(model), 7, device=model.device)  # rows leave at different times
-    uniform = torch.rand(len(twice), 10, generator=torch.Generator().manual_seed(0)).to(model.device)
-
-    def attempt():
-        ids, lengths, logprobs, _ = generate(model, prompts, uniform, 2, 10, 1.5, ends, pad_id)
-        mask = torch.arange(10, device=model.device) < lengths[:, None]
-        batch = SimpleNamespace(
-            prompt_ids=pad_left(twice, pad_id).to(model.device),
-            prompt_lengths=torch.tensor([len(p) for p in twice], device=model.device),
-            response_ids=ids, response_lengths=lengths, response_mask=mask)
-        alone = sampling_logprobs(single_rows(model, batch), 1.5)
-        return logprobs[mask], alone.gather(1, ids[mask].unsqueeze(-1)).squeeze(-1), batch
-
-    ways = ("cached", "uncached") if shared_windows(model) is None else ("grouped", "cached", "uncached")
-    return first_that_agrees(model, constant, "sampled_by", ways, attempt)
+def disagreement(compute):
+    """In what the two tensors that compute() gives differ, or what it raises, in words; mistakes are as large
+    as logits are. Empty where they differ by rounding alone."""
+    try:
+        found, wanted = compute()
+    except Exception as error:  # whatever a model raises that is not made for it
+        return f"it raises {type(error).__name__}: {first_line(error)}"
+    apart = (found - wanted).abs().max().item()
+    tolerance = (1e-3 if wanted.dtype == torch.float32 else 0.1) * (1 + wanted.std(correction=0).item())
+    return "" if apart <= tolerance else f"beside other tokens the same tokens get values {apart:.2g} apart"
 
 
 @torch.no_grad()
-def choose_scoring(model, constant, batch):
-    """Set model.scored_by to "packed" or, where that says something else than single_rows(), to "rows"."""
-    rows = torch.arange(len(batch.response_lengths), device=model.device)
-    zeros = [p for p in model.parameters() if not p.any()]
-    generator = torch.Generator().manual_seed(0)
-
-    def attempt():
-        return response_logits(model, batch, rows)[0].float(), single_rows(model, batch), None
-
-    for parameter in zeros:  # a new value head says 0 whatever it reads
-        parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    try:
-        ways = ("rows",) if shared_windows(model) is None else ("packed", "rows")
-        first_that_agrees(model, constant, "scored_by", ways, attempt)
-    finally:
-        for parameter in zeros:
-            parameter.zero_()
-
-
-def try_strict_kernels(models, batch, say):
-    """Whether each model's backward pass can do without kernels whose sums come in another order on another
-    run. Attention on a GPU has such kernels, and takes others only where nothing else is tolerated."""
-    for model in models:
-        model.strict = True
-        rows = torch.arange(len(batch.response_lengths), device=model.device)
-        try:
-            with recomputing([model]):
-                with autocast(model):
-                    logits = response_logits(model, batch, rows)[0]
-                backward(model, logits.float().logsumexp(-1).sum())
-        except RuntimeError as error:
-            if "deterministic" not in str(error):
-                raise
-            model.strict = False
-            say(f"WARNING: on this device a resumed run is not the same to the last bit: {first_line(error)}")
-        model.zero_grad()
-
-
-def check_models(readers, trained, rows, pad_id, say):
-    """Find out how each model samples and scores what it should, on four prompts cut to mixed lengths; draws
-    none of the run's random numbers. readers: models by their constants, the actor first; trained: those with
-    a backward pass."""
-    prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
+def check_models(readers, rows, pad_id):
+    """Compare the actor's sampler and all models' scoring with plain_logits(), on four prompts cut to mixed
+    lengths. Sets model.decodes_shared and model.shares_prompts where that is right; draws none of the run's
+    random numbers. readers: models by constant, the actor first."""
     constant, actor = next(iter(readers.items()))
-    room_for_logits(actor.device)  # all processes ask at one place
-    with whole(actor), in_float32(actor):
-        batch = choose_sampling(actor, constant, prompts, pad_id)
+    prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
+    twice = [p for p in prompts for _ in range(2)]
+    ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times
+    uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
+    lengths = torch.tensor([len(p) for p in twice], device=actor.device)
+    batch = SimpleNamespace(prompt_ids=pad_left(twice, pad_id).to(actor.device), prompt_lengths=lengths)
+    every = torch.arange(8, device=actor.device)
+
+    def sample():
+        ids, batch.response_lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
+        mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
+        batch.response_ids = ids
+        batch.response_mask = mask
+        wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)
+        return logprobs[mask], wanted.gather(1, ids[mask][:, None]).squeeze(1)
+
+    def compare(way):
+        return disagreement(lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
+
+    with whole(actor):
+        actor.decodes_shared = actor.config._attn_implementation == "shared_prompts"
+        wrong = disagreement(sample)
+        if wrong and actor.decodes_shared:
+            actor.decodes_shared = False
+            wrong = disagreement(sample)
     for constant, model in readers.items():
-        with whole(model), in_float32(model):
-            choose_scoring(model, constant, batch)
-    if actor.device.type == "cuda":
-        try_strict_kernels(trained, batch, say)
+        with whole(model):
+            zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
+            for parameter in zeros:
+                parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
+            wrong = wrong or compare(logits_of_rows)
+            model.shares_prompts = not compare(logits_of_groups)
+            for parameter in zeros:
+                parameter.zero_()
+        if wrong:
+            kind = f"a model of the type {model.config.model_type!r}"
+            needs = "it must be causal, and decode with a cache"
+            raise UserError(f"{constant}: {kind} cannot be used here, {wrong}: {needs}")
+# ==== end of block: language models
 
 
-# ---------------------------------------------------------------- faster: rows of one prompt share it
-
-def shared_windows(model):
-    """How many of the keys before it each layer's query sees (None: all), a number a layer; None where rows
-    of one prompt cannot share it: there tokens meet in something else than attend(), or the config has a
-    window that no layer is said to have."""
-    shares = getattr(getattr(model, "config", None), "_attn_implementation", None) == "shared_prompts"
-    return layer_windows(model) if shares else None
+# ==== block: faster decoding
+# A prompt's keys and values are kept and read once for all its responses. Delete this block in a copy of your
+# own, and decoding is transformers' alone.
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
-def layer_windows(model):
-    """A window a layer (None: all keys), by the config; None for other kinds of layer, or where it has a
-    window that no layer is said to have."""
-    try:
-        config = model.config.get_text_config(decoder=True)
-        kinds, options = get_layer_types_and_kwargs(config)
-    except AttributeError:  # such as Mamba's
-        return None
-    if not {"full_attention", "sliding_attention"}.issuperset(kinds):
-        return None
-    windows = [option.get("sliding_window") for option in options]
-    named = [value for key, value in vars(config).items() if key.endswith(("window", "window_size"))]
-    hidden = any(type(value) is int and value > 0 for value in named) and not any(windows)
-    return None if hidden else windows
+class SharedLayer(GrowingLayer):
+    """Keys and values of the responses; those of the prompts, (prompts, heads, P, width), stand beside."""
 
-
-class Groups:
-    """Rows of one prompt side by side: row_to_prompt (rows,), in order; bias (prompts, 1, 1, P) hides the
-    prompts' padding."""
-
-    def __init__(self, row_to_prompt, bias):
-        counts = row_to_prompt.bincount(minlength=len(bias))
-        first = counts.cumsum(0) - counts
-        self.row_to_prompt = row_to_prompt
-        self.bias = bias
-        self.most = int(counts.max())
-        place = torch.arange(len(row_to_prompt), device=row_to_prompt.device) - first[row_to_prompt]
-        self.slots = row_to_prompt * self.most + place
-        self.full = len(row_to_prompt) == len(bias) * self.most
-
-    def together(self, x):
-        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows
-        than the most."""
-        if not self.full:
-            x = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
-        return x.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
-
-    def apart(self, x):
-        """The inverse of together()."""
-        x = x.unflatten(2, (self.most, -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.full else x.index_select(0, self.slots)
-
-
-class GroupedLayer(DynamicLayer):
-    """One layer's keys and values while decoding: each prompt's once for all its responses, and what every
-    response adds. Measured: 0.15 of the rollout's time with prompts of 512 tokens, 0.8 to 0.95 with 45; room
-    that grows by a half, where DynamicLayer copies everything at every token, was 39% of a rollout's time."""
-
-    def __init__(self, layer, groups):
-        super().__init__()
-        self.is_initialized = True
-        self.dtype = layer.dtype
-        self.device = layer.device
-        self.groups = groups
-        self.prompt = (layer.keys, layer.values)
-        self.room = [x.new_empty(len(groups.row_to_prompt), x.shape[1], 0, x.shape[3]) for x in self.prompt]
-        self.length = 0
-        self.handed_out = (None, None)
-        self.attended = False
+    def __init__(self, layer, mask):
+        super().__init__(layer)
+        self.prompt = self.room
+        self.bias = torch.where(mask[:, None, None] > 0, 0.0, -math.inf)
+        self.row_to_prompt = torch.arange(len(mask), device=mask.device)
+        self.show([x[:, :, :0] for x in self.room], 0)
 
     def get_seq_length(self):
-        return self.prompt[0].shape[2] + self.length
+        return self.prompt[0].shape[2] + self.keys.shape[2]
 
     def update(self, keys, values, *args, **kwargs):
-        if self.length == self.room[0].shape[2]:
-            more = 16 + self.length // 2
-            wider = [x.new_empty(*x.shape[:2], self.length + more, x.shape[3]) for x in self.room]
-            for new, room in zip(wider, self.room):
-                new[:, :, :self.length] = room
-            self.room = wider
-        for room, new in zip(self.room, (keys, values)):
-            room[:, :, self.length] = new[:, :, 0]
-        self.length += 1
-        self.handed_out = tuple(room[:, :, :self.length] for room in self.room)
-        self.handed_out[0].grouped = self  # for attend()
-        return self.handed_out
+        keys, values = super().update(keys, values)
+        keys.shared = self  # for attend()
+        return keys, values
 
-    def select(self, rows, prompts, groups):
-        self.room = [x.index_select(0, rows) for x in self.room]
+    def reorder_cache(self, rows):
+        """As of a cache; rows of one prompt are neighbours."""
+        super().reorder_cache(rows)
+        prompts, self.row_to_prompt = self.row_to_prompt[rows].unique(return_inverse=True)
         self.prompt = [x.index_select(0, prompts) for x in self.prompt]
-        self.groups = groups
+        self.bias = self.bias[prompts]
+        counts = self.row_to_prompt.bincount()
+        self.most = int(counts.max())
+        first = (counts.cumsum(0) - counts)[self.row_to_prompt]
+        place = torch.arange(len(rows), device=rows.device) - first
+        self.slots = self.row_to_prompt * self.most + place
 
+    def by_prompt(self, x):
+        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows
+        than the most."""
+        slots = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
+        return slots.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
 
-class CopyPrompts(torch.autograd.Function):
-    """A prompt's keys or values (prompts, heads, P, width) for each row; row_to_prompt (rows,). The gradient
-    is a product with ones and zeros: the same sum on every run, and quicker than indexing's, which took 22 ms
-    of an update of 356."""
-
-    @staticmethod
-    def forward(ctx, prompts, row_to_prompt):
-        ctx.save_for_backward(row_to_prompt)
-        ctx.prompts = len(prompts)
-        return prompts.index_select(0, row_to_prompt)
-
-    @staticmethod
-    def backward(ctx, grad):
-        row_to_prompt, = ctx.saved_tensors
-        share = torch.nn.functional.one_hot(row_to_prompt, ctx.prompts).to(grad.dtype)
-        return (share.T @ grad.flatten(1)).unflatten(1, grad.shape[1:]), None
-
-
-class Packed:
-    """Rows of a batch as one sequence of tokens, almost without padding: each prompt once, then the responses
-    without their last tokens, in blocks of like length that are padded to their longest. A response attends
-    to its prompt and to itself. Measured against whole rows in micro-batches of 64: 0.78 of GRPO's step on
-    the tiny model, 0.52 of PPO's."""
-
-    def __init__(self, batch, rows, windows=()):
-        device = rows.device
-        self.windows = windows  # a layer's number: its window
-        prompt = same_prompt(batch, rows)
-        some = prompt.new_zeros(int(prompt.max()) + 1)
-        one = rows[some.scatter_(0, prompt, torch.arange(len(rows), device=device))]  # a row of each prompt
-        lengths = batch.prompt_lengths[one]
-        sizes = batch.response_lengths[rows]
-        wide = batch.prompt_ids.shape[1]
-        column = torch.arange(int(lengths.max()), device=device)
-        # padded to the right
-        ids = batch.prompt_ids[one].gather(1, (wide - lengths[:, None] + column).clamp(max=wide - 1))
-        # positions of keys; a padding's is out of sight
-        seen = torch.where(column < lengths[:, None], column, 2**40)
-        # Of each block: its ids, the positions of its queries and of the keys they may see, which prompt each
-        # row has
-        self.blocks = [(ids, column.expand_as(ids), seen, None)]
-        starts = torch.zeros_like(rows)
-        offset = ids.numel()
-        order = sizes.argsort(stable=True)
-        ordered = sizes[order].tolist()
-        end = 0
-        while end < len(rows):
-            begin = end
-            end = bisect.bisect_right(ordered, 1.2 * ordered[begin] + 2)
-            part = order[begin:end]
-            n = ordered[end - 1] - 1
-            if n:
-                positions = lengths[prompt[part], None] + torch.arange(n, device=device)
-                keys_at = torch.cat([seen[prompt[part]], positions], 1)
-                self.blocks.append((batch.response_ids[rows[part], :n], positions, keys_at, prompt[part]))
-                starts[part] = offset + n * torch.arange(len(part), device=device)
-                offset += n * len(part)
-        step = torch.arange(ordered[-1], device=device)
-        self.mask = batch.response_mask[rows, :len(step)] > 0  # (rows, R)
-        last = prompt * len(column) + lengths[prompt] - 1  # each row's last prompt token
-        self.predicted_at = torch.where(step > 0, starts[:, None] + step - 1, last[:, None])[self.mask]
-        self.masks = {}
-        # four dimensions: models hand it on; no other attention can take it
-        hint = torch.zeros(1, 1, offset, 0, device=device)
-        hint.packed = self
-        ids, positions = (torch.cat([block[i].flatten() for block in self.blocks])[None] for i in (0, 1))
-        self.inputs = {
-            "input_ids": ids, "position_ids": positions, "attention_mask": hint, "use_cache": False}
-
-    def mask_of(self, number, window, dtype):
-        """What is added to a block's scores, (rows, 1, n, keys); one tensor for all layers, since each keeps
-        its own for the backward pass."""
-        if (number, window) not in self.masks:
-            _, at, seen, _ = self.blocks[number]
-            back = (at[:, :, None] - seen[:, None])[:, None]
-            rows, one, n, keys = back.shape
-            # a GPU's kernels copy other widths in each layer
-            aligned = torch.zeros(rows, one, n, keys + -keys % 8, dtype=dtype, device=back.device)
-            out_of_sight = (back < 0) | (back >= (window or 2**40))
-            self.masks[number, window] = aligned[..., :keys].masked_fill_(out_of_sight, -torch.inf)
-        return self.masks[number, window]
-
-    def attend(self, module, query, key, value, sliding_window=None, **options):
-        """Queries (1, heads, tokens, width), keys and values as they are, to (1, tokens, heads, width). The
-        window is the config's: not every model says it here."""
-        if options.get("position_bias") is not None:
-            raise ValueError("a bias of whole rows cannot be packed")
-        window = self.windows[module.layer_idx]
-        sizes = [ids.numel() for ids, *_ in self.blocks]
-        parts = zip(*(x.squeeze(0).split(sizes, 1) for x in (query, key, value)))
-        out = []
-        for number, ((ids, _, _, row_to_prompt), part) in enumerate(zip(self.blocks, parts)):
-            q, k, v = (x.unflatten(1, ids.shape).transpose(0, 1) for x in part)  # (rows, heads, n, width)
-            if row_to_prompt is None:
-                prompt = k, v
-            else:
-                k = torch.cat([CopyPrompts.apply(prompt[0], row_to_prompt), k], 2)
-                v = torch.cat([CopyPrompts.apply(prompt[1], row_to_prompt), v], 2)
-            causal = row_to_prompt is None and not window
-            mask = None if causal else self.mask_of(number, window, q.dtype)
-            out.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0].flatten(0, 1))
-        return torch.cat(out)[None]
-
-
-def logits_by_packing(model, batch, rows, windows):
-    """As logits_by_rows(), of one packed sequence: where tokens meet in attention alone, and that is
-    attend()'s."""
-    packed = Packed(batch, rows, windows)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return model(**packed.inputs, logits_to_keep=packed.predicted_at).logits.squeeze(0), packed.mask
-    return model(**packed.inputs).logits.squeeze(0)[packed.predicted_at], packed.mask
+    def by_row(self, x):
+        """The inverse of by_prompt()."""
+        return x.unflatten(2, (self.most, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
 
 
 def attend(module, query, key, value, attention_mask, scaling=None, **options):
-    """transformers' sdpa attention, but for two layouts: while decoding, a GroupedLayer's keys of a prompt
-    are read once for all its rows; of a Packed sequence each response attends to its prompt and to itself."""
-    packed = getattr(attention_mask, "packed", None)
-    if packed is not None:
-        return packed.attend(module, query, key, value, scaling=scaling, **options), None
-    layer = getattr(key, "grouped", None)
-    if layer is None or value is not layer.handed_out[1] or options.get("position_bias") is not None:
+    """transformers' sdpa attention; with a SharedLayer's keys one softmax over the prompt's and the own."""
+    layer = getattr(key, "shared", None)
+    if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    layer.attended = True
     rows, heads, _, width = query.shape
     query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
-    groups = layer.groups
     prompt_keys, prompt_values = layer.prompt
-    # (rows, kv heads, heads / kv heads, P)
-    prompt = groups.apart(groups.together(query) @ prompt_keys.mT + groups.bias)
-    weights = torch.cat([prompt, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
-    of_prompt, of_response = weights.split([prompt.shape[-1], key.shape[2]], -1)
-    out = groups.apart(groups.together(of_prompt) @ prompt_values) + of_response @ value
+    scores = layer.by_row(layer.by_prompt(query) @ prompt_keys.mT + layer.bias)
+    weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
+    of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
+    out = layer.by_row(layer.by_prompt(of_prompt) @ prompt_values) + of_response @ value
     return out.reshape(rows, 1, heads, -1), None
 
 
 AttentionInterface.register("shared_prompts", attend)
 AttentionMaskInterface.register("shared_prompts", sdpa_mask)
-# ==== end of block: language models
+# ==== end of block: faster decoding
 
 
 # ==== block: data and rewards
@@ -3697,8 +3467,7 @@ def beam_search(model, prompts, eos, pad_id):
     mask = pad_left([[1] * len(p) for p in prompts], 0).to(model.device)
     search = GenerationConfig(
         num_beams=BEAMS, num_return_sequences=BEAMS, do_sample=False, early_stopping=True,
-        max_new_tokens=MAX_NEW_TOKENS, use_cache=model.sampled_by != "uncached",
-        eos_token_id=eos, pad_token_id=pad_id)
+        max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos, pad_token_id=pad_id)
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("language models", "data and rewards", "the run")
+NAMES = ("language models", "faster decoding", "data and rewards", "the run")
 HAVE = {  # which blocks a trainer must have; one that is not named here has what it has
     "ppo/ppo.py": NAMES,
     "grpo/grpo.py": NAMES,
     "rce/rce.py": NAMES,
-    "ppo/ppo_rag.py": NAMES[1:],
+    "ppo/ppo_rag.py": NAMES[2:],
     "grpo/grpo_rec.py": NAMES,
-    "rce/rce_icl.py": NAMES[1:],
+    "rce/rce_icl.py": NAMES[2:],
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)
 

@@ -62,8 +62,7 @@ def no_plots():
 
 def try_models(script, trainer):
     """What the trainer's constructor did with its models, once more."""
-    trained = trainer.models.values()
-    script.check_models(trainer.readers, trained, trainer.train_rows, trainer.pad_id, trainer.run.say)
+    script.check_models(trainer.readers, trainer.train_rows, trainer.pad_id)
 
 
 COMMON = dict(
@@ -82,15 +81,16 @@ OPT = dict(
 
 
 @pytest.mark.parametrize("config", [LATENT, SPLIT_VALUES], ids=["keys", "values"])
-def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing(config):
-    """Latent attention expands the keys, DiffLlama cuts the values; nobody asked check_models() here."""
+def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing(config, tmp_path, trainer_of):
+    """Latent attention expands the keys, DiffLlama cuts the values."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.set_attn_implementation("shared_prompts")  # as load_model() does
+    trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
+    model = trainer.actor
+    assert model.config._attn_implementation == "shared_prompts"
+    assert not model.decodes_shared
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
     ends = torch.tensor([1, 20])
     ids, lengths, logprobs, _ = module.generate(model, prompts, torch.rand(9, 6), 3, 6, 1.3, ends, 0)
-    assert model.sampled_by == "cached"
     for i, n in enumerate(lengths.tolist()):
         whole = prompts[i // 3] + ids[i, :n].tolist()
         with torch.no_grad():
@@ -99,23 +99,17 @@ def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing
         torch.testing.assert_close(logprobs[i, :n], want, **SAME)
 
 
-def test_every_way_to_decode_gives_the_same_samples(trainer_of):
+def test_both_ways_to_decode_give_the_same_samples(trainer_of):
     trainer = trainer_of("grpo")
-    assert trainer.actor.sampled_by == "grouped"
+    assert trainer.actor.decodes_shared
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     uniform = torch.rand(20, 32)
     ends = module.end_ids(trainer.actor, trainer.tokenizer)
     found = []
-    for way in ("grouped", "cached", "uncached"):
-        trainer.actor.sampled_by = way
+    for trainer.actor.decodes_shared in (True, False):
         found.append(module.generate(trainer.actor, prompts, uniform, 4, 32, 1.2, ends, 0))
-        assert trainer.actor.sampled_by == way
-    ids, lengths, logprobs, entropies = found[0]
-    for other_ids, other_lengths, other_logprobs, other_entropies in found[1:]:
-        assert torch.equal(ids, other_ids)
-        assert torch.equal(lengths, other_lengths)
-        torch.testing.assert_close(logprobs, other_logprobs, **SAME)
-        torch.testing.assert_close(entropies, other_entropies, **SAME)
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, **SAME)
 
 
 def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypatch):
@@ -135,24 +129,24 @@ def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypat
 # ---------------------------------------------------------------- scoring
 
 
-def test_packed_and_whole_rows_say_the_same(trainer_of):
+def test_groups_and_whole_rows_say_the_same(trainer_of):
     trainer = trainer_of("grpo", GROUP_SIZE=3)
     batch = trainer.rollout(trainer.train_rows[:6])
     rows = torch.tensor([4, 0, 17, 9, 5, 2])
-    assert trainer.actor.scored_by == "packed"
-    packed = module.response_logprobs(trainer.actor, batch, rows, 0.9)
-    trainer.actor.scored_by = "rows"
+    assert trainer.actor.shares_prompts
+    groups = module.response_logprobs(trainer.actor, batch, rows, 0.9)
+    trainer.actor.shares_prompts = False
     whole = module.response_logprobs(trainer.actor, batch, rows, 0.9)
-    for a, b in zip(packed, whole):
+    for a, b in zip(groups, whole):
         torch.testing.assert_close(a, b, **SAME)
 
 
-def test_a_window_that_only_the_mask_knows_is_kept_in_a_packed_sequence(tmp_path, trainer_of):
+def test_a_window_that_only_the_mask_knows_is_kept_in_a_groups_sequence(tmp_path, trainer_of):
     experts = dict(num_local_experts=2, num_experts_per_tok=1)
     config = PhimoeConfig(**COMMON, **experts, num_key_value_heads=2, sliding_window=6)
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
     batch = trainer.rollout(trainer.train_rows[:4])
-    assert trainer.actor.scored_by == "packed"
+    assert trainer.actor.shares_prompts
     assert batch.prompt_lengths.min() > 12
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.arange(8), 1.0)
     torch.testing.assert_close(logprobs, batch.logprobs, rtol=1e-3, atol=1e-3)
@@ -160,43 +154,9 @@ def test_a_window_that_only_the_mask_knows_is_kept_in_a_packed_sequence(tmp_path
 
 def test_a_window_in_the_config_that_no_layer_is_said_to_have_is_not_shared():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**COMMON))
-    assert module.shared_windows(model) is None  # nor is anything where attention is not ours
-    model.set_attn_implementation("shared_prompts")
-    assert module.shared_windows(model) == [None, None]
+    assert module.attention_windows(model) == {"full_attention": None}
     model.config.attention_window = 8
-    assert module.shared_windows(model) is None
-
-
-def test_prompts_are_copied_to_their_rows_exactly_and_with_the_gradient_of_indexing():
-    torch.manual_seed(0)
-    prompts = torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True)
-    row_to_prompt = torch.tensor([2, 0, 0, 1, 2])
-    weight = torch.randn(5, 2, 5, 4, dtype=torch.float64)
-    copied = module.CopyPrompts.apply(prompts, row_to_prompt)
-    assert torch.equal(copied, prompts[row_to_prompt])
-    (gradient,) = torch.autograd.grad((copied * weight).sum(), prompts)
-    (wanted,) = torch.autograd.grad((prompts[row_to_prompt] * weight).sum(), prompts)
-    torch.testing.assert_close(gradient, wanted)
-
-
-def test_what_is_not_finite_in_one_prompt_stays_there():
-    prompts = torch.zeros(2, 1, 1, 1)
-    prompts[0] = torch.inf
-    assert module.CopyPrompts.apply(prompts, torch.tensor([1, 0])).flatten().tolist() == [0, torch.inf]
-
-
-def test_the_masks_rows_begin_where_a_gpus_kernels_want_them():
-    batch = SimpleNamespace(
-        prompt_ids=torch.randint(3, 80, (4, 9)),
-        prompt_lengths=torch.full((4,), 9),
-        response_ids=torch.randint(3, 80, (4, 7)),
-        response_lengths=torch.tensor([7, 7, 6, 7]),
-        response_mask=torch.ones(4, 7).tril(5))
-    packed = module.Packed(batch, torch.arange(4))
-    for number in range(len(packed.blocks)):
-        mask = packed.mask_of(number, None, torch.float32)
-        assert mask.shape[-1] % 8
-        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    assert module.attention_windows(model) == {}
 
 
 # ---------------------------------------------------------------- models are tried before they are used
@@ -217,28 +177,29 @@ def test_trying_the_models_draws_none_of_the_runs_random_numbers(trainer_of, nam
 
 def test_a_new_value_head_is_still_zero_after_it_was_tried(trainer_of):
     trainer = trainer_of("ppo")
-    assert trainer.critic.scored_by == "packed"
+    assert trainer.critic.shares_prompts
     assert not trainer.critic.score.weight.any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_where_packing_is_wrong_whole_rows_are_read(trainer_of, monkeypatch, name, dtype):
+def test_where_groups_are_wrong_whole_rows_are_read(trainer_of, monkeypatch, name, dtype):
     trainer = trainer_of(name, DTYPE=dtype)
     script = trainer_of.script
-    right = script.Packed.attend
+    right = script.logits_of_groups
 
-    def wrong(*arguments, **options):
-        return 0.9 * right(*arguments, **options)
+    def wrong(*arguments):
+        logits, mask = right(*arguments)
+        return 0.9 * logits, mask
 
-    monkeypatch.setattr(script.Packed, "attend", wrong)
+    monkeypatch.setattr(script, "logits_of_groups", wrong)
     try_models(script, trainer)
-    assert trainer.actor.scored_by == "rows"
-    assert trainer.actor.sampled_by == "grouped"
-    assert name != "ppo" or trainer.critic.scored_by == "rows"  # though its head says 0 to all
+    assert not trainer.actor.shares_prompts
+    assert trainer.actor.decodes_shared
+    assert name != "ppo" or not trainer.critic.shares_prompts  # though its head says 0 to all
 
 
-@pytest.mark.parametrize("way", ["generate", "response_logits"])
+@pytest.mark.parametrize("way", ["generate", "logits_of_rows"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_no_way_reads_right_is_refused_by_name(trainer_of, monkeypatch, name, way):
     trainer = trainer_of(name)
@@ -260,7 +221,7 @@ def test_a_model_that_raises_is_refused_with_what_it_raised(trainer_of, monkeypa
 
     trainer = trainer_of("grpo")
     monkeypatch.setattr(trainer.actor.model, "forward", divide)
-    says = "'llama' cannot be used here, it raises ZeroDivisionError: division by zero"
+    says = "'llama' cannot be used here, it raises ZeroDivisionError: division by zero: it must be causal"
     with pytest.raises(trainer_of.script.UserError, match=says):
         try_models(trainer_of.script, trainer)
 
@@ -273,7 +234,7 @@ def test_in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run(t
     trainer.compute_advantages(batch)
     batch.advantages = batch.advantages + 0.1  # every row teaches
     trainer.update(batch)  # rounding is no mistake
-    says = "0.2[0-9]* nats a token away from the sampler's: DTYPE = 'bfloat16'"
+    says = "a ratio 0.2[0-9]* away from 1: .* DTYPE = 'bfloat16'"
     sampled = batch.logprobs
     up_and_down = 1 - 2 * (torch.arange(sampled.shape[1]) % 2)  # in the mean over a response nearly none
     for signs in (1, up_and_down):
@@ -291,7 +252,7 @@ def test_gspos_rescored_probabilities_do_not_hide_a_wrong_sampler(trainer_of):
     sampled = batch.logprobs
     trainer.update(batch)
     batch.logprobs = sampled - 0.2 * batch.response_mask
-    with pytest.raises(trainer_of.script.UserError, match="0.2[0-9]* nats a token away from the sampler's"):
+    with pytest.raises(trainer_of.script.UserError, match="a ratio 0.2[0-9]* away from 1"):
         trainer.update(batch)
 
 
@@ -313,24 +274,13 @@ def test_in_bfloat16_mining_ends_where_greedy_responses_score_otherwise(trainer_
         trainer.mine_part(rows)
 
 
-def test_a_resumed_run_reads_its_models_as_it_began(tmp_path, trainer_of):
-    trainer = trainer_of("ppo", MAX_STEPS=1, EVAL_DATASETS=[])
-    trainer.run.draw_plots = no_plots
-    trainer.actor.sampled_by = "cached"
-    trainer.critic.scored_by = "rows"
-    trainer.train()
-    again = trainer_of("ppo", RESUME="yes")
-    assert again.actor.sampled_by == "cached"
-    assert again.actor.scored_by == "packed"
-    assert again.critic.scored_by == "rows"
-
-
 # ---------------------------------------------------------------- what a model and its tokenizer bring along
 
 
 def test_no_dropout_is_left_in_a_config(tmp_path):
+    AutoModelForCausalLM.from_config(OPTConfig(**OPT)).save_pretrained(tmp_path / "opt")
     OPTConfig(**OPT, dropout=0.5, attention_dropout=0.5, layerdrop=0.5).save_pretrained(tmp_path / "opt")
-    config = module.load_config(tmp_path / "opt", "ACTOR_MODEL")
+    config = module.load_model(AutoModelForCausalLM, tmp_path / "opt", "ACTOR_MODEL", "cpu").config
     assert (config.dropout, config.attention_dropout, config.layerdrop) == (0, 0, 0)
 
 
@@ -412,7 +362,7 @@ def test_rotary_positions_that_change_with_the_length_are_refused_beyond_it(tmp_
     rope = dict(rope_type=kind, factor=2.0, rope_theta=1e4, **more)
     config = LlamaConfig(**COMMON, max_position_embeddings=longest, rope_parameters=rope)
     model = saved(config, tmp_path / "model")
-    with pytest.raises(Exception, match=f"ACTOR_MODEL reads 64 tokens at most .*{kind}"):
+    with pytest.raises(Exception, match="ACTOR_MODEL reads 64 tokens at most"):
         trainer_of("grpo", ACTOR_MODEL=model)
     trainer_of("grpo", ACTOR_MODEL=model, MAX_NEW_TOKENS=8, MAX_PROMPT_TOKENS=50)
 
@@ -457,40 +407,22 @@ class Unordered(torch.autograd.Function):
         return grad.clone().put_(torch.tensor([0]), grad.flatten()[:1].clone())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_device_without_deterministic_kernels_is_named_and_the_run_goes_on(
-        trainer_of, monkeypatch, capsys, name):
-    trainer = trainer_of(name)
-    script = trainer_of.script
-    actor = trainer.actor
-    models = trainer.models.values()
-
-    def unordered(*arguments):
-        return Unordered.apply(module.response_logits(*arguments)[0]), None
-
-    def divide(*arguments):
-        return 1 / 0
-
-    assert not hasattr(actor, "strict")  # on a CPU every kernel we use is
-    script.try_strict_kernels(models, one_row(), trainer.run.say)
-    assert all(model.strict for model in models)
-    assert all(p.grad is None for p in actor.parameters())
-
-    monkeypatch.setattr(script, "response_logits", unordered)
-    with pytest.raises(RuntimeError, match="put_"):
-        script.backward(actor, unordered(actor, one_row(), torch.tensor([0]))[0].sum())
-    actor.zero_grad()
+@pytest.mark.parametrize("exact", [True, False])
+def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_it(monkeypatch, exact):
+    monkeypatch.setattr(module, "EXACT_SUMS", exact)
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    x = torch.ones(3, requires_grad=True)
+    loss = Unordered.apply(x).sum()
+    if exact:
+        with pytest.raises(module.UserError, match="EXACT_SUMS = True: put_ does not .*: set it to False"):
+            module.backward(gpu, loss)
+    else:
+        module.backward(gpu, loss)
+        assert x.grad is not None
     assert torch.is_deterministic_algorithms_warn_only_enabled()
-    capsys.readouterr()
-    script.try_strict_kernels(models, one_row(), trainer.run.say)
-    assert not any(model.strict for model in models)
-    assert "a resumed run is not the same to the last bit: put_" in capsys.readouterr().out
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert all(p.grad is None for p in actor.parameters())
+    with pytest.raises(RuntimeError, match="second time"):  # what has another reason stays what it is
+        module.backward(gpu, loss)
 
-    monkeypatch.setattr(script, "response_logits", divide)
-    with pytest.raises(ZeroDivisionError):
-        script.try_strict_kernels(models, one_row(), trainer.run.say)
 
 
 @pytest.mark.parametrize("name", [pytest.param("banned", marks=pytest.mark.sweep), "top_p"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import NATS, TINY, distance, load_script
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers import Llama4TextConfig, MistralConfig
+from transformers import Gemma3TextConfig, Llama4TextConfig, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -54,11 +54,13 @@ def test_sampling_by_blocks_inverts_the_same_distribution(vocabulary):
 # ---------------------------------------------------------------- one prompt's keys for all its responses
 
 
-@pytest.mark.parametrize("kind", ["shared_prompts", "eager"])  # eager cannot share: it must be right too
-def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
+@pytest.mark.parametrize("kind, shared", [("shared_prompts", True), ("sdpa", False), ("eager", False)])
+def test_decoding_is_a_plain_forward_pass(grpo, kind, shared):
     trainer = grpo().GRPOTrainer()
     model = trainer.actor
+    assert model.decodes_shared
     model.set_attn_implementation(kind)
+    model.decodes_shared = shared
     torch.manual_seed(1)
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     assert len({len(p) for p in prompts}) > 2
@@ -72,26 +74,33 @@ def test_decoding_with_shared_prompts_is_a_plain_forward_pass(grpo, kind):
             assert torch.allclose(got[i, :n], want, atol=NATS)
         for rows in (ids, *found):
             assert (rows[i, n:] == 0).all()
-    assert kind == "eager" or model.sampled_by == "grouped"  # sharing is given up where it is wrong
 
 
-def test_a_prompts_keys_are_kept_once(grpo, monkeypatch):
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monkeypatch, shared):
     trainer = grpo().GRPOTrainer()
+    trainer.actor.decodes_shared = shared
+    name = "SharedLayer" if shared else "GrowingLayer"
     layers = []
 
-    class Spy(module.GroupedLayer):
+    class Spy(getattr(module, name)):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             layers.append(self)
 
-    monkeypatch.setattr(module, "GroupedLayer", Spy)
+    monkeypatch.setattr(module, name, Spy)
+    grown = []
+    pad = torch.nn.functional.pad
+    monkeypatch.setattr(torch.nn.functional, "pad", lambda x, *more, **options: (
+        grown.append(x.dim()), pad(x, *more, **options))[1])
     prompts = [row["ids"] for row in trainer.train_rows[:3]]
-    module.generate(trainer.actor, prompts, torch.rand(24, 4), 8, 4, 1.0, torch.tensor([99]), 0)
+    module.generate(trainer.actor, prompts, torch.rand(24, 12), 8, 12, 1.0, torch.tensor([99]), 0)
     assert len(layers) == trainer.actor.config.num_hidden_layers
+    assert grown.count(4) == 2 * len(layers)  # keys and values once, for eleven tokens
     for layer in layers:
-        assert len(layer.prompt[0]) == 3
-        assert len(layer.room[0]) == 24
-        assert layer.room[0].shape[2] < 32
+        assert len(layer.keys) == 24
+        assert not shared or len(layer.prompt[0]) == 3
+        assert layer.keys.shape[2] == 11 + (0 if shared else max(map(len, prompts)))
 
 
 # ---------------------------------------------------------------- other models beside ours
@@ -158,16 +167,21 @@ def packed_batch(prompts, responses, share):
         response_ids=torch.randint(3, 80, (len(lengths), int(lengths.max()))))
 
 
-def test_a_packed_sequence_holds_each_prompt_once_and_hardly_any_padding():
-    uniform = torch.rand(64, generator=torch.Generator().manual_seed(0))
-    lengths = (20 / uniform ** (1 / 1.5) - 18).clamp(2, 256).long()  # a heavy tail
-    batch = packed_batch([9, 5, 7, 9, 8, 9, 6, 9], lengths.tolist(), 8)
-    packed = module.Packed(batch, torch.arange(64))
-    tokens = packed.inputs["input_ids"].shape[1]
-    needed = int(lengths.sum()) - 64
-    assert needed + 62 <= tokens < 1.1 * needed + 8 * 9
-    assert packed.mask.sum(1).tolist() == lengths.tolist()
-    assert len(packed.predicted_at) == lengths.sum()
+def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(monkeypatch):
+    batch = packed_batch([9, 5, 7], [4, 6, 3, 5, 2, 2, 2, 2, 90, 20, 80, 1], 4)
+    seen = []
+
+    def spy(model, ids, at, **options):
+        seen.append((ids.shape, options["attention_mask"].shape))
+        return torch.zeros(len(at[0]), 1)
+
+    monkeypatch.setattr(module, "logits_at", spy)
+    monkeypatch.setattr(module, "_RESPONSE_TOKENS", 100)
+    model = AutoModelForCausalLM.from_config(CONFIGS["all"])
+    logits, mask = module.logits_of_groups(model, batch, torch.arange(12))
+    assert len(logits) == mask.sum() == batch.response_lengths.sum()
+    # Three prompts, the last in two sequences; the longest is 7 + 89 (a GPU's kernels want widths by eights)
+    assert seen == [((4, 112), (4, 1, 112, 112))]  # 7 + 19 + 79
 
 
 LAYERS = dict(
@@ -176,32 +190,24 @@ LAYERS = dict(
 CHUNKS = Llama4TextConfig(
     **LAYERS, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=32, pad_token_id=0,
     bos_token_id=None, eos_token_id=1)
+MIXED = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "all": MistralConfig(**LAYERS, sliding_window=None),
     "window": MistralConfig(**LAYERS, sliding_window=3),
-    "chunks": CHUNKS,  # which cannot be packed
+    "mixed": Gemma3TextConfig(**LAYERS, sliding_window=3, layer_types=MIXED, query_pre_attn_scalar=8),
 }
 
 
 @pytest.mark.parametrize("responses", [[1] * 6, [1, 5, 1, 1, 30, 2], [4] * 6])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_rows_are_plain_forward_passes(monkeypatch, responses, name):
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_grouped_rows_are_plain_forward_passes(responses, name, kind):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=kind).eval()
+    model.shares_prompts = True
     batch = packed_batch([1, 6, 3], responses, 2)
     rows = torch.tensor([3, 0, 5, 2, 4])
-    passes = []
-
-    class Spy(module.Packed):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            passes.append(self)
-
-    monkeypatch.setattr(module, "Packed", Spy)
-    model.set_attn_implementation("shared_prompts")
     found = module.response_logprobs(model, batch, rows, 0.8)
-    assert len(passes) == (name != "chunks")
-    model.set_attn_implementation("sdpa")
     for i, row in enumerate(rows.tolist()):
         n = int(batch.response_lengths[row])
         prompt = batch.prompt_ids[row, -batch.prompt_lengths[row]:].tolist()
@@ -211,13 +217,11 @@ def test_packed_rows_are_plain_forward_passes(monkeypatch, responses, name):
             assert (got[i, n:] == 0).all()
 
 
-def test_no_other_attention_can_take_a_packed_sequence_for_a_row():
-    packed = module.Packed(packed_batch([4, 4], [3, 5, 2, 2], 2), torch.arange(4))
-    tokens = packed.inputs["input_ids"].shape[1]
-    q, k, v = (torch.randn(1, 4, tokens, 8) for _ in range(3))
-    owner = SimpleNamespace(num_key_value_groups=1, is_causal=True)
-    with pytest.raises(RuntimeError):
-        sdpa_attention_forward(owner, q, k, v, packed.inputs["attention_mask"])
+def test_layers_of_another_kind_share_nothing():
+    model = AutoModelForCausalLM.from_config(CHUNKS)
+    assert module.attention_windows(model) == {}
+    with pytest.raises(KeyError):  # and check_models() sees that
+        module.logits_of_groups(model, packed_batch([4, 4], [3, 5, 2, 2], 2), torch.arange(4))
 
 
 # ---------------------------------------------------------------- log-probabilities of a large vocabulary
@@ -261,11 +265,14 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
     trainer = script.GRPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:6])
     assert script.rows_at_once(trainer.actor, batch) == 24
-    micros = module.micro_batches(batch, torch.randperm(24), 8)
-    assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
-    for micro in micros:
-        assert len(micro) == 8
-        assert len({i // 4 for i in micro.tolist()}) == 2
+    for size, rows, prompts in ((8, 8, 2), (11, 8, 2), (4, 4, 1)):  # no prompt's rows are cut in two
+        micros = module.micro_batches(batch, torch.randperm(24), size)
+        assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
+        for micro in micros:
+            assert len(micro) == rows
+            assert len({i // 4 for i in micro.tolist()}) == prompts
+    micros = module.micro_batches(batch, torch.randperm(24), 3)  # but where they are more than a micro-batch
+    assert [len(micro) for micro in micros][:3] == [3, 1, 3]
     monkeypatch.setattr(script, "BATCH_SIZE", 100)
     assert script.rows_at_once(trainer.actor, batch) == 64
     for vocabulary, rows in ((2**24 // batch.response_ids.shape[1] // 5, 5), (2**40, 1)):
