@@ -590,7 +590,8 @@ def add_adapter(model, constant, new_head):
             if held.count(id(model.get_submodule(name).get_base_layer().weight)) > 1:
                 raise ValueError(f"{name} shares its weight with another layer of {constant}: leave it out")
     except ValueError as error:
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {first_line(error)}") from None
+        why = first_line(error).rstrip("(")
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {why}") from None
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -1116,8 +1117,8 @@ def logits_of_groups(model, batch, rows):
     column = torch.arange(longest + -longest % 8, device=device)  # a GPU's kernels copy other widths' masks
     ids, positions, owner = torch.zeros(3, len(first), len(column), dtype=torch.long, device=device)
     in_prompt = column < prompts[first, None]
-    wide = batch.prompt_ids.shape[1]
-    ids[in_prompt] = batch.prompt_ids[rows[first]][column[:wide].sub(wide) >= -prompts[first, None]]
+    before = torch.arange(-batch.prompt_ids.shape[1], 0, device=device)  # prompts stand at the right there
+    ids[in_prompt] = batch.prompt_ids[rows[first]][before >= -prompts[first, None]]
     positions[in_prompt] = column.expand_as(ids)[in_prompt]
     row, token = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).nonzero(as_tuple=True)
     at = sequence[row], start[row] + token
@@ -1410,15 +1411,15 @@ def plain_logits(model, batch):
 
 
 @torch.no_grad()
-def disagreement(compute):
+def disagreement(model, compute):
     """In what the two tensors that compute() gives differ, or what it raises, in words; mistakes are as large
-    as logits are. Empty where they differ by rounding alone."""
+    as logits are. Empty where they differ by the rounding of the model's weights alone."""
     try:
         found, wanted = compute()
     except Exception as error:  # whatever a model raises that is not made for it
         return f"it raises {type(error).__name__}: {first_line(error)}"
     apart = (found - wanted).abs().max().item()
-    tolerance = (1e-3 if wanted.dtype == torch.float32 else 0.1) * (1 + wanted.std(correction=0).item())
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * (1 + wanted.std(correction=0).item())
     return "" if apart <= tolerance else f"beside other tokens the same tokens get values {apart:.2g} apart"
 
 
@@ -1445,14 +1446,14 @@ def check_models(readers, rows, pad_id):
         return logprobs[mask], wanted.gather(1, ids[mask][:, None]).squeeze(1)
 
     def compare(way):
-        return disagreement(lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
+        return disagreement(model, lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
 
     with whole(actor):
         actor.decodes_shared = actor.config._attn_implementation == "shared_prompts"
-        wrong = disagreement(sample)
+        wrong = disagreement(actor, sample)
         if wrong and actor.decodes_shared:
             actor.decodes_shared = False
-            wrong = disagreement(sample)
+            wrong = disagreement(actor, sample)
     for constant, model in readers.items():
         with whole(model):
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads

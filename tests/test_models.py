@@ -344,7 +344,7 @@ def test_prompts_and_responses_longer_than_a_models_positions_are_refused(tmp_pa
     sizes = dict(vocab_size=82, n_positions=60, n_embd=32, n_layer=1, n_head=2)
     short = saved(GPT2Config(**sizes, eos_token_id=1, bos_token_id=None), tmp_path / "short")
     needs = "TRAIN_DATASETS and MAX_NEW_TOKENS = 32 are [0-9]+: lower"
-    with pytest.raises(Exception, match=f"^{constant} reads 60 tokens at most .*{needs}"):
+    with pytest.raises(Exception, match=f"^{constant} reads 60 tokens at most; .*{needs}"):
         trainer_of("ppo", **{constant: short}, KL_COEF=0.1)
     trainer_of("ppo", **{constant: short}, KL_COEF=0.1, MAX_NEW_TOKENS=8, MAX_PROMPT_TOKENS=52)
 
@@ -420,8 +420,8 @@ def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_i
         module.backward(gpu, loss)
         assert x.grad is not None
     assert torch.is_deterministic_algorithms_warn_only_enabled()
-    with pytest.raises(RuntimeError, match="second time"):  # what has another reason stays what it is
-        module.backward(gpu, loss)
+    with pytest.raises(RuntimeError, match="does not require grad"):  # another reason stays what it is
+        module.backward(gpu, torch.ones(()))
 
 
 

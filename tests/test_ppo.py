@@ -256,10 +256,10 @@ def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch)
     assert batch.truncated.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("kind", ["shared_prompts", "eager"])  # packed and whole rows
-def test_eos_is_trained_even_where_it_is_also_the_pad(ppo, kind):
+@pytest.mark.parametrize("shared", [True, False])  # groups and whole rows
+def test_eos_is_trained_even_where_it_is_also_the_pad(ppo, shared):
     trainer = ppo(BATCH_SIZE=2).PPOTrainer()
-    trainer.actor.set_attn_implementation(kind)
+    trainer.actor.shares_prompts = shared
     eos = trainer.tokenizer.eos_token_id
     batch = make_batch([[5, 6], [7]], [[8, eos], [8, 9, eos]], pad=eos)
     logits = []
@@ -271,14 +271,10 @@ def test_eos_is_trained_even_where_it_is_also_the_pad(ppo, kind):
     trainer.actor.register_forward_hook(keep_logits)
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.tensor([0, 1]), 1.0)
     (logprobs * batch.response_mask).sum().backward()
-    # gradient (rows, R, vocabulary) of the logits that predict each response token
-    if kind == "shared_prompts":  # one row after the other, and nothing is predicted after a response
-        assert logits[0].shape[:2] == (1, 5)
-        gradient = torch.nn.utils.rnn.pad_sequence(logits[0].grad[0].split([2, 3]), batch_first=True)
-    else:  # whole rows: the first response token is predicted at the prompt's last column, 1 and 0
-        gradient = torch.stack([logits[0].grad[0, 1:4], logits[0].grad[1, :3]])
-    assert gradient[0, 1, eos] > 0 and gradient[1, 2, eos] > 0  # the first EOS pulls
-    assert (gradient[0, 2] == 0).all()  # the pad after it does not
+    # of the logits that predict each response token, row after row: nothing is predicted after a response
+    assert logits[0].shape[:2] == (1, 5)
+    gradient = logits[0].grad[0]
+    assert gradient[1, eos] > 0 and gradient[4, eos] > 0  # the first EOS pulls
 
 
 def test_the_sampler_uses_no_hidden_filter(ppo):
@@ -313,7 +309,7 @@ def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
 
 def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo):
     trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
-    assert trainer.actor.scored_by == "packed"  # whole rows are read where packing is wrong
+    assert trainer.actor.shares_prompts
     batch = trainer.rollout(trainer.train_rows[:10])
     assert len(set(batch.prompt_lengths.tolist())) > 3 and len(set(batch.response_lengths.tolist())) > 3
     for size in (1, 4, 30):
@@ -350,18 +346,18 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
     path = give_tokenizer(tmp_path / "model")
     trainer = ppo(ACTOR_MODEL=path, KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7).PPOTrainer()
-    assert trainer.actor.scored_by == "packed"  # whole rows are read where packing is wrong
+    assert trainer.actor.shares_prompts
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1
     assert len(set(batch.prompt_lengths.tolist())) > 1
     assert trainer.update(batch)["ratio_max_first"] < NATS
 
 
-@pytest.mark.parametrize("kind", ["shared_prompts", "sdpa"])  # packed and whole rows
-def test_left_padding_with_absolute_positions_changes_nothing(kind):
+@pytest.mark.parametrize("shared", [True, False])  # groups and whole rows
+def test_left_padding_with_absolute_positions_changes_nothing(shared):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
-    model.set_attn_implementation(kind)
+    model.shares_prompts = shared
     prompts = [[5, 6, 7, 8], [9], [3, 4]]
     responses = [[1, 2], [7, 7, 7, 7], [8]]
     with torch.no_grad():
@@ -392,8 +388,7 @@ def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(
 
     trainer.actor.register_forward_pre_hook(count_tokens, with_kwargs=True)
     found = []
-    for kind in ("shared_prompts", "eager"):  # eager shares nothing
-        trainer.actor.set_attn_implementation(kind)
+    for trainer.actor.shares_prompts in (True, False):
         logprobs, entropy = script.response_logprobs(trainer.actor, batch, rows, 1.3)
         mask = batch.response_mask[rows, :logprobs.shape[1]]
         trainer.actor.zero_grad()
