@@ -110,6 +110,7 @@ def main():
         ours = LlamaForCausalLM(config).eval()
         ours.load_state_dict(theirs.state_dict())
         ours.set_attn_implementation("shared_prompts")
+        ours.decodes_shared = True  # as check_models() finds
         trie = rec.Trie(codes, torch.device("cpu"))
         rows = codes[torch.randint(ITEMS, (words.prompts, HISTORY), generator=generator)].flatten(1)
         for beams in (16, 50):

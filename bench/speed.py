@@ -241,7 +241,8 @@ def rollout(path, prompt_tokens, lengths, prompts, rounds, new_tokens):
     logging.disable_progress_bar()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    our_model = grpo.load_model(AutoModelForCausalLM, path, "ACTOR_MODEL", device)  # with our attention
+    our_model = grpo.load_model(AutoModelForCausalLM, path, "ACTOR_MODEL", device)
+    our_model.decodes_shared = True  # as check_models() finds
     their_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
     eos = their_model.config.eos_token_id
 

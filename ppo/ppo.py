@@ -843,12 +843,18 @@ def micro_batches(batch, rows, size):
     return rows[order].split(sizes)
 
 
+@functools.cache
+def room_for_logits(device):
+    """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest card's memory: all processes
+    must cut the same micro-batches."""
+    return min(exchange(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+
+
 def rows_at_once(model, batch):
     """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    take more than 64 MiB, on a GPU 1/16 of its memory."""
-    room = torch.cuda.mem_get_info(model.device)[1] // 16 if model.device.type == "cuda" else 2**26
+    not fit into room_for_logits()."""
     row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room_for_logits(model.device) // row_bytes))
 
 
 def autocast(model):
@@ -1429,6 +1435,7 @@ def check_models(readers, rows, pad_id):
     lengths. Sets model.decodes_shared and model.shares_prompts where that is right; draws none of the run's
     random numbers. readers: models by constant, the actor first."""
     constant, actor = next(iter(readers.items()))
+    room_for_logits(actor.device)  # all processes ask at one place
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     twice = [p for p in prompts for _ in range(2)]
     ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times

@@ -357,8 +357,8 @@ class Result:
     name: str
     model: str = ""
     outcome: str = "?"  # equal | refused | wrong | traceback | not built
-    sampled_by: str = "?"
-    scored_by: str = "?"
+    decoding: str = "?"  # shared | rows
+    scoring: str = "?"  # shared | rows
     error: float = 0.0  # largest, in nats
     sentence: str = ""
     errors: dict = dataclasses.field(default_factory=dict)  # by what was compared
@@ -435,7 +435,8 @@ def examine(name, folder):
         trainer = script.GRPOTrainer()
         stage = "rollout"
         batch = trainer.rollout_and_score()
-        result.sampled_by = getattr(trainer.actor, "sampled_by", "?")
+        result.decoding = "shared" if trainer.actor.decodes_shared else "rows"
+        result.scoring = "shared" if trainer.actor.shares_prompts else "rows"
         stage = "score"
         compare(result, script, trainer, batch, oracle)
         stage = "step"
@@ -470,7 +471,6 @@ def compare(result, script, trainer, batch, oracle):
     for rows in script.micro_batches(batch, torch.arange(len(scored)), 5):
         said = script.response_logprobs(trainer.actor, batch, rows, TEMPERATURE)[0]
         scored[rows, :said.shape[1]] = said
-    result.scored_by = getattr(trainer.actor, "scored_by", "?")
     rows = oracle_rows(batch)
     fresh = copy.deepcopy  # a RoPE that grows with the longest row would remember it
     true = [oracle_logprobs(fresh(oracle), ids, n) for ids, n in rows]
@@ -531,11 +531,11 @@ def row(result):
     said = " ".join("; ".join(filter(None, (result.sentence, result.remark, *result.notes))).split())
     said = said.replace("|", "\\|")
     what = result.model + f", {variant}" * bool(variant)
-    cells = kind, what, result.outcome, result.sampled_by, result.scored_by, found, said
+    cells = kind, what, result.outcome, result.decoding, result.scoring, found, said
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = """| model type | class, variant | outcome | sampled by | scored by | largest error (nats) | |
+HEAD = """| model type | class, variant | outcome | prompts while decoding | while scoring | largest error (nats) | |
 |---|---|---|---|---|---|---|"""
 
 

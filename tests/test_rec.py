@@ -171,13 +171,12 @@ def test_beams_without_the_history_equal_exhaustive_search(rec):
     check_search(trainer, module, trainer.valid_rows, 11, lambda row: row["history"])
 
 
-@pytest.mark.parametrize("way", ["cached", "uncached"])
-def test_every_way_to_decode_finds_the_same_beams(rec, way):
+def test_both_ways_to_decode_find_the_same_beams(rec):
     module = rec()
     trainer = trainer_of(module)
-    assert trainer.actor.sampled_by == "grouped"
+    assert trainer.actor.decodes_shared
     wanted = module.best_items(trainer.actor, trainer.trie, trainer.valid_rows, 6, trainer.pad_id)
-    trainer.actor.sampled_by = way
+    trainer.actor.decodes_shared = False
     found = module.best_items(trainer.actor, trainer.trie, trainer.valid_rows, 6, trainer.pad_id)
     assert torch.equal(found, wanted)
 

@@ -94,8 +94,7 @@ def test_a_message_holds_the_special_tokens_but_the_end(ids, truncated, text):
 def test_the_sampler_and_the_scorer_agree_on_all_turns(grpo):
     script, trainer, batch = conversed(grpo)
     unsaid = batch.response_mask == 0
-    for way in ("packed", "rows"):
-        trainer.actor.scored_by = way
+    for trainer.actor.shares_prompts in (True, False):
         scored = script.all_logprobs(trainer.actor, batch)
         torch.testing.assert_close(scored, batch.logprobs, rtol=0, atol=NATS)
         assert not scored[unsaid].any() and not batch.logprobs[unsaid].any()
