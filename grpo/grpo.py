@@ -404,7 +404,7 @@ class GRPOTrainer:
         return total
 
     def reward_model_score(self, prompts, responses):
-        """The reward model's score of each response (a text, or turns), (rows,); two texts give one number."""
+        """The reward model's score of each response (or of its turns), (rows,); two texts give one number."""
         if isinstance(prompts, str):
             return self.reward_model_score([prompts], [responses])[0]
         return classify(self.reward_model, self.reward_tokenizer, prompts, responses)
