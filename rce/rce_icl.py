@@ -798,7 +798,6 @@ import json
 import math
 import sys
 from contextlib import contextmanager
-from numbers import Number
 from pathlib import Path
 
 import pyarrow.parquet
@@ -852,7 +851,7 @@ def read_records(spec, where):
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
         except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: no JSON object ({error}): mend or delete it") from None
+            raise UserError(f"{where} line {number}: not a JSON object ({error}); mend it") from None
 
 
 def look_up(record, path, where):
@@ -867,13 +866,14 @@ def look_up(record, path, where):
 
 def read_as(kind, value, where):
     """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
-    if kind == "texts" and isinstance(value, (list, tuple)) and value:
-        return [read_as("text", item, where) for item in value]
-    if not isinstance(value, Number if kind == "number" else (str, Number)) or value != value:  # NaN
+    if kind == "texts":
+        items = value if isinstance(value, list) and value else [value]
+        return [read_as("text", item, where) for item in items]
+    right = (int, float) if kind == "number" else (str, int, float)
+    if not isinstance(value, right) or value != value:  # NaN
         takes = "a number" if kind == "number" else "a text or a number"
         raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
-    text = value if kind == "number" else str(value)
-    return [text] if kind == "texts" else text
+    return value if kind == "number" else str(value)
 
 
 def read_prompt(value, where):
@@ -985,7 +985,8 @@ def dealt_rewards(score, size, batch):
     responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        prompts, answers = ([row[key] for row in rows] for key in ("prompt", "answer"))
+        prompts = [row["prompt"] for row in rows]
+        answers = [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
         with time_limit():
