@@ -946,7 +946,7 @@ def spoil(folder, name, line):
      "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
     ("questions", '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
      "questions.jsonl:33 has no question: a text"),
-    ("questions", "no json\n", "questions.jsonl line 33: not a line of JSON"),
+    ("questions", "no json\n", "questions.jsonl line 33: not a JSON object"),
     ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no 'text'"),
 ])
 def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):

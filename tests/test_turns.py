@@ -273,6 +273,15 @@ def test_a_reward_model_reads_all_turns(grpo):
         assert said == wanted and ids.count(1) == sampled.count(1)  # a sampled <pad> is no text
 
 
+def test_a_reward_model_is_given_all_turns(grpo):
+    script, trainer, batch = conversed(grpo, rows=2)
+    trainer.reward_model = torch.nn.Linear(1, 1)
+    given = []
+    trainer.reward_model_score = lambda prompts, turns: given.extend(turns) or torch.zeros(len(turns))
+    trainer.rewards_of(batch)
+    assert given == batch.columns["turns"]
+
+
 def test_a_reward_model_without_a_template_reads_all_turns(grpo):
     class Plain:
         chat_template, eos_token, eos_token_id = None, "$", 1
