@@ -800,9 +800,7 @@ def chat(tokenizer, prompt, where, response=None):
     chat template; a text can do without one. where: what an error names."""
     prompt = read_prompt(prompt, where)
     messages = conversation(prompt)
-    turns = response or []
-    if isinstance(response, str):
-        turns = [{"role": "assistant", "content": response}]
+    turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response or []
     if tokenizer.chat_template:
         text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -1407,11 +1405,11 @@ def response_metrics(batch, scores, parts):
 def sample_records(batch, advantages):
     """LOG_SAMPLES of a step's rows for samples.jsonl; advantages (rows,)."""
     records = []
-    responses = batch.columns.get("turns", batch.responses)
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
+        response = batch.columns.get("turns", batch.responses)[i]
         records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(responses[i]),
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(response),
             "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": advantages[i].item()})

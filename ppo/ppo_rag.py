@@ -404,8 +404,7 @@ class RAGTrainer:
         shape = (len(table.questions), len(table.actions), DRAWS)
         texts = [text for row in table.responses for draws in row for text in draws]
         asked = [row for row in table.questions for _ in range(shape[1] * shape[2])]
-        prompts = [row["question"] for row in asked]
-        answers = [row["answer"] for row in asked]
+        prompts, answers = ([row[key] for row in asked] for key in ("question", "answer"))
         self.reward_parts = {}
         with time_limit():
             scores = call_reward("compute_rewards", self.compute_rewards, prompts, texts, answers)

@@ -1273,8 +1273,9 @@ def test_a_column_may_be_a_path_into_nested_records(path, kind, tmp_path):
     for output, answer in (("answers.text", ["1", "one"]), ("answers.start", "dotted"), ("more.b.c", "3")):
         row, = script.load_rows(squad(tmp_path / f"a.{kind}", kind, output), "TRAIN_DATASETS")
         assert (row["prompt"], row["answer"]) == ("Tom has 1 apples.", answer)
-    with pytest.raises(script.UserError, match="line 1: there is no value for column 'answers.texts'"):
-        script.load_rows(squad(tmp_path / "a.jsonl", "jsonl", "answers.texts"), "TRAIN_DATASETS")
+    for output in ("answers.texts", "answers.text.first"):
+        with pytest.raises(script.UserError, match=f"line 1: there is no value for column '{output}'"):
+            script.load_rows(squad(tmp_path / "a.jsonl", "jsonl", output), "TRAIN_DATASETS")
 
 
 @pytest.mark.parametrize(
