@@ -810,8 +810,7 @@ def load_rows(datasets, constant, limit=None):
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
-            has = "a data set has path, type, input and, if you like, output, name, split"
-            raise UserError(f"{constant}: {has}, not {spec!r}")
+            raise UserError(f"{constant}: a data set has path, type, input (output, name, split), not {spec!r}")
         before = len(rows)
         for number, record in read_records(spec, f"{constant}: {spec['path']}"):
             where = f"{constant}: {spec['path']} line {number}"
@@ -902,8 +901,7 @@ def transcript(value):
 
 
 def next_rows(rows, state, count):
-    """The next `count` rows or fewer at an epoch's end; each epoch has its own permutation. state has cursor,
-    epoch and order."""
+    """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
         state.epoch += 1
         generator = torch.Generator().manual_seed(SEED + state.epoch)
@@ -985,12 +983,11 @@ def dealt_rewards(score, size, batch):
     responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        prompts = [row["prompt"] for row in rows]
-        answers = [row["answer"] for row in rows]
+        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
         with time_limit():
-            scores, parts = score(prompts, batch.responses[i:i + size], answers, columns)
+            scores, parts = score(*lists, columns)
         return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
 
     scores, parts = zip(*dealt(range(0, len(batch.rows), size), work))
