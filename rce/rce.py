@@ -2107,7 +2107,7 @@ def load_rows(datasets, constant, limit=None):
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
-            raise UserError(f"{constant}: a data set has path, type, input (output, name, split), not {spec!r}")
+            raise UserError(f"{constant}: a data set has path, type, input (output, name, split): {spec!r}")
         before = len(rows)
         for number, record in read_records(spec, f"{constant}: {spec['path']}"):
             where = f"{constant}: {spec['path']} line {number}"
