@@ -72,7 +72,6 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # what the actor is asked; the tokenizer's chat template, if any, goes around it
 SYSTEM_PROMPT: str | None = None  # goes before prompts without a system message; needs a chat template
-EXTRA_COLUMNS = []  # further columns, for reward functions that have a parameter of such a name
 MAX_TRAIN_PROMPTS: int | None = None  # only the first so many; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
@@ -317,8 +316,7 @@ class PPOTrainer:
     def score(self, batch):
         """Scores of the responses; values and reference log-probabilities of their tokens."""
         with self.run.timed("score"):
-            prompts, answers = ([row[key] for row in batch.rows] for key in ("prompt", "answer"))
-            scores, batch.parts = self.rewards_of(prompts, batch.responses, answers)
+            scores, batch.parts = self.rewards_of(batch)
             batch.dense = scores[:, :batch.logprobs.shape[1]] if scores.dim() == 2 else None  # (rows, R)
             batch.scores = a_response(scores) - MISSING_EOS_PENALTY * batch.truncated
             batch.values = all_values(self.critic, batch)
@@ -327,27 +325,27 @@ class PPOTrainer:
                 with without_adapter(self.reference):
                     batch.ref_logprobs = all_logprobs(self.reference, batch, distribution=full_logprobs)
 
-    def rewards_of(self, *columns):
-        """compute_rewards() of prompts, responses and answers, those of BATCH_SIZE prompts at a time: its
-        scores, checked, (rows,) or a number a token, (rows, MAX_NEW_TOKENS), and the parts it left behind."""
-        def score(*some):
+    def rewards_of(self, batch):
+        """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
+        (rows,) or one per token, (rows, MAX_NEW_TOKENS), and the parts it left behind."""
+        def score(*lists):
             self.reward_parts = {}
-            scores = call_reward("compute_rewards", self.compute_rewards, *some, width=MAX_NEW_TOKENS)
+            scores = call_reward("compute_rewards", self.compute_rewards, *lists, width=MAX_NEW_TOKENS)
             return scores, self.reward_parts
 
         with whole(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, *columns)
+            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
         return scores.to(self.device), parts
 
-    def compute_rewards(self, prompts, responses, answers):
-        """Score of each response, (rows,), or a list a response of its tokens' rewards; edit or override
-        freely. self.reward_parts is what is logged."""
+    def compute_rewards(self, prompts, responses, answers, **columns):
+        """Score of each response, (rows,), or a list per response of its tokens' rewards; edit or override
+        freely. columns: what reward functions take by name. self.reward_parts is what is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
             total += REWARD_MODEL_WEIGHT * self.reward_parts["reward_model"]
         for name, function, weight in self.reward_functions:
-            self.reward_parts[name] = call_reward(name, function, prompts, responses, answers)
+            self.reward_parts[name] = call_reward(name, function, prompts, responses, answers, columns)
             total += weight * self.reward_parts[name]
         return total
 
@@ -438,24 +436,25 @@ class PPOTrainer:
             rows = encode_texts(prompts, answers, "evaluate", self.tokenizer, self.readers, self.run.say)
         if not rows:
             return {}
-        prompts, answers, ids = ([row[key] for row in rows] for key in ("prompt", "answer", "ids"))
+        ids = [row["ids"] for row in rows]
         generator = torch.Generator().manual_seed(SEED + 1)
         uniform = torch.rand(len(rows), MAX_NEW_TOKENS, generator=generator)
         greedy = respond(self.actor, self.tokenizer, ids, None)
         sampled = respond(self.actor, self.tokenizer, ids, uniform)
+        greedy.rows = sampled.rows = rows
         metrics = {}
-        if None not in answers:
-            metrics["accuracy_greedy"] = self.accuracy(prompts, greedy.responses, answers).mean().item()
-            metrics["accuracy_sampled"] = self.accuracy(prompts, sampled.responses, answers).mean().item()
-        scores, parts = self.rewards_of(prompts, sampled.responses, answers)
+        if all(row["answer"] is not None for row in rows):
+            metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
+            metrics["accuracy_sampled"] = self.accuracy(sampled).mean().item()
+        scores, parts = self.rewards_of(sampled)
         return {**metrics, **response_metrics(sampled, scores, parts)}
 
-    def accuracy(self, *columns):
-        """Whether each response is right, (rows,), in float64; of prompts, responses and answers."""
-        def score(*some):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *some), {}
+    def accuracy(self, batch):
+        """Whether each of a batch's responses is right, (rows,), in float64."""
+        def score(*lists):
+            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
 
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, *columns)[0].double()
+        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -715,8 +714,8 @@ def positions_of(model):
 def conversation(prompt):
     """The messages that a prompt is to the model: a chat's own, or its text in PROMPT_TEMPLATE; SYSTEM_PROMPT
     goes first where there is no system message."""
-    messages = getattr(prompt, "messages", None)
-    if messages is None:
+    messages = prompt
+    if isinstance(prompt, str):
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
     has_one = any(message["role"] in ("system", "developer") for message in messages)
     first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
@@ -733,16 +732,15 @@ def render(tokenizer, messages, where, go_on):
 
 
 def chat(tokenizer, prompt, where, response=None):
-    """The ids of a prompt, a text or a chat, or of one with its response, which may know its turns, in the
-    tokenizer's chat template; a text can do without one. where: what an error names."""
+    """The ids of a prompt, a text or a chat, or of one with its response, a text or turns, in the tokenizer's
+    chat template; a text can do without one. where: what an error names."""
     prompt = read_prompt(prompt, where)
     messages = conversation(prompt)
-    turns = [] if response is None else [{"role": "assistant", "content": response}]
-    turns = getattr(response, "messages", None) or turns
+    turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response or []
     if tokenizer.chat_template:
         text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(messages) > 1 or getattr(prompt, "messages", None):
+    if len(messages) > 1 or not isinstance(prompt, str):
         needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
         todo = "put a file chat_template.jinja beside it, such as that of its chat version"
         raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
@@ -753,7 +751,8 @@ def chat(tokenizer, prompt, where, response=None):
     if response is None:
         ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token)
         return ids[:-1] if ended else ids
-    twice = ids[-2:] == [tokenizer.eos_token_id] * 2 and not response.endswith(tokenizer.eos_token)
+    last = turns[-1]["content"]
+    twice = ids[-2:] == [tokenizer.eos_token_id] * 2 and not last.endswith(tokenizer.eos_token)
     return ids[:-1] if twice else ids
 
 
@@ -764,7 +763,7 @@ def encode(rows, constant, tokenizer, readers, say):
     for row in rows:
         which = row.get("id", "the prompt")
         row["ids"] = chat(tokenizer, row["prompt"], f"{constant}: {which}")
-        row["prompt"] = with_facts(row["prompt"], messages=conversation(row["prompt"]))
+        row["columns"]["messages"] = conversation(row["prompt"])
         if not row["ids"]:
             raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
         if max(row["ids"]) >= known:
@@ -789,7 +788,8 @@ def encode(rows, constant, tokenizer, readers, say):
 def encode_texts(prompts, answers, what, tokenizer, readers, say):
     """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
-    rows = [{"prompt": read_prompt(p, what), "answer": answer} for p, answer in zip(prompts, answers)]
+    prompts = [read_prompt(prompt, what) for prompt in prompts]
+    rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
     return encode(rows, what, tokenizer, readers, say)
 
 
@@ -802,7 +802,7 @@ def load_prompts(datasets, constant, limit, tokenizer, readers, say):
     if not rows and constant == "TRAIN_DATASETS":
         todo = "raise MAX_PROMPT_TOKENS or give it data"
         raise UserError(f"{constant} leaves no prompt to train on: {todo}")
-    seen = [[row["id"], row["ids"], row["answer"], row["prompt"].facts] for row in rows]
+    seen = [[row["id"], row["ids"], row["answer"]] for row in rows]
     must_agree({f"rows in {constant}": seen})
     return rows
 
@@ -1059,9 +1059,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
         truncated=~torch.isin(last, eos_ids),
-        responses=[
-            with_facts(text, response_ids=row)
-            for text, row in zip(tokenizer.batch_decode(rows, skip_special_tokens=True), rows)])
+        responses=tokenizer.batch_decode(rows, skip_special_tokens=True),
+        columns={"response_ids": rows})  # for reward functions, beside the rows' own
 
 
 # ---------------------------------------------------------------- scoring
@@ -1396,8 +1395,9 @@ def sample_records(batch, advantages):
     records = []
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
+        response = batch.columns.get("turns", batch.responses)[i]
         records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(batch.responses[i]),
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(response),
             "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
             **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
             "advantage": advantages[i].item()})
@@ -1556,160 +1556,110 @@ import json
 import math
 import sys
 from contextlib import contextmanager
-from numbers import Number
 from pathlib import Path
 
+import pyarrow.parquet
 import torch
 
 
-class Text(str):
-    """A prompt or response that knows more than its text: what reward functions may ask for beside it (facts,
-    by the names of their parameters); a chat, whose last user message is the text, its messages; a response
-    of several turns, of which the last is the text, those."""
+def load_rows(datasets, constant, limit=None):
+    """Rows {"id", "prompt", "answer", "columns"} of all data sets: a prompt is a text or a list of messages,
+    an answer a text, a list of texts or None; columns are all of the files', None where a row lacks one."""
+    rows = []
+    for spec in datasets:
+        if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
+            raise UserError(f"{constant}: a data set has path, type, input (output, name, split): {spec!r}")
+        before = len(rows)
+        for number, record in read_records(spec, f"{constant}: {spec['path']}"):
+            where = f"{constant}: {spec['path']} line {number}"
+            row = {"id": f"{Path(spec['path']).name}:{number}", "answer": None, "columns": record}
+            row["prompt"] = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
+            if spec.get("output"):
+                answer = look_up(record, spec["output"], where)
+                if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+                    answer = answer[-1].get("content")  # of messages the last one's
+                kind = "texts" if isinstance(answer, list) else "text"
+                row["answer"] = read_as(kind, answer, f"{where}: {spec['output']!r}")
+            rows.append(row)
+        if len(rows) == before:
+            raise UserError(f"{constant}: {spec['path']}: the data set is empty")
+    lacking = {name: None for row in rows for name in row["columns"]}
+    return [{**row, "columns": lacking | row["columns"]} for row in rows[:limit]]
 
-    messages = None
-    facts = {}
+
+def read_records(spec, where):
+    """Yields (line number from 1, record) of one data set."""
+    if spec["type"] not in ("jsonl", "parquet", "hub"):
+        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
+    try:
+        if spec["type"] == "jsonl":
+            records = Path(spec["path"]).read_bytes().split(b"\n")
+        elif spec["type"] == "parquet":
+            records = pyarrow.parquet.read_table(spec["path"]).to_pylist()
+        else:
+            import datasets  # slow
+            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+    except Exception as error:  # the libraries raise many kinds
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
+    for number, record in enumerate(records, 1):
+        try:
+            if not isinstance(record, bytes):
+                yield number, record
+            elif record.strip():
+                yield number, dict(json.loads(record.decode("utf-8-sig")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{where} line {number}: not a JSON object ({error}); mend it") from None
 
 
-def with_facts(text, **facts):
-    """The text as a Text that knows these facts too."""
-    found = Text(text)
-    found.messages = getattr(text, "messages", None)
-    found.facts = {**getattr(text, "facts", {}), **facts}
-    return found
+def look_up(record, path, where):
+    """What stands at a path such as "answers.text" in nested records."""
+    value = record
+    for key in [path] if path in record else path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None:
+        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+    return value
 
 
-def transcript(text):
-    """A prompt or response as a person reads it: of a chat every message."""
-    messages = getattr(text, "messages", None)
-    if not messages:
-        return str(text)
-    calls = (json.dumps(m["tool_calls"], default=str) if "tool_calls" in m else "" for m in messages)
-    return "\n".join(f"{m['role']}: {m['content']}{call}" for m, call in zip(messages, calls))
-
-
-def without_nulls(value):
-    """Nested records without keys that hold null: parquet and the hub fill those in that a record lacks."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+def read_as(kind, value, where):
+    """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
+    if kind == "texts":
+        items = value if isinstance(value, list) and value else [value]
+        return [read_as("text", item, where) for item in items]
+    right = (int, float) if kind == "number" else (str, int, float)
+    if not isinstance(value, right) or value != value:  # NaN
+        takes = "a number" if kind == "number" else "a text or a number"
+        raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
+    return value if kind == "number" else str(value)
 
 
 def read_prompt(value, where):
-    """A text as it is; a chat, a list of {"role", "content"} messages, as a Text: its last user message's."""
+    """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
+    def without_nulls(record):  # parquet and the hub fill in the keys that a message lacks
+        return {key: item for key, item in record.items() if item is not None}
+
+    if isinstance(value, str) and value.strip():
+        return value
+    messages = json.loads(json.dumps(value, default=list), object_hook=without_nulls)
+    right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+    for message in messages if right else []:
+        content = message.setdefault("content", "" if message.get("tool_calls") else None)
+        right = right and isinstance(message.get("role"), str) and isinstance(content, str)
+    if not right or messages[-1]["role"] == "assistant":
+        form = 'a text, or messages such as [{"role": "user", "content": "How many?"}], to be answered'
+        raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:160]}")
+    return messages
+
+
+def transcript(value):
+    """A prompt or response as a person reads it: of a chat every message."""
     if isinstance(value, str):
         return value
-    messages = without_nulls(value.tolist() if hasattr(value, "tolist") else value)  # NumPy's, of pandas
-    for message in messages if isinstance(messages, list) and messages else [None]:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            form = 'a text or a list such as [{"role": "user", "content": "How many?"}]'
-            raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:80]}")
-        if message.get("tool_calls"):
-            message.setdefault("content", "")
-        parts = message.get("content")
-        if isinstance(parts, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
-            message["content"] = "".join(str(part.get("text", "")) for part in parts)
-        if not isinstance(message.get("content"), str):
-            holds = f"content of a {message['role']!r} message is {repr(message.get('content'))[:80]}"
-            raise UserError(f"{where}: {holds}; it must be a text: no lists of parts, such as images")
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    if not asked or not asked[-1].strip():
-        raise UserError(f"{where}: a chat must have a 'user' message, the last of which is not empty")
-    if messages[-1]["role"] == "assistant":
-        todo = "delete it, a prompt ends with what is to be answered (answers have a column of their own)"
-        raise UserError(f"{where}: the last message is the assistant's: {todo}")
-    prompt = Text(asked[-1])
-    prompt.messages = messages
-    return prompt
-
-
-def extra_columns():
-    """{parameter of a reward function: column} of EXTRA_COLUMNS; of a path such as "extra_info.index" the
-    parameter is its last word."""
-    found = {}
-    taken = {"prompts", "responses", "answers", "messages", "response_ids", "turns"}
-    for column in EXTRA_COLUMNS:
-        name = column.rpartition(".")[2] if isinstance(column, str) else ""
-        if not name.isidentifier() or name in taken | set(found):
-            must = "a column's last word must be the name of a parameter, of its own"
-            raise UserError(f"EXTRA_COLUMNS = {EXTRA_COLUMNS}: {must}; mend {column!r}")
-        found[name] = column
-    return found
-
-
-def load_rows(datasets, constant, limit=None):
-    """[{"id", "prompt", "answer"}] of all data sets, one after the other; answer is None without an output
-    column. A prompt is a Text, which knows EXTRA_COLUMNS."""
-    rows = []
-    extra = extra_columns()
-    for spec in datasets:
-        if not isinstance(spec, dict) or not all(isinstance(x, str) for x in (*spec, *spec.values())):
-            example = "{'path': 'data.jsonl', 'type': 'jsonl', 'input': 'problem'}"
-            raise UserError(f"{constant}: a data set is a dict of texts, such as {example}, not {spec!r}")
-        where = f"{constant}: {spec.get('path')}"
-        columns = [c for c in (spec.get("input"), spec.get("output")) if c]
-        unknown = set(spec) - {"path", "type", "input", "output", "name", "split"}
-        if odd := unknown or {"path", "type", "input"} - set(spec):
-            has = "a data set has path, type, input and, if you like, output, name, split"
-            raise UserError(f"{where}: {has}; mend {sorted(odd)}")
-        before = len(rows)
-        for number, record in read_records(spec, columns, where, extra.values()):
-            row = read_row(spec, record, columns, f"{where} line {number}", chats=True)
-            facts = {name: look_up(record, column) for name, column in extra.items()}
-            prompt = with_facts(row["prompt"], **facts)
-            rows.append({**row, "prompt": prompt, "id": f"{Path(spec['path']).name}:{number}"})
-        if len(rows) == before:
-            raise UserError(f"{where}: the data set is empty")
-    for name, column in extra.items():
-        if constant == "TRAIN_DATASETS" and all(row["prompt"].facts[name] is None for row in rows):
-            raise UserError(f"{constant}: no row has the column {column!r} of EXTRA_COLUMNS")
-    return rows[:limit]
-
-
-def read_row(spec, record, columns, where, chats=False):
-    """{"prompt", "answer"} of a record; an answer that is a list stays one, of texts. With chats, a prompt
-    may be a list of messages, and an answer one whose last message's text it is."""
-    for column in columns:
-        if look_up(record, column) is None:
-            has = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise UserError(f"{where}: there is no value for column {column!r}; the row has {has}")
-    prompt = look_up(record, spec["input"])
-    if chats and isinstance(prompt, list):
-        prompt = read_prompt(prompt, f"{where}: {spec['input']!r}")
-    if not isinstance(prompt, str) or not prompt.strip():
-        must = "must be a text that is not empty" + inside(prompt, "input", spec)
-        raise UserError(f"{where}: {spec['input']!r} {must}")
-    answer = look_up(record, spec["output"]) if spec.get("output") else None
-    last = answer[-1] if chats and isinstance(answer, list) and answer else None
-    if isinstance(last, dict) and "role" in last:
-        answer = last.get("content") or answer
-    if answer is not None:
-        kind = "texts" if isinstance(answer, list) else "text"
-        answer = read_as(kind, answer, f"{where}: {spec['output']!r}", inside(answer, "output", spec))
-    return {"prompt": read_as("text", prompt, f"{where}: {spec['input']!r}"), "answer": answer}
-
-
-def read_as(kind, value, where, hint=""):
-    """A value that a file gives as its kind: "text" (a number becomes one), "number" or "texts" (a list of
-    texts, or one). Any other is an error, of `where`: file, line and column."""
-    if kind == "texts" and isinstance(value, (list, tuple)) and value:
-        return [read_as("text", item, where, hint) for item in value]
-    if kind == "number" and isinstance(value, (str, bool)) or not is_plain(value):
-        takes = {"text": "a text or a number", "number": "a number", "texts": "a text or a list of texts"}
-        raise UserError(f"{where} must be {takes[kind]}{hint}, not {repr(value)[:80]}: mend or delete it")
-    if kind == "number":
-        return value
-    text = transcript(value)
-    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        half = "half of a surrogate pair, such as \\ud800, is no character"
-        raise UserError(f"{where}: {half}; mend or delete it")
-    text = value if isinstance(value, str) else str(value)
-    return [text] if kind == "texts" else text
+    return "\n".join(f"{m['role']}: {m['content']}{m.get('tool_calls', '')}" for m in value)
 
 
 def next_rows(rows, state, count):
-    """The next `count` rows or fewer at an epoch's end; each epoch has its own permutation. state has cursor,
-    epoch and order."""
+    """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
         state.epoch += 1
         generator = torch.Generator().manual_seed(SEED + state.epoch)
@@ -1719,223 +1669,87 @@ def next_rows(rows, state, count):
     return [rows[i] for i in chosen]
 
 
-def look_up(record, path):
-    """What stands at a path such as "answers.text" in nested records, None where nothing does. A name that
-    has a dot itself wins."""
-    for head, rest in splits(path):
-        if isinstance(record, dict) and head in record:
-            return look_up(record[head], rest) if rest else record[head]
-
-
-def splits(path):
-    """[(head, rest)] of a path, cut at each of its dots, the longest head first: "a.b" gives ("a.b", ""),
-    ("a", "b")."""
-    words = path.split(".")
-    return [(".".join(words[:n]), ".".join(words[n:])) for n in range(len(words), 0, -1)]
-
-
-def is_plain(value):
-    """Whether a value is a text, a bool or a number, which NaN and infinity are not."""
-    return isinstance(value, (str, Number)) and not (isinstance(value, float) and not math.isfinite(value))
-
-
-def inside(value, key, spec):
-    """Where a nested record stands in place of a text: how to name what is in it."""
-    names = [name for name in value if name] if isinstance(value, dict) else []
-    example = f"{spec[key]}.{names[0]}" if names else ""
-    return f", or name what is in it, such as {key!r}: {example!r}" if names else ""
-
-
-def read_records(spec, columns, where, extra=()):
-    """(line number from 1, record) of one data set; columns it must have, extra ones it may have."""
-    if spec["type"] not in ("jsonl", "parquet", "hub"):
-        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
-    if spec["type"] != "hub" and not Path(spec["path"]).is_file():
-        raise UserError(f"{where}: there is no such file")
-    if spec["type"] == "jsonl":
-        with open(spec["path"], "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    if line.strip():
-                        yield number, json.loads(line.decode("utf-8-sig"))
-                except (ValueError, RecursionError) as error:
-                    why = f"not a line of JSON ({getattr(error, 'msg', error)})"
-                    raise UserError(f"{where} line {number}: {why}; mend or delete it") from None
-        return
-    try:
-        if spec["type"] == "parquet":
-            import pyarrow.parquet
-
-            names = pyarrow.parquet.read_schema(spec["path"]).names
-            heads = [next((head for head, _ in splits(path) if head in names), path) for path in columns]
-            if absent := [head for head in heads if head not in names]:
-                raise ValueError(f"it has no column {absent[0]!r}, but {', '.join(names)}")
-            heads += [head for path in extra for head, _ in splits(path) if head in names]
-            table = pyarrow.parquet.read_table(spec["path"], columns=list(dict.fromkeys(heads)))
-            records = table.to_pylist()
-        else:
-            import datasets
-
-            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
-    except Exception as error:  # both libraries raise many kinds
-        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
-    yield from enumerate(records, 1)
-
-
 def resolve_rewards(functions, constant):
-    """[(name, function, weight)] of names in rewards/ or functions."""
+    """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
+    resolved = {}
     for pair in functions:
-        right = isinstance(pair, (tuple, list)) and len(pair) == 2
-        right = right and (callable(pair[0]) or isinstance(pair[0], str))
-        if not right or not isinstance(pair[1], (int, float)) or not math.isfinite(pair[1]):
-            takes = "it takes pairs (function, or its name in rewards/; weight)"
-            raise UserError(f"{constant}: {takes}, not {pair!r}")
-        if not callable(pair[0]) and not callable(getattr(rewards, pair[0], None)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
+        function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
+        if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-    found = {}
-    for function, weight in functions:
-        function = function if callable(function) else getattr(rewards, function)
-        name = first = reward_name(function)
-        number = 1
-        while name in found:  # such as two lambdas
-            number += 1
-            name = f"{first}_{number}"
-        found[name] = (name, function, weight)
-    return list(found.values())
-
-
-def reward_name(function):
-    """A function's name, of a functools.partial its function's, of another object its class's: the same at
-    every start and in every process."""
-    function = getattr(function, "func", function)
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def holds_lists(values):
-    """Whether a reward function returned lists of numbers in place of numbers."""
-    try:
-        return len(values) > 0 and any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) for x in values)
-    except TypeError:  # not even a list
-        return False
-
-
-def check_token_rewards(name, values, responses, width):
-    """A number a token as a float32 tensor (rows, width), 0 after each response's end."""
-    found = torch.zeros(len(responses), width)
-    if len(values) != len(responses):
-        must = f"{name} must return a list for each of {len(responses)} responses"
-        raise UserError(f"{must}; it returned {len(values)}")
-    for i, (value, response) in enumerate(zip(values, responses)):
-        count = len(getattr(response, "facts", {}).get("response_ids", value))
-        try:
-            numbers = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
-        except (TypeError, ValueError, RuntimeError):
-            numbers = torch.tensor(math.nan)
-        if numbers.shape != (count,) or not numbers.isfinite().all():
-            must = f"must return {count} finite numbers for response {i}, one for each of its response_ids"
-            returned = f"{len(value)}, {repr(value)[:60]}" if hasattr(value, "__len__") else f"{value!r}"
-            raise UserError(f"{name} {must}, or one number a response; it returned {returned}")
-        found[i, :count] = numbers
-    return found
-
-
-def check_scores(name, values, count):
-    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
-    must = f"{name} must return {count} finite numbers, one a response; it returned"
-    if holds_lists(values):
-        raise UserError(f"{must} lists of numbers, as compute_rewards of ppo/ppo.py alone may (one a token)")
-    try:
-        numbers = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"{must} {repr(values)[:100]}") from None
-    if numbers.shape != (count,) or not numbers.isfinite().all():
-        shape = str(len(numbers)) if numbers.dim() == 1 else f"a shape of {tuple(numbers.shape)}"
-        raise UserError(f"{must} {shape}, {int((~numbers.isfinite()).sum())} of them not finite")
-    return numbers
-
-
-_CALLING = []  # reward functions that are running, the outermost first
-
-
-def further_arguments(name, function, prompts, responses):
-    """{parameter: list, one value a response} for the parameters that a reward function has after its first
-    three: what the prompts and responses know by these names (messages, response_ids, turns,
-    EXTRA_COLUMNS)."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin it is not known
-        return {}
-    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
-    others = [p for p in parameters if p not in first and p.kind != p.VAR_POSITIONAL]
-    if not others:
-        return {}
-    facts = [{**getattr(p, "facts", {}), **getattr(r, "facts", {})} for p, r in zip(prompts, responses)]
-    known = [key for key in (facts[0] if facts else ()) if all(key in each for each in facts)]
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in others)
-    for p in others:
-        if p.kind != p.VAR_KEYWORD and p.default is p.empty and p.name not in known and facts:
-            todo = "set ENVIRONMENT" if p.name == "turns" else "name its column in EXTRA_COLUMNS"
-            todo += ", or give the parameter a default"
-            raise UserError(f"{name} takes {p.name!r}, which these prompts do not know: {todo}")
-    wanted = known if takes_all else [p.name for p in others if p.name in known]
-    # copies: a judge may append the response to its messages
-    return {key: [copy.deepcopy(each[key]) for each in facts] for key in wanted}
+        name = getattr(function, "__name__", type(function).__name__)
+        while name in resolved:  # such as two lambdas
+            name += "_2"
+        resolved[name] = (name, function, float(pair[1]))
+    return list(resolved.values())
 
 
 @contextmanager
-def watched(what, function):
-    """Inside the block a user's function runs: what it raises goes on with a note that names it. If it takes
-    longer than REWARD_TIMEOUT the program ends and shows where it hangs, be it outside Python. One process of
-    several runs it for its share alone, so there it may not draw from the generators that all have alike."""
-    drawn = rng_digest() if processes() > 1 else None
-    if REWARD_TIMEOUT and sys.__stderr__ and not _CALLING:
-        # not sys.stderr, which a notebook or a test may have replaced by something without a file
+def time_limit():
+    """Ends the program, and shows where it hangs, if what is inside takes longer than REWARD_TIMEOUT."""
+    if REWARD_TIMEOUT and sys.__stderr__:  # sys.stderr may be a notebook's, without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
-    _CALLING.append(what)
     try:
         yield
-        if drawn and rng_digest() != drawn:
-            todo = "with several processes it needs a generator of its own"
-            raise UserError(f"{what} draws random numbers from random, numpy or torch: {todo}")
-    except UserError:
-        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def call_reward(name, function, prompts, responses, answers, columns={}, width=None):
+    """Values of a reward function, (rows,); with a width (rows, width) if it returns a list per response, a
+    number per token. Its parameters after the first three get the columns of their names."""
+    signature = inspect.signature(function)
+    first = [*signature.parameters][:3]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
+    named = {k: v for k, v in columns.items() if k not in first and (takes_all or k in signature.parameters)}
+    try:
+        signature.bind(prompts, responses, answers, **named)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
+    try:
+        values = function(prompts, responses, answers, **named)
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # what its data must have
-        if not hasattr(error, "__notes__"):  # the innermost function's name is enough
-            error.add_note(f"(raised by {what})")
+        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
+            error.add_note(f"(raised by the reward function {name})")
         raise
-    finally:
-        _CALLING.pop()
-        if not _CALLING:
-            faulthandler.cancel_dump_traceback_later()
+    if not width or not hasattr(values, "__len__") or len(values) != len(responses) or not any(
+            getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values):
+        return check_scores(name, values, len(responses))
+    token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
+    for i, ids in enumerate(columns["response_ids"]):
+        token_rewards[i, :len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+    return token_rewards
 
 
-def call_reward(name, function, prompts, responses, answers, width=None):
-    """What a reward function gives, checked, (rows,); with a width (rows, width) where it returns a list of
-    numbers a response, one a token."""
-    more = further_arguments(name, function, prompts, responses)
-    with watched(f"the reward function {name}", function):
-        values = function(prompts, responses, answers, **more)
-    if width and holds_lists(values):
-        return check_token_rewards(name, values, responses, width)
-    return check_scores(name, values, len(responses))
+def check_scores(name, values, count, each="response"):
+    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    try:
+        scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        scores = torch.tensor(math.nan)
+    if scores.shape != (count,) or not scores.isfinite().all():
+        returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
+        raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
+    return scores
 
 
-def dealt_rewards(score, size, *columns):
-    """score(*columns) gives scores and a dict of parts; it is called for `size` rows of the columns at a
-    time, which are dealt out to the processes. Scores (rows,) and {part: its values (rows,)} of all rows."""
+def dealt_rewards(score, size, batch):
+    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
+    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
     def work(i):
-        scores, parts = score(*(column[i:i + size] for column in columns))
+        rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
+        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
+        columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+        columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        with time_limit():
+            scores, parts = score(*lists, columns)
         return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
 
-    scores, parts = zip(*dealt(range(0, len(columns[0]), size), work))
-    names = {key for some in parts for key in some}
-    if odd := [key for key in sorted(names) if not all(key in some for some in parts)]:
-        raise UserError(f"reward_parts has {odd[0]!r} for some batches of responses only: set it for all")
-    if len({numbers.dim() for numbers in scores}) > 1:
-        raise UserError("compute_rewards must return numbers for all responses, or lists for all, not both")
-    return torch.cat(scores), {key: torch.cat([some[key] for some in parts]) for key in parts[0]}
+    scores, parts = zip(*dealt(range(0, len(batch.rows), size), work))
+    return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
 # ==== end of block: data and rewards
 
 

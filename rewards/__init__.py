@@ -6,10 +6,10 @@ Functions that REWARD_FUNCTIONS can name take three equally long lists and retur
 
     f(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]
 
-Yours may be any such function; `answers` comes from the data set's output column and holds None without one.
-Where that column holds a list of texts, several gold answers, a response is compared with each and the best
-counts. The reward modes of `rce/rce.py` take the numbers of one prompt's candidates and return one reward a
-candidate.
+A prompt that is a chat is a list of messages. Yours may be any such function; `answers` comes from the data
+set's output column and holds None without one. Where that column holds a list of texts, several gold
+answers, a response is compared with each and the best counts. The reward modes of `rce/rce.py` take the
+numbers of one prompt's candidates and return one reward a candidate.
 """
 import functools
 import math

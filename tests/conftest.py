@@ -133,6 +133,12 @@ def path(request):
     return request.param
 
 
+def reward_batch(prompts, responses, answers, **columns):
+    """What rewards_of() needs of a batch."""
+    rows = [{"prompt": p, "answer": a, "columns": {}} for p, a in zip(prompts, answers)]
+    return SimpleNamespace(rows=rows, responses=responses, columns=columns)
+
+
 def distance(got, want):
     """Euclidean distance in parts of want's length: small elements of a gradient are sums that cancel."""
     return ((got.double() - want.double()).norm() / want.double().norm()).item()

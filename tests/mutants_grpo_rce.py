@@ -121,7 +121,7 @@ MUTANTS = [
      IN_RCE + "an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order"),
 
     # what is logged
-    (GRPO, 'transcript(batch.responses[i]),', 'transcript(batch.responses[i - 1]),',
+    (GRPO, "batch.responses)[i]\n", "batch.responses)[i - 1]\n",
      IN_GRPO + "each_line_of_samples_is_of_one_response_and_metrics_are_means"),
     (GRPO, "float(values[i])", "float(values[0])",
      IN_GRPO + "each_line_of_samples_is_of_one_response_and_metrics_are_means"),

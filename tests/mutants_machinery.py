@@ -20,7 +20,7 @@ MUTANTS = [
      IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]"),
     (GRPO, "- batch.sampled_logprobs[micro, :width]).abs()", "- batch.logprobs[micro, :width]).abs()",
      IN_MODELS + "gspos_rescored_probabilities_do_not_hide_a_wrong_sampler"),
-    (PPO, "torch.cat([some[key] for some in parts])", "torch.cat([some[key] for some in parts[::-1]])",
+    (PPO, "{k: torch.cat([some[k] for some in parts])", "{k: torch.cat([some[k] for some in parts[::-1]])",
      IN_PPO + "parts_of_several_calls_stay_beside_their_responses"),
     (GRPO, "scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE,",
      "scores, parts = dealt_rewards(score, BATCH_SIZE,",
@@ -38,7 +38,7 @@ MUTANTS = [
      "            rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))\n"
      "            for _ in range(GROUP_EPOCHS):\n",
      IN_PPO + "mini_batches_share_out_every_row_once"),
-    (GRPO, 'sum(m["role"] == "assistant" for m in response.messages)', "len(response.messages)",
+    (GRPO, 'sum(m["role"] == "assistant" for m in turns)', "len(turns)",
      IN_TURNS + "turns_are_the_policys_own"),
     (PPO, "old_values, returns, VALUE_CLIP_RANGE)", "old_values, returns, CLIP_RANGE)", IN_PPO + UNLIKE),
     (GRPO, "ref_logprobs, KL_ESTIMATOR)", 'ref_logprobs, "k3")', IN_GRPO + UNLIKE + "[dapo]"),

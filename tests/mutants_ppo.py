@@ -298,7 +298,7 @@ MUTANTS = [
      IN_PPO + "dropout_is_off_everywhere"),
 
     # what is logged
-    (PPO, 'transcript(batch.responses[i]),', 'transcript(batch.responses[0]),',
+    (PPO, "batch.responses)[i]\n", "batch.responses)[0]\n",
      IN_PPO + "samples_and_metrics_of_a_step_are_those_of_its_rows"),
     (PPO, "float(values[i]) for name, values in batch.parts.items()",
      "float(values[0]) for name, values in batch.parts.items()",

@@ -1,5 +1,6 @@
 """Rewards inside a response: compute_rewards of ppo/ppo.py may return a list of numbers, one a token."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,33 +107,43 @@ def test_the_cookbooks_recipe_rewards_each_right_line_where_it_ends(ppo):
     assert rolled_out(trainer, 2).dense.sum(1).gt(0).any()
 
 
+def of_three(values):
+    return f"must return 3 finite numbers, one per token of response 1; it returned {values}"
+
+
 @pytest.mark.parametrize("change, says", [
-    (lambda rows: [rows[0], rows[1][:-1]], "must return 3 finite numbers for response 1, one for each of its "
-     "response_ids, or one number a response; it returned 2, \\[0.5, 0.5\\]$"),
-    (lambda rows: [rows[0], [*rows[1], 0.0]], ".* for response 1, .* it returned 4, "),
-    (lambda rows: [rows[0], [math.nan, 0, 0]], ".* for response 1, .* it returned 3, "),
-    (lambda rows: [rows[0], ["x", 0, 0]], ".* for response 1, .* it returned 3, "),
-    (lambda rows: [rows[0], 1.0], ".* for response 1, .* it returned 1.0"),
-    (lambda rows: [rows[0], None], ".* for response 1, .* it returned None"),
-    (lambda rows: rows[:1], "must return a list for each of 2 responses; it returned 1"),
+    (lambda rows: [rows[0], rows[1][:-1]], of_three(r"\[0.5, 0.5\], of shape \(2,\)")),
+    (lambda rows: [rows[0], [*rows[1], 0.0]], of_three(r"\[0.5, 0.5, 0.5, 0.0\]")),
+    (lambda rows: [rows[0], [math.nan, 0, 0]], of_three(r"\[nan, 0, 0\]")),
+    (lambda rows: [rows[0], 1.0], of_three("1.0")),
+    (lambda rows: rows[:1], r"must return 2 finite numbers, one per response; it returned \[\[0.5, 0.5\]\]"),
 ])
 def test_a_list_that_does_not_fit_its_response_is_a_sentence(change, says):
-    responses = [PPO.with_facts(text, response_ids=ids) for text, ids in (("a", [5, 1]), ("b", [5, 6, 1]))]
-
     def rewards_of(prompts, responses, answers, response_ids):
         return change([[0.5] * len(ids) for ids in response_ids])
 
+    columns = {"response_ids": [[5, 1], [5, 6, 1]]}
     with pytest.raises(PPO.UserError, match=f"^compute_rewards {says}"):
-        PPO.call_reward("compute_rewards", rewards_of, ["x"] * 2, responses, [None] * 2, width=4)
+        PPO.call_reward("compute_rewards", rewards_of, ["x"] * 2, ["a", "b"], [None] * 2, columns, width=4)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_each_response_may_have_rewards_of_any_kind(kind):
+    columns = {"response_ids": [[5, 1], [5, 6, 1]]}
+    values = [kind([1.0, 2.0]), kind([3.0, 4.0, 5.0])]
+    found = PPO.call_reward("judge", lambda *_: values, ["x"] * 2, ["a", "b"], [None] * 2, columns, width=4)
+    assert found.tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
 
 
 def test_trainers_without_a_critic_refuse_them(each):
     script, trainer_class = each(EVAL_DATASETS=[])
     trainer = trainer_class()
     trainer.compute_rewards = lambda prompts, responses, answers: [[1.0]] * len(responses)
+    row = {"prompt": "x", "answer": "1", "columns": {}}
+    batch = SimpleNamespace(rows=[row], responses=["a"], columns={"response_ids": [[1]]})
     if each.path == "ppo/ppo.py":
-        assert trainer.rewards_of(["x"], ["a"], ["1"])[0].tolist() == [[1.0] + [0.0] * 31]
+        assert trainer.rewards_of(batch)[0].tolist() == [[1.0] + [0.0] * 31]
         return
-    says = "^compute_rewards must return 1 finite numbers, one a response; it returned lists of numbers, as "
-    with pytest.raises(script.UserError, match=f"{says}compute_rewards of ppo/ppo.py alone may"):
-        trainer.rewards_of(["x"], ["a"], ["1"])
+    says = r"^compute_rewards must return 1 finite numbers, one per response; it returned \[\[1.0\]\]"
+    with pytest.raises(script.UserError, match=says):
+        trainer.rewards_of(batch)

@@ -1010,9 +1010,9 @@ def one_step(tmp_path_factory):
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
             self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]
 
-        def compute_rewards(self, prompts, responses, answers):
+        def compute_rewards(self, prompts, responses, answers, **columns):
             self.seen["calls"].append(len(responses))
-            return super().compute_rewards(prompts, responses, answers)
+            return super().compute_rewards(prompts, responses, answers, **columns)
 
         def optimizer_step(self, batch, rows, moved=True):
             self.seen["passes"].append(len(rows))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, ROOT, TINY, distance, load_script, small
+from conftest import NATS, ROOT, TINY, distance, load_script, reward_batch, small
 from transformers import (
     AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
     GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, MistralConfig, Phi3Config,
@@ -828,7 +828,8 @@ def test_rewards_add_up_with_their_weights(ppo):
     model = dict(REWARD_MODEL=str(TINY / "reward_model"), REWARD_MODEL_WEIGHT=0.5)
     trainer = ppo(**model, REWARD_FUNCTIONS=functions).PPOTrainer()
     row = trainer.train_rows[0]
-    total, parts = trainer.rewards_of([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
+    batch = reward_batch([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
+    total, parts = trainer.rewards_of(batch)
     assert parts["exact_answer"].tolist() == [1, 0]
     assert parts["twice"].tolist() == [2, 2]
     assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2, atol=1e-5)
@@ -1004,9 +1005,9 @@ def one_step(tmp_path_factory):
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
             self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]
 
-        def compute_rewards(self, prompts, responses, answers):
+        def compute_rewards(self, prompts, responses, answers, **columns):
             self.seen["calls"].append(len(responses))
-            return super().compute_rewards(prompts, responses, answers)
+            return super().compute_rewards(prompts, responses, answers, **columns)
 
         def optimizer_step(self, batch, rows):
             self.seen["passes"].append(len(rows))

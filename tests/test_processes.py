@@ -217,23 +217,12 @@ ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
 ROWS = """
 load = ppo.load_rows
 ppo.load_rows = lambda *words: load(*words)[ppo.rank():]"""
-COLUMN = """
-load = ppo.load_rows
-def other(*words):
-    return [{**row, "prompt": ppo.with_facts(row["prompt"], level=ppo.rank())} for row in load(*words)]
-ppo.load_rows = other"""
 SOURCE = """
 from pathlib import Path
 copied = Path(sys.argv[0]).parent / f"{ppo.rank()}" / "ppo.py"
 copied.parent.mkdir()
 copied.write_text("#" * ppo.rank())
 ppo.__file__ = str(copied)"""
-DRAWS = """
-import random, numpy, torch
-def draws(prompts, responses, answers):
-    {}
-    return [1.0] * len(responses)
-ppo.REWARD_FUNCTIONS = [(draws, 1.0)]"""
 DRAWS_LATER = """
 import random
 say = ppo.Run.record
@@ -261,22 +250,16 @@ def other(*words, **more):
     model.model.norm.weight.data[3] += 1e-4 * ppo.rank()
     return model
 ppo.load_model = other"""
-ROWS_DIFFER = "process 1 has another rows in TRAIN_DATASETS than process 0"
-DREW = "reward function draws draws random numbers"
 DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
-    "rows": (ROWS, ROWS_DIFFER),
-    "column": (COLUMN, ROWS_DIFFER),
+    "rows": (ROWS, "process 1 has another rows in TRAIN_DATASETS than process 0"),
     "source": (SOURCE, "process 1 has another ppo.py than process 0"),
-    "torch": (DRAWS.format("torch.rand(1)"), DREW),
-    "python": (DRAWS.format("random.random()"), DREW),
-    "numpy": (DRAWS.format("numpy.random.rand()"), DREW),
     "later": (DRAWS_LATER, "have drawn different random numbers"),
     "weights": (WEIGHTS, "process 1 has another state of the weights than process 0"),
     "base": (BASE, "process 1 has another state of the weights than process 0"),
     "dealt": (DEALT, "the processes cut their work into unlike parts"),
     "summed": (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches")}
-MORE_SELDOM = {"rows", "torch", "numpy", "base", "dealt"}
+MORE_SELDOM = {"rows", "base", "dealt"}
 
 
 @pytest.mark.parametrize("body, sentence", [

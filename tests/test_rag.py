@@ -946,7 +946,7 @@ def spoil(folder, name, line):
      "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
     ("questions", '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
      "questions.jsonl:33 has no question: a text"),
-    ("questions", "no json\n", "questions.jsonl line 33: not a line of JSON"),
+    ("questions", "no json\n", "questions.jsonl line 33: not a JSON object"),
     ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no 'text'"),
 ])
 def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
@@ -971,7 +971,6 @@ def asked(**others):
     return {"question": "Where lives Ida?", "answer": "Arle", "gold": ["Ida"], "type": "one", **others}
 
 
-HALF = "Ada \ud800"  # of a surrogate pair
 LONG = {"questions": [asked(question="Ada " * 6000)]}
 
 
@@ -979,8 +978,6 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
     ({"corpus": [{"title": ["Zoe"], "text": "x"}]}, {},
      "corpus.jsonl line 21: 'title' must be a text or a number, not ['Zoe']"),
     ({"corpus": [{"title": "Zoe", "text": ["x"]}]}, {}, "corpus.jsonl line 21: 'text' must be a text"),
-    ({"corpus": [{"title": "Zoe", "text": HALF}]}, {}, "line 21: 'text': half of a surrogate pair"),
-    ({"questions": [asked(question=HALF)]}, {}, "line 33: 'question': half of a surrogate pair"),
     ({"questions": [asked(question=["Who?"])]}, {}, "line 33: 'question' must be a text"),
     ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text"),
     ({"questions": [asked(gold=[["Ida"]])]}, {}, "line 33: 'gold' must be a text or a number, not ['Ida']"),
@@ -1066,7 +1063,7 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
     ({"RERANKER": None}, "RERANKS has 1 and RERANKER is None"),
     ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
     ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
-    ({"DATASET": {"path": "/no/such", "type": "folder"}}, "/no/such/corpus.jsonl: there is no such file"),
+    ({"DATASET": {"path": "/no/such", "type": "folder"}}, "/no/such/corpus.jsonl: cannot be read as jsonl"),
     ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json: there is no such file"),
     ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': there is no such folder"),
     ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside 36"),
@@ -1087,8 +1084,6 @@ def test_errors_are_one_sentence(rag, constants, says):
     (json.dumps([{**HOTPOT, "supporting_facts": [["Gone", 0]]}]), "facts that are not in its context"),
     (json.dumps([{**HOTPOT, "answer": ["Arle"]}]), "record 1: 'answer' must be a text"),
     (json.dumps([{**HOTPOT, "type": ["bridge"]}]), "record 1: 'type' must be a text"),
-    (json.dumps([{**HOTPOT, "context": [["Mill \ud800", ["x"]]]}]), "a title of 'context': half of a surrog"),
-    (json.dumps([{**HOTPOT, "context": [["Mill", ["x \ud800"]]]}]), "record 1: 'Mill': half of a surrogate"),
     (json.dumps([{**HOTPOT, "context": [[{}, ["x"]]]}]), "a title of 'context' must be a text or a number"),
     (json.dumps([{**HOTPOT, "supporting_facts": [[[], 0]]}]), "'supporting_facts' must be a text"),
 ])

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, small, untimed, walk)
+    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, reward_batch, small, untimed, walk)
 from program import Program
 from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
@@ -591,7 +591,7 @@ def test_rewards_are_asked_about_batch_size_prompts_candidates_at_a_time(rce):
 
     asked = []
     trainer = rce(BATCH_SIZE=3, GROUP_SIZE=4, REWARD_FUNCTIONS=[(note, 1.0)]).RCETrainer()
-    trainer.rewards_of(["a"] * 30, ["b"] * 30, ["c"] * 30)
+    trainer.rewards_of(reward_batch(["a"] * 30, ["b"] * 30, ["c"] * 30))
     assert asked == [12, 12, 6]
 
 

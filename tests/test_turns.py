@@ -60,12 +60,13 @@ def test_an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_betwe
     for i, response in enumerate(batch.responses):
         length = batch.response_lengths[i]
         ids = batch.response_ids[i, :length].tolist()
-        assert response.facts["response_ids"] == ids
+        assert batch.columns["response_ids"][i] == ids
         assert not batch.response_mask[i, length:].any()
         parts = spans(batch.response_mask[i, :length].tolist())
         assert [value for value, _, _ in parts] == [1.0, 0.0] * (len(parts) // 2) + [1.0]
-        assert [m["role"] for m in response.messages] == (["assistant", "user"] * len(parts))[:len(parts)]
-        for (value, begin, end), message in zip(parts, response.messages):
+        turns = batch.columns["turns"][i]
+        assert [m["role"] for m in turns] == (["assistant", "user"] * len(parts))[:len(parts)]
+        for (value, begin, end), message in zip(parts, turns):
             ended = value and ids[end - 1] == eos
             text = trainer.tokenizer.decode(ids[begin:end - 1 if ended else end])
             assert text == message["content"] + ("" if value else "\n")  # the tiny template's own
@@ -130,7 +131,7 @@ def test_an_environment_may_do_what_it_likes_with_messages(grpo):
 
     _, _, batch = conversed(grpo, ENVIRONMENT=spoils)
     _, _, wanted = conversed(grpo)
-    assert [r.messages for r in batch.responses] == [r.messages for r in wanted.responses]
+    assert batch.columns["turns"] == wanted.columns["turns"]
 
 
 def test_each_turn_has_random_numbers_of_its_own(grpo):
@@ -145,13 +146,13 @@ def test_each_turn_has_random_numbers_of_its_own(grpo):
     for i, response in enumerate(batch.responses):
         parts = spans(batch.response_mask[i, :batch.response_lengths[i]].tolist())
         for number, (_, begin, end) in enumerate(parts[2::2], 1):
-            ids = response.facts["response_ids"]
+            ids = batch.columns["response_ids"][i]
             alone = script.respond(
                 trainer.actor, trainer.tokenizer, [batch.rows[i]["ids"] + ids[:begin]],
                 uniform[number, i:i + 1])
             assert alone.response_ids[0].tolist() == ids[begin:end]
             tried += 1
-    spoken = [len(response.messages) for response in batch.responses]
+    spoken = [len(turns) for turns in batch.columns["turns"]]
     assert tried > 6 and 1 in spoken[:6] and max(spoken[6:]) > 1
 
 
@@ -163,16 +164,16 @@ def test_a_turn_that_was_cut_ends_the_episode(grpo):
         return "+"
 
     _, trainer, batch = conversed(grpo, ENVIRONMENT=note, MAX_NEW_TOKENS=12, MAX_TURNS=2)
-    first = [i for i, response in enumerate(batch.responses) if len(response.messages) == 1]
+    first = [i for i, turns in enumerate(batch.columns["turns"]) if len(turns) == 1]
     assert first and all(batch.truncated[i] for i in first) and len(asked) == len(batch.rows) - len(first) > 0
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_more_than_max_turns(grpo, most):
     _, _, batch = conversed(grpo, MAX_TURNS=most)
-    spoken = [sum(m["role"] == "assistant" for m in response.messages) for response in batch.responses]
+    spoken = [sum(m["role"] == "assistant" for m in turns) for turns in batch.columns["turns"]]
     assert max(spoken) == most
-    assert all(response.messages[-1]["role"] == "assistant" for response in batch.responses)
+    assert all(turns[-1]["role"] == "assistant" for turns in batch.columns["turns"])
 
 
 def test_an_episode_that_no_longer_fits_ends_and_is_marked(grpo):
@@ -181,11 +182,11 @@ def test_an_episode_that_no_longer_fits_ends_and_is_marked(grpo):
     _, _, free = conversed(grpo, MAX_PROMPT_TOKENS=60)
     ended = batch.response_ids.gather(1, batch.response_lengths[:, None] - 1).squeeze(1) == 1
     assert (ended & batch.truncated).any() and not batch.truncated.all()
-    for i, response in enumerate(batch.responses):
-        messages = free.responses[i].messages
-        assert response.messages == messages[:len(response.messages)]  # the same, but it may end earlier
-        assert response.messages[-1]["role"] == "assistant"
-        cut = len(response.messages) < len(messages)
+    for i, turns in enumerate(batch.columns["turns"]):
+        messages = free.columns["turns"][i]
+        assert turns == messages[:len(turns)]  # the same, but it may end earlier
+        assert turns[-1]["role"] == "assistant"
+        cut = len(turns) < len(messages)
         assert bool(batch.truncated[i]) == (cut or bool(free.truncated[i]))
     assert int((batch.prompt_lengths + batch.response_lengths).max()) <= 105
 
@@ -194,7 +195,7 @@ def test_how_prompts_are_cut_into_batches_does_not_matter(grpo):
     found = []
     for size in (1, 4, 6):
         _, _, batch = conversed(grpo, BATCH_SIZE=size)
-        found.append([response.facts["response_ids"] for response in batch.responses])
+        found.append(batch.columns["response_ids"])
     assert found[0] == found[1] == found[2]
 
 
@@ -212,7 +213,7 @@ def test_turns_are_the_policys_own(grpo):
 def test_greedy_turns_and_single_responses(grpo):
     script, trainer, batch = conversed(grpo, greedy=True)
     one = trainer.generate_response(trainer.train_rows[0]["prompt"])
-    assert one == batch.responses[0] and len(batch.responses[0].messages) >= 3
+    assert one == batch.responses[0] and len(batch.columns["turns"][0]) >= 3
     assert trainer.evaluate()["turns"] > 1
     trainer.generate_response(trainer.train_rows[0]["prompt"], greedy=False)
 
@@ -264,12 +265,20 @@ def test_rewards_see_the_last_turn_and_by_name_all(grpo):
 
 def test_a_reward_model_reads_all_turns(grpo):
     script, trainer, batch = conversed(grpo)
-    for row, response in zip(batch.rows, batch.responses):
-        ids = script.chat(trainer.tokenizer, row["prompt"], "here", response)
-        ended = [] if response.facts["response_ids"][-1] == 1 else [1]
-        sampled = row["ids"] + response.facts["response_ids"] + ended
+    for row, turns, response_ids in zip(batch.rows, batch.columns["turns"], batch.columns["response_ids"]):
+        ids = script.chat(trainer.tokenizer, row["prompt"], "here", turns)
+        sampled = row["ids"] + response_ids + ([] if response_ids[-1] == 1 else [1])
         said, wanted = (trainer.tokenizer.decode(x, skip_special_tokens=True) for x in (ids, sampled))
         assert said == wanted and ids.count(1) == sampled.count(1)  # a sampled <pad> is no text
+
+
+def test_a_reward_model_is_given_all_turns(grpo):
+    script, trainer, batch = conversed(grpo, rows=2)
+    trainer.reward_model = torch.nn.Linear(1, 1)
+    given = []
+    trainer.reward_model_score = lambda prompts, turns: given.extend(turns) or torch.zeros(len(turns))
+    trainer.rewards_of(batch)
+    assert given == batch.columns["turns"]
 
 
 def test_a_reward_model_without_a_template_reads_all_turns(grpo):
@@ -280,9 +289,9 @@ def test_a_reward_model_without_a_template_reads_all_turns(grpo):
             return {"input_ids": text}
 
     script, _, batch = conversed(grpo, rows=2)
-    for row, response in zip(batch.rows, batch.responses):
-        said = "".join(m["content"] + "$" * (m["role"] == "assistant") for m in response.messages)
-        assert script.chat(Plain(), row["prompt"], "here", response) == row["prompt"] + said
+    for row, turns in zip(batch.rows, batch.columns["turns"]):
+        said = "".join(m["content"] + "$" * (m["role"] == "assistant") for m in turns)
+        assert script.chat(Plain(), row["prompt"], "here", turns) == row["prompt"] + said
 
 
 def test_groups_that_join_keep_their_turns(grpo):
@@ -292,6 +301,8 @@ def test_groups_that_join_keep_their_turns(grpo):
         some.flat_groups, some.parts = 0.0, {}
         some.scores = torch.zeros(len(some.rows))
     joined = script.join_batches(batch, torch.tensor([2, 3]), more, trainer.pad_id)
+    for name in ("turns", "response_ids"):
+        assert joined.columns[name] == batch.columns[name][2:4] + more.columns[name]
     scored = script.all_logprobs(trainer.actor, joined)
     torch.testing.assert_close(scored, joined.logprobs, rtol=0, atol=NATS)
     assert joined.response_mask.sum(1).tolist() == [
@@ -463,7 +474,7 @@ def test_the_first_turn_has_the_random_numbers_of_a_run_without_turns(grpo):
         script = grpo(**{"ENVIRONMENT": again, **constants})
         trainer = script.GRPOTrainer()
         batch = trainer.rollout(trainer.train_rows[:3])
-        ids = [response.facts["response_ids"] for response in batch.responses]
+        ids = batch.columns["response_ids"]
         first.append([some[:some.index(1) + 1] for some in ids if 1 in some])
     assert first[0] == first[1] == first[2]
 
