@@ -82,7 +82,7 @@ MUTANTS = [
      IN_MODELS + "a_model_that_no_way_reads_right_is_refused_by_name[rce-generate]"),
     (GRPO, "        wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)",
      "        wanted = (plain_logits(actor, batch) / 1.5).log_softmax(-1)",
-     "tests/test_grpo.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains"),
+     "tests/test_models.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains"),
     (GRPO, 'tolerance = (1e-3 if model.dtype == torch.float32 else 0.1)', "tolerance = 1e-3",
      "tests/test_lora.py::test_a_base_in_bfloat16_under_adapters_in_float32"),
     (PPO, 'if step == 0 and apart > (1e-3 if DTYPE == "float32" else 0.05):', "if step == 0 and apart > 1e9:",

@@ -205,7 +205,7 @@ def test_grouped_rows_are_plain_forward_passes(responses, name, kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=kind).eval()
     model.shares_prompts = True
-    batch = packed_batch([1, 6, 3], responses, 2)
+    batch = packed_batch([3, 6, 3], responses, 2)  # neighbours of one length are not of one prompt
     rows = torch.tensor([3, 0, 5, 2, 4])
     found = module.response_logprobs(model, batch, rows, 0.8)
     for i, row in enumerate(rows.tolist()):
