@@ -606,8 +606,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
     may be left over or absent; the absent ones start at zero."""
     if (Path(path) / "adapter_config.json").exists():
-        todo = "take the best/policy of its run, where it is merged with its base"
-        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: {todo}")
+        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: take its run's best/policy")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
@@ -644,8 +643,8 @@ def load_trained(auto_class, path, constant, device, saved=None, new_head=False)
     if LORA_RANK and globals().get("SHARD") == "fsdp2":
         raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
     if saved and bool(LORA_RANK) != (saved / "adapter_config.json").exists():
-        made = f"{saved} was made {'without' if LORA_RANK else 'with'} an adapter"
-        raise UserError(f"LORA_RANK = {LORA_RANK}: {made}: resume it as it was, or set RESUME=no")
+        made = f"made {'without' if LORA_RANK else 'with'} an adapter"
+        raise UserError(f"LORA_RANK = {LORA_RANK}: {saved} was {made}: resume it as it was, or set RESUME=no")
     if not LORA_RANK:
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
@@ -696,8 +695,7 @@ def load_adapter(model, saved):
     state = load_file(saved / "adapter_model.safetensors")
     same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
     if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
-        made = "was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"
-        raise UserError(f"{saved} {made}: resume it as it was, or set RESUME=no")
+        raise UserError(f"{saved} was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
     for name, x in own.items():
         x.copy_(state[name])
 
@@ -754,8 +752,7 @@ def whole(*models):
 def load_tokenizer(path, constant):
     tokenizer = load_pretrained(AutoTokenizer, path, constant)
     if tokenizer.eos_token_id is None:
-        why = "its tokenizer has no EOS token, so no response could ever end; set eos_token in it"
-        raise UserError(f"{constant} = {str(path)!r}: {why}")
+        raise UserError(f"{constant} = {str(path)!r}: its tokenizer has no EOS token; set eos_token in it")
     return tokenizer
 
 
@@ -765,8 +762,7 @@ def load_reward_model(path, device):
         return None, None
     model = load_model(AutoModelForSequenceClassification, path, "REWARD_MODEL", device).requires_grad_(False)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
-        must = f"must be a decoder with a classification head of one label, not {model.config.num_labels}"
-        raise UserError(f"REWARD_MODEL = {path!r} {must}")
+        raise UserError(f"REWARD_MODEL = {path!r} must be a decoder with a classification head of one label")
     return model, load_tokenizer(path, "REWARD_MODEL")
 
 
@@ -838,12 +834,9 @@ def chat(tokenizer, prompt, where, response=None):
     ends = {"assistant": tokenizer.eos_token}
     ids = tokenizer(text + "".join(m["content"] + ends.get(m["role"], "") for m in turns))["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
-    if response is None:
-        ended = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token)
-        return ids[:-1] if ended else ids
-    last = turns[-1]["content"]
-    twice = ids[-2:] == [tokenizer.eos_token_id] * 2 and not last.endswith(tokenizer.eos_token)
-    return ids[:-1] if twice else ids
+    ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
+    said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
+    return ids[:-1] if ids[-len(ended):] == ended and not said else ids
 
 
 def encode(rows, constant, tokenizer, readers, say):
@@ -857,10 +850,8 @@ def encode(rows, constant, tokenizer, readers, say):
         if not row["ids"]:
             raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
         if max(row["ids"]) >= known:
-            gives = f"its tokenizer gives the id {max(row['ids'])} ({constant}: {which})"
-            gives = f"{gives}, its model knows {known} ids"
-            todo = "take the tokenizer it was trained with, or resize its embeddings"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {gives}: {todo}")
+            gives = f"its tokenizer gives the id {max(row['ids'])}, its model knows {known} ids"
+            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {gives} ({constant}: {which}): take its own")
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
         longest = max(len(row["ids"]) for row in rows)
@@ -886,14 +877,11 @@ def encode_texts(prompts, answers, what, tokenizer, readers, say):
 def load_prompts(datasets, constant, limit, tokenizer, readers, say):
     """The rows of data sets that encode() keeps; those to train on must be some."""
     if "{input}" not in PROMPT_TEMPLATE:
-        must = "must contain {input}, where the prompt goes"
-        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} {must}")
+        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, where the prompt goes")
     rows = encode(load_rows(datasets, constant, limit), constant, tokenizer, readers, say)
     if not rows and constant == "TRAIN_DATASETS":
-        todo = "raise MAX_PROMPT_TOKENS or give it data"
-        raise UserError(f"{constant} leaves no prompt to train on: {todo}")
-    seen = [[row["id"], row["ids"], row["answer"]] for row in rows]
-    must_agree({f"rows in {constant}": seen})
+        raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
+    must_agree({f"rows in {constant}": [[row["id"], row["ids"], row["answer"]] for row in rows]})
     return rows
 
 
@@ -1352,11 +1340,9 @@ def set_rates(optimizer, rate):
 def recomputing(models):
     """Activations are recomputed inside the block, with GRADIENT_CHECKPOINTING: that is for layers in
     training mode, so only they are put into it, and nothing else that training mode would change."""
-    layers = []
-    if GRADIENT_CHECKPOINTING:
-        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.training = True
+        layer.training = GRADIENT_CHECKPOINTING
     try:
         yield
     finally:

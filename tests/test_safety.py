@@ -505,7 +505,7 @@ def test_a_prompt_without_tokens_is_named(ppo):
     [
         ("OUTPUT_DIR", "", "OUTPUT_DIR = ''"),
         ("OUTPUT_DIR", "a\0b", "OUTPUT_DIR"),
-        ("PROMPT_TEMPLATE", "Solve this:", "PROMPT_TEMPLATE.*must contain {input}"),
+        ("PROMPT_TEMPLATE", "Solve this:", "PROMPT_TEMPLATE.*has no {input}"),
         ("ACTOR_MODEL", " ", "ACTOR_MODEL"),
         ("TRAIN_DATASETS", [{"path": "x", "type": "jsonl"}], "TRAIN_DATASETS: a data set has path"),
         ("REWARD_FUNCTIONS", ["exact_answer"], "REWARD_FUNCTIONS takes pairs"),
