@@ -171,7 +171,7 @@ USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo_rec.py
-EXACT_SUMS = True  # of gradients: the same bits on any number of processes; each micro-batch's are sent
+EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of processes; False: faster
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes

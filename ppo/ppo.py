@@ -133,7 +133,7 @@ USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
 # Processes: torchrun --nproc_per_node=2 ppo/ppo.py
-EXACT_SUMS = True  # of gradients: the same bits on any number of processes; each micro-batch's are sent
+EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of processes; False: faster
 SHARD = "none"  # none: each process has whole models | fsdp2: its part of them, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 

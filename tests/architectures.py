@@ -547,6 +547,7 @@ by grpo/grpo.py in float32, against a plain forward pass of each row by itself; 
 The three trainers share the code that this is about. Tests hold it: a dozen types by default, all of them by
 `python -m pytest -m sweep tests/test_architectures.py`. A row concerns text: no image, no sound was put in.
 
+- shared: rows of a prompt share its keys while decoding, its pass while scoring; rows: each has its own
 - equal: sampler, scorer and plain pass agree to {tolerance} nats, the first step's ratios are 1 and its
   gradient is that of the plain pass, with GRADIENT_CHECKPOINTING too where the model has it
 - refused: the trainer ends with the sentence shown

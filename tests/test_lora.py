@@ -346,7 +346,7 @@ def test_a_folder_is_named_to_its_adapter_from_the_root(grpo, monkeypatch):
 
 @grpo_alone
 def test_an_adapters_folder_is_no_model(six, tmp_path):
-    with pytest.raises(Exception, match="is an adapter, not a model: take the best/policy of its run"):
+    with pytest.raises(Exception, match="is an adapter, not a model: take its run's best/policy"):
         make(six.path, tmp_path / "run", ACTOR_MODEL=str(six.out / "step_6/policy"), LORA_RANK=0)
 
 
