@@ -225,6 +225,9 @@ def observe(question, scores, paragraphs, vocabulary):
     ], dtype=np.float32)
 
 
+ACTION = ("top_k", "temperature", "rerank")
+
+
 def all_actions():
     """[(top_k, temperature, rerank)], the joint action space in order."""
     return [(k, t, r) for k in TOP_KS for t in TEMPERATURES for r in RERANKS]
@@ -322,7 +325,9 @@ class RAGTrainer:
         if BASELINE_ONLY:
             self.baselines()
             return self.figures
-        with self.run.opened(self.headline()):
+        sizes = [f"{len(rows)} {split}" for split, rows in self.table.splits.items()]
+        to_do = f"{len(self.table.actions)} actions, {MAX_STEPS} updates of {N_STEPS} episodes"
+        with self.run.opened(f"{', '.join(sizes)} questions, {to_do}"):
             self.baselines()
             for _ in self.run.steps(self.evaluate):
                 batch = self.rollout()
@@ -332,12 +337,6 @@ class RAGTrainer:
             if not self.run.stop_signal:
                 self.test()
         return self.run.evaluation
-
-    def headline(self):
-        sizes = {split: len(rows) for split, rows in self.table.splits.items()}
-        counted = ", ".join(f"{count} {split}" for split, count in sizes.items())
-        to_do = f"{MAX_STEPS} updates of {N_STEPS} episodes"
-        return f"{counted} questions, {len(self.table.actions)} actions, {to_do}"
 
     @torch.no_grad()
     def rollout(self):
@@ -448,8 +447,7 @@ class RAGTrainer:
         chosen = torch.tensor(self.table.actions, dtype=torch.float64)[actions]  # (rows, 3)
         metrics = {"reward": self.table.rewards[rows, actions].double().mean().item()}
         metrics |= {key: part[rows, actions].double().mean().item() for key, part in self.table.parts.items()}
-        means = dict(zip(("top_k", "temperature", "rerank"), chosen.mean(0).tolist()))
-        return {**metrics, **means}
+        return {**metrics, **dict(zip(ACTION, chosen.mean(0).tolist()))}
 
     def evaluate(self):
         """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's,
@@ -462,23 +460,19 @@ class RAGTrainer:
     def record(self, batch, metrics):
         """The step's metrics, LOG_SAMPLES of its episodes and its line on the terminal."""
         parts = {key: part.double().mean().item() for key, part in batch.parts.items()}
-        chosen = [self.table.actions[action] for action in batch.actions.tolist()]
+        chosen = torch.tensor(self.table.actions, dtype=torch.float64)[batch.actions]  # (episodes, 3)
         unexplained = (batch.rewards - batch.values).var() / (batch.rewards.var() + 1e-8)
         metrics = {
             "epoch": self.state.epoch, **metrics, "reward": batch.rewards.double().mean().item(), **parts,
             "advantage": (batch.rewards - batch.values).mean().item(),
-            "explained_variance": (1 - unexplained).item(),
-            "top_k": sum(top_k for top_k, _, _ in chosen) / N_STEPS,
-            "temperature": sum(temperature for _, temperature, _ in chosen) / N_STEPS,
-            "rerank": sum(rerank for _, _, rerank in chosen) / N_STEPS}
+            "explained_variance": (1 - unexplained).item(), **dict(zip(ACTION, chosen.mean(0).tolist()))}
         columns = {"reward": batch.rewards, **batch.parts}
         samples = []
-        for n, (top_k, temperature, rerank) in enumerate(chosen[:LOG_SAMPLES]):
-            row = int(batch.rows[n])
+        for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
             response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
             scores = {key: round(values[n].item(), 6) for key, values in columns.items()}
-            did = {"top_k": top_k, "temperature": temperature, "rerank_on": rerank}
+            did = dict(zip(ACTION, self.table.actions[batch.actions[n]]))
             samples.append({**asked, "response": response, **scores, **did})
         line = ("Update {step}/{total}: R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} "
                 "PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}")
@@ -507,8 +501,8 @@ class RAGTrainer:
             asked = self.table.questions[row]
             top_k, temperature, rerank = self.table.actions[action]
             did = f"top_k {top_k}, temperature {temperature}, rerank {rerank}"
-            said = self.table.responses[row][action][0]
-            self.run.say(f"{asked['question']}  [{did}]  {said!r}, right: {asked['answer']!r}")
+            response = self.table.responses[row][action][0]
+            self.run.say(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
         found = test_figures(self.table, rows, actions, self.measure(rows, actions), self.figures)
         write_json(self.run.folder / "eval_test.json", found)
         self.run.say(test_line(found))
@@ -2097,7 +2091,7 @@ class Retriever:
         import bm25s
 
         self.tokenize = bm25s.tokenize
-        self.none = np.zeros(len(corpus), dtype=np.float32)
+        self.size = len(corpus)
         texts = [" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus]
         words = self.tokenize(texts, return_ids=False, show_progress=False)
         if not any(words):
@@ -2109,7 +2103,7 @@ class Retriever:
         """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. A question
         without a word that BM25 counts scores 0 with each."""
         words, = self.tokenize([question], return_ids=False, show_progress=False)
-        scores = self.index.get_scores(words) if words else self.none
+        scores = self.index.get_scores(words) if words else np.zeros(self.size, dtype=np.float32)
         ids = np.argsort(-scores, kind="stable")[:count]
         return ids.tolist(), scores[ids]
 
@@ -2133,16 +2127,11 @@ class Reranker:
 
     @torch.no_grad()
     def scores(self, pairs):
-        """Scores of (question, paragraph text) pairs, (pairs,), read in the order of their length."""
-        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][1]))
-        found = torch.zeros(len(pairs))
-        for start in range(0, len(pairs), 64):
-            chunk = order[start:start + 64]
-            questions, texts = zip(*(pairs[n] for n in chunk))
-            limit = {"truncation": "longest_first", "max_length": self.limit}
-            read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
-            found[chunk] = self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
-        return found
+        """Scores of (question, paragraph text) pairs, (pairs,)."""
+        questions, texts = zip(*pairs)
+        limit = {"truncation": "longest_first", "max_length": self.limit}
+        read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
+        return self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
 
 
 class Trigrams:
@@ -2275,17 +2264,12 @@ class QASystem:
         depth = max(TOP_KS)
         if not rerank:
             return [self.retriever.search(question, depth)[0] for question in questions]
-        found = [self.retriever.search(question, max(depth, RERANK_DEPTH))[0] for question in questions]
-        pairs = []
-        for question, ids in zip(questions, found):
-            paragraphs = [self.corpus[i] for i in ids[:RERANK_DEPTH]]
-            pairs += [(question, paragraph_text(paragraph)) for paragraph in paragraphs]
-        scores = self.reranker.scores(pairs)
         ranked = []
-        for ids in found:
+        for question in questions:
+            ids, _ = self.retriever.search(question, max(depth, RERANK_DEPTH))
             head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
-            own, scores = scores[:len(head)], scores[len(head):]
-            order = own.argsort(descending=True, stable=True).tolist()
+            scores = self.reranker.scores([(question, paragraph_text(self.corpus[i])) for i in head])
+            order = scores.argsort(descending=True, stable=True).tolist()
             ranked.append(([head[n] for n in order] + tail)[:depth])
         return ranked
 
@@ -2324,19 +2308,16 @@ def check_texts():
     if not right or DATASET["type"] not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
-    patterns = (("PROMPT", {"contexts": "<c>", "question": "<q>"}),
-                ("PARAGRAPH", {"text": "<x>", "n": 1, "title": "<t>"}))
-    for constant, values in patterns:
-        pattern = globals()[constant]
-        known = ", ".join(f"{{{name}}}" for name in values)
+    prompt = {"contexts": "<c>", "question": "<q>"}
+    paragraph = {"text": "<x>", "n": 1, "title": "<t>"}
+    for constant, pattern, values in (("PROMPT", PROMPT, prompt), ("PARAGRAPH", PARAGRAPH, paragraph)):
         try:
             filled = pattern.format(**values)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
-            todo = f"it may name {known}; a brace itself is written twice"
-            why = f"cannot be filled ({first_line(error)})"
-            raise UserError(f"{constant} = {pattern!r} {why}: {todo}") from None
-        if any(values.get(name, "") not in filled for name in ("contexts", "question", "text")):
-            raise UserError(f"{constant} = {pattern!r} must name {known.removesuffix(', {n}, {title}')}")
+            filled = f"({first_line(error)})"
+        if any(value not in filled for name, value in values.items() if name not in ("n", "title")):
+            takes = f"it takes {', '.join(f'{{{name}}}' for name in values)}; a brace itself is written twice"
+            raise UserError(f"{constant} = {pattern!r} makes {filled!r}: {takes}")
 
 
 def from_hotpot(records, where):
@@ -2565,16 +2546,15 @@ def collect(questions, qa, actions, known, say):
                 read[q, a, d] = record["tokens"] / COST_TOKENS + record["pairs"] / COST_PAIRS
                 seconds[q, a, d] = record["seconds"]
                 left_out += record["left_out"] > 0
-        most = max(TOP_KS)
         for rerank in RERANKS:
-            key = (row["question"], most, float(TEMPERATURES[0]), rerank, 0)
+            key = (row["question"], max(TOP_KS), float(TEMPERATURES[0]), rerank, 0)
             row[f"ranked_{rerank}"] = known[key]["paragraphs"]
     if left_out:
-        limit = f"{qa.generator.limit} tokens"
-        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {limit}")
-    splits = {}
-    for split in ("train", "validation", "test"):
-        splits[split] = [q for q, row in enumerate(questions) if row["split"] == split]
+        fit = f"{qa.generator.limit} tokens"
+        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {fit}")
+    splits = {"train": [], "validation": [], "test": []}
+    for q, row in enumerate(questions):
+        splits[row["split"]].append(q)
     observations = torch.stack([qa.observe(row["question"]) for row in questions])
     return SimpleNamespace(
         questions=questions, actions=actions, splits=splits, observations=observations, responses=responses,
@@ -2610,7 +2590,7 @@ def baseline_figures(table):
     mean = table.rewards.double().mean(2)  # (questions, actions)
     by_action = mean[table.splits["train"]].mean(0)
     best = int(by_action.argmax())
-    named = [dict(zip(("top_k", "temperature", "rerank"), action)) for action in table.actions]
+    named = [dict(zip(ACTION, action)) for action in table.actions]
     figures = {
         "random": split_means(table, everyone / count),
         "best_fixed": {"action": named[best], "index": best, **split_means(table, everyone * one_hot[best])},
@@ -2660,14 +2640,13 @@ def bootstrap_interval(values):
 def test_figures(table, rows, actions, metrics, figures):
     """The policy's figures on the test questions, beside the best fixed action of the training questions."""
     mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
-    best = figures["best_fixed"]["index"]
-    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, best]
-    low, high = bootstrap_interval(gained)
+    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, figures["best_fixed"]["index"]]
+    gain = gained.mean().item()
     figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
+    possible = figure["oracle"]["reward"] - figure["best_fixed"]["reward"]
     return {
-        "policy": metrics, **figure, "gain_over_best_fixed": gained.mean().item(), "interval": [low, high],
-        "share_of_oracle_gain": gained.mean().item() / max(
-            1e-9, figure["oracle"]["reward"] - figure["best_fixed"]["reward"])}
+        "policy": metrics, **figure, "gain_over_best_fixed": gain, "interval": bootstrap_interval(gained),
+        "share_of_oracle_gain": gain / max(1e-9, possible)}
 
 
 def test_line(found):

@@ -711,7 +711,7 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
         *(f"eval_baseline_{n}.json" for n in ("fixed", "random", "best_fixed", "oracle", "every_action"))}
     episodes = read(out / "logs/samples.jsonl")
     assert len(episodes) == 4 * 16
-    columns = "step id question answer response reward em f1 cost seconds top_k temperature rerank_on".split()
+    columns = "step id question answer response reward em f1 cost seconds top_k temperature rerank".split()
     assert list(episodes[0]) == columns
     means = [sum(e["reward"] for e in episodes if e["step"] == n) / 16 for n in (1, 2, 3, 4)]
     assert means == pytest.approx([r["reward"] for r in train], abs=1e-5)
@@ -964,12 +964,12 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
     ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
     (LONG, {}, "questions.jsonl:33 takes 60"),
     ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
-    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "cannot be filled ('foo'): it may name {contexts}, {qu"),
-    ({}, {"PROMPT": "{contexts} {question} {"}, "cannot be filled (Single '{' encountered"),
-    ({}, {"PROMPT": "{contexts}"}, "must name {contexts}, {question}"),
-    ({}, {"PROMPT": "{question}"}, "must name {contexts}, {question}"),
-    ({}, {"PARAGRAPH": "{titel}: {text}"}, "cannot be filled ('titel'): it may name {text}, {n}, {title}"),
-    ({}, {"PARAGRAPH": "{n} {title}"}, "must name {text}"),
+    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "makes \"('foo')\": it takes {contexts}, {question}"),
+    ({}, {"PROMPT": "{contexts} {question} {"}, "Single '{' encountered"),
+    ({}, {"PROMPT": "{contexts}"}, "it takes {contexts}, {question}; a brace"),
+    ({}, {"PROMPT": "{question}"}, "it takes {contexts}, {question}; a brace"),
+    ({}, {"PARAGRAPH": "{titel}: {text}"}, "makes \"('titel')\": it takes {text}, {n}, {title}"),
+    ({}, {"PARAGRAPH": "{n} {title}"}, "it takes {text}, {n}, {title}; a brace"),
     ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
 ])
 def test_odd_input_is_one_sentence_and_a_run_stays(
