@@ -2685,10 +2685,11 @@ def draw_learning(folder, title, table, figures):
         shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
         axis.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
     axis.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
+    axis.legend()
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=6)
     write_whole(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
