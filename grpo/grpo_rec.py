@@ -678,13 +678,13 @@ class RecTrainer:
         by_row = {}
         for name, best in lists.items():
             figures[name], by_row[name] = self.list_figures(best, rows)
-            intervals = {key: bootstrap_interval(values) for key, values in by_row[name].items()}
-            figures[name]["intervals"] = intervals
+            figures[name]["intervals"] = {key: bootstrap_interval(x) for key, x in by_row[name].items()}
         if {"sft", "grpo"} <= set(lists):
-            gains_by_row = {key: by_row["grpo"][key] - by_row["sft"][key] for key in by_row["sft"]}
-            figures["grpo_minus_sft"] = {
-                key: {"mean": gained.mean().item(), "interval": bootstrap_interval(gained)}
-                for key, gained in gains_by_row.items()}
+            figures["grpo_minus_sft"] = {}
+            for key in by_row["sft"]:
+                gained = by_row["grpo"][key] - by_row["sft"][key]
+                gain = {"mean": gained.mean().item(), "interval": bootstrap_interval(gained)}
+                figures["grpo_minus_sft"][key] = gain
         if self.values is not None:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):

@@ -283,8 +283,7 @@ class RAGTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        check_actions()
-        check_texts()
+        check_choices()
         self.device = find_device()
         resume = "no" if BASELINE_ONLY else resume_from_checkpoint
         self.run = Run("ppo_rag", resume, self.device, ("rag_*.png", "eval_test.json"))
@@ -309,16 +308,15 @@ class RAGTrainer:
         if self.run.checkpoint:
             self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
         else:
-            config = PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions)
-            self.policy = Policy(config)
+            self.policy = Policy(PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions))
             seen = self.table.observations[self.table.splits["train"]]
             self.policy.mean.copy_(seen.mean(0))
             self.policy.scale.copy_(seen.std(0, unbiased=False) + 1e-3)
         if self.policy.config.actions != [list(action) for action in self.table.actions]:
-            todo = "resume with these TOP_KS, TEMPERATURES and RERANKS, or start afresh with RESUME=no"
-            raise UserError(f"{self.run.checkpoint} was trained on other actions: {todo}")
-        decay = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), **decay)
+            other = "was trained on other actions, TOP_KS x TEMPERATURES x RERANKS"
+            raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
     def train(self):
         """Ask, act, compare, update; then the questions of the test. Returns the last evaluation."""
@@ -401,9 +399,7 @@ class RAGTrainer:
                 for chunk in torch.randperm(N_STEPS).split(BATCH_SIZE):
                     steps.append(self.optimizer_step(batch, chunk))
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["ratio_max_first"] = steps[0]["ratio_max"]
-        metrics["learning_rate"] = LEARNING_RATE * scale
-        return metrics
+        return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": LEARNING_RATE * scale}
 
     def optimizer_step(self, batch, chunk):
         old_logprobs, advantages = batch.logprobs[chunk], batch.advantages[chunk]
@@ -2288,8 +2284,8 @@ class QASystem:
 # ================================================================ questions
 
 
-def check_actions():
-    """Refuse an empty or impossible list of actions before anything is read."""
+def check_choices():
+    """Refuse actions, a DATASET, PROMPT or PARAGRAPH that cannot be, before anything is read."""
     for key, least in (("TOP_KS", 1), ("TEMPERATURES", 0), ("RERANKS", 0)):
         values = globals()[key]
         numbers = all(isinstance(value, (int, float)) and value >= least for value in values)
@@ -2298,12 +2294,7 @@ def check_actions():
     if not set(RERANKS) <= {0, 1} or 1 in RERANKS and not RERANKER:
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
-        among = "is none of TOP_KS x TEMPERATURES x RERANKS"
-        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} {among}: take one of them, or BASELINE=random")
-
-
-def check_texts():
-    """Refuse a DATASET, PROMPT or PARAGRAPH that says nothing usable, before anything is read."""
+        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
     right = {"path", "type"} <= set(DATASET) <= {"path", "type", "name", "split"}
     if not right or DATASET["type"] not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
@@ -2339,8 +2330,8 @@ def from_hotpot(records, where):
             asked = {key: record[key] for key in ("question", "answer")}
             asked |= {key: record.get(key) for key in ("type", "level")}
         except (KeyError, TypeError, ValueError, AttributeError):
-            form = "HotpotQA's distractor format (question, answer, context, supporting_facts) is wanted"
-            raise UserError(f"{line} is not HotpotQA's: {form}") from None
+            form = "question, answer, context, supporting_facts"
+            raise UserError(f"{line} is not HotpotQA's distractor format ({form})") from None
         if len(gold) < len(gold_titles):
             raise UserError(f"{line} has supporting facts that are not in its context")
         questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
@@ -2371,8 +2362,7 @@ def from_folder(folder):
         wanted = record["gold"] if isinstance(record["gold"], list) else [record["gold"]]
         missing = [title for title in map(str, wanted) if title not in titles]
         if missing:
-            lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
-            raise UserError(f"{line}: {lacks}; add it, or delete the question")
+            raise UserError(f"{line}: its gold paragraph {missing[0]!r} is not in corpus.jsonl")
         gold = [row for title in map(str, wanted) for row in titles[title]]
         asked = {key: record.get(key) for key in ("question", "answer", "type", "level")}
         questions.append({**asked, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
@@ -2404,8 +2394,8 @@ def load_questions(say):
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
     least = VALIDATION_QUESTIONS + TEST_QUESTIONS
     if len(order) <= least:
-        todo = "lower VALIDATION_QUESTIONS and TEST_QUESTIONS, or raise SAMPLE"
-        raise UserError(f"{len(order)} questions leave none to train on beside {least}: {todo}")
+        held_out = f"the {least} of VALIDATION_QUESTIONS and TEST_QUESTIONS"
+        raise UserError(f"{len(order)} questions leave none to train on beside {held_out}")
     questions = [questions[i] for i in order]
     for number, row in enumerate(questions):
         row["split"] = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
@@ -2497,8 +2487,8 @@ def warn_of_unknown_words(questions, qa, say):
     tokens = [token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids]
     unknown = tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
     if unknown > 0.01:
-        reads = f"reads {tokenizer.unk_token} in place of {unknown:.0%} of the words of DATASET"
-        say(f"WARNING: GENERATOR = {GENERATOR!r} {reads} (data/rag/reader is for data/rag alone)")
+        words = f"{unknown:.0%} of the words of DATASET (data/rag/reader is for data/rag alone)"
+        say(f"WARNING: GENERATOR = {GENERATOR!r} reads {tokenizer.unk_token} in place of {words}")
 
 
 def fill_table(questions, qa, say):
@@ -2550,8 +2540,8 @@ def collect(questions, qa, actions, known, say):
             key = (row["question"], max(TOP_KS), float(TEMPERATURES[0]), rerank, 0)
             row[f"ranked_{rerank}"] = known[key]["paragraphs"]
     if left_out:
-        fit = f"{qa.generator.limit} tokens"
-        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {fit}")
+        which = f"{left_out} of {read.numel()} prompts"
+        say(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
     splits = {"train": [], "validation": [], "test": []}
     for q, row in enumerate(questions):
         splits[row["split"]].append(q)
@@ -2588,8 +2578,7 @@ def baseline_figures(table):
     one_hot = torch.eye(count, dtype=torch.float64)
     everyone = torch.ones(len(table.questions), 1, dtype=torch.float64)
     mean = table.rewards.double().mean(2)  # (questions, actions)
-    by_action = mean[table.splits["train"]].mean(0)
-    best = int(by_action.argmax())
+    best = int(mean[table.splits["train"]].mean(0).argmax())
     named = [dict(zip(ACTION, action)) for action in table.actions]
     figures = {
         "random": split_means(table, everyone / count),
@@ -2612,7 +2601,7 @@ def table_lines(table, figures, wanted):
     cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
     heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
     lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
-    lines.append("  " + " " * 14 + "".join(f"{head:>12}" for head in heads))
+    lines.append(" " * 16 + "".join(f"{head:>12}" for head in heads))
     mean = table.rewards.double().mean(2)
     train = table.splits["train"]
     for kind in sorted({table.questions[q]["type"] for q in train}):

@@ -526,7 +526,7 @@ def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
     (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT, second]))
     spec = {"path": str(tmp_path / "hotpot.json"), "type": "hotpotqa"}
     script = rag(DATASET=spec, VALIDATION_QUESTIONS=1, TEST_QUESTIONS=1)
-    with pytest.raises(script.UserError, match="2 questions leave none to train on beside 2"):
+    with pytest.raises(script.UserError, match="2 questions leave none to train on beside the 2"):
         script.load_questions(print)
     questions, corpus = script.from_hotpot([HOTPOT, second], "x")
     assert [p["title"] for p in corpus] == ["Mill", "Ada", "Cole"]
@@ -1042,7 +1042,7 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
     ({"DATASET": {"path": "/no/such", "type": "folder"}}, "/no/such/corpus.jsonl: there is no such file"),
     ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "such.json is no JSON to read ([Errno 2]"),
     ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': there is no such folder"),
-    ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside 36"),
+    ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
     ({"BASELINE": "best"}, "BASELINE = 'best' is unknown"),
 ])
 def test_errors_are_one_sentence(rag, constants, says):
