@@ -474,11 +474,9 @@ class RecTrainer:
         return [rewards.history_value(self.values, history, item, VALUE_DECAY) for history, item in pairs]
 
     def ranking_reward(self, histories, items, targets):
-        hits = rewards.rule_reward(histories, items, targets)
-        found = []
-        for n in range(0, len(hits), GROUP_SIZE):
-            found += rewards.ranking_reward(hits[n:n + GROUP_SIZE])
-        return found
+        hit = rewards.rule_reward(histories, items, targets)
+        groups = [rewards.ranking_reward(hit[n:n + GROUP_SIZE]) for n in range(0, len(hit), GROUP_SIZE)]
+        return [score for group in groups for score in group]
 
     def semantic_reward(self, histories, items, targets):
         return (self.vectors[self.numbers(items)] * self.vectors[self.numbers(targets)]).sum(1).tolist()
@@ -4141,11 +4139,10 @@ def load_actor(checkpoint, catalogue, device):
     tokenizer.add_tokens(new)
     for code in codes:
         if tokenizer(code, add_special_tokens=False)["input_ids"] != [tokenizer.convert_tokens_to_ids(code)]:
-            reads = f"the tokenizer does not read the code {code!r} as one token"
-            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {reads}: take codes such as <a_7>")
+            raise UserError(f"INDEX_FILE: the tokenizer splits the code {code!r}: take codes such as <a_7>")
     if new and (STAGE == "rl" or checkpoint):
-        lacks = f"{len(new)} of the catalogue's codes are new to {path}, such as {new[0]}"
-        raise UserError(f"{lacks}: train it with STAGE=sft or all first, on this INDEX_FILE")
+        lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
+        raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > known_ids(model):
         model.resize_token_embeddings(len(tokenizer))
     return tokenizer, model.eval()
