@@ -160,7 +160,7 @@ MUTANTS = [
      IN_REC + "sasrec_learns_what_is_trained_on_and_its_epoch_is_by_validation"),
     (REC, "markov = Markov(self.train_rows, self.popularity)",
      "markov = Markov([*self.train_rows, *self.valid_rows], self.popularity)",
-     IN_REC + "sasrec_learns_what_is_trained_on_and_its_epoch_is_by_validation"),
+     IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
     (REC, "targets = torch.tensor([row[\"target\"] for row in self.train_rows])",
      "targets = torch.tensor([row[\"target\"] for row in [*self.train_rows, *self.test_rows]])",
      IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),

@@ -534,7 +534,8 @@ def test_stitched_rows_are_logged_pairs_or_siblings_each_as_often_as_logged(rec,
         pairs = Counter()
         for source in sequences * 150:
             some = stitch.stitch(source, places, 1.0, weight, 5, draw)
-            assert some[0] == source[0][0] and len(some) <= 6
+            known, siblings = places[some[-1]]
+            assert some[0] == source[0][0] and (len(some) == 6 or not (known or weight and siblings))
             pairs.update(zip(some, some[1:]))
         assert weight or set(pairs) == set(logged)
         for last in {first for first, _ in pairs}:
@@ -659,7 +660,6 @@ def test_semantic_and_collaborative_rewards(rec, sasrec_words):
     assert torch.equal(parts["collaborative"].argsort(), order)
     trainer.prepare_baselines()
     assert set(trainer.baselines) == {"popularity", "markov", "sasrec"}
-    assert trainer.baselines["markov"].after.keys() == {row["history"][-1] for row in trainer.train_rows}
 
 
 def test_a_sasrec_of_other_rows_is_no_baseline(rec, sasrec_words, tmp_path, capsys):
