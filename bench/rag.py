@@ -2,7 +2,7 @@
 
     python bench/rag.py seeds 1 2 3 4 5     # the default run of each seed, rules and regressors
     python bench/rag.py splits 0 1 2 3 4 5  # the default run of seed 1 on each SPLIT_SEED, and rules
-    python bench/rag.py sb3 1 2 3           # stable-baselines3's PPO on the same RAGEnv, beside ours
+    python bench/rag.py sb3 1 2 3           # stable-baselines3's PPO on the same table, beside ours
     python bench/rag.py recall FILE ...     # BM25's recall on HotpotQA's files, titles counted once and twice
 
 seeds and sb3 need `pip install -r bench/requirements-rag.txt`, best in an environment of their own. Rules and
@@ -22,6 +22,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "ppo/ppo_rag.py"
+
+
+def environment(table):
+    """One training question an episode, for Gymnasium: an action answers it, and the episode ends."""
+    import gymnasium
+    import numpy as np
+
+    class RAGEnv(gymnasium.Env):
+        action_space = gymnasium.spaces.Discrete(len(table.actions))
+        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, table.observations.shape[1:], np.float32)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.row = int(self.np_random.choice(table.splits["train"]))
+            return table.observations[self.row].numpy().copy(), {}
+
+        def step(self, action):
+            draw = int(self.np_random.integers(table.rewards.shape[2]))
+            reward = table.rewards[self.row, action, draw].item()
+            return table.observations[self.row].numpy().copy(), reward, True, False, {}
+
+    return RAGEnv()
 
 
 def load_module():
@@ -153,7 +175,7 @@ def sb3(numbers):
         reward = trainer.measure(rows, trainer.choose(rows))["reward"]
         found.setdefault("ours", []).append((reward, time.time() - started))
         for name, options in settings.items():
-            model = PPO("MlpPolicy", module.RAGEnv(trainer.table), seed=int(seed), device="cpu", **options)
+            model = PPO("MlpPolicy", environment(trainer.table), seed=int(seed), device="cpu", **options)
             started = time.time()
             model.learn(episodes)
             seconds = time.time() - started

@@ -30,12 +30,11 @@ the KL term is no KL: it pulls the log-probabilities of the listed items to the 
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
     python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
-    python grpo/grpo_rec.py STAGE=recommend 'HISTORY=[3, 17, 204]'
     python grpo/grpo_rec.py TRAIN_FILE=train.csv VALID_FILE=None TEST_FILE=test.csv INDEX_FILE=index.json \\
         ITEM_FILE=info.txt VALUES_FILE=None VALUE_WEIGHT=0 RULE_WEIGHT=1
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
-checkpoints, sft/policy/ (the best of SFT), best/policy/, sasrec.pt, eval_test.json, rec_learning.png,
+checkpoints, sft/policy/ (the best of SFT), best/policy/, eval_test.json, rec_learning.png,
 training_metrics_detailed.png and grpo_rec_metrics_with_entropy.png. docs/grpo_rec.md defines every metric.
 
 To change      see
@@ -65,9 +64,7 @@ import rewards  # noqa: E402
 
 # ================================================================ constants
 
-STAGE = "all"  # all | sft | rl | recommend: rl goes on from SFT's best, or from ACTOR_MODEL
-HISTORY = []  # STAGE=recommend: items bought, the oldest first
-TOP = 10  # STAGE=recommend: how many items
+STAGE = "all"  # all | sft | rl: rl goes on from SFT's best, or from ACTOR_MODEL
 
 # Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows codes alone
 ACTOR_MODEL: str | None = None
@@ -105,20 +102,18 @@ VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
 RULE_WEIGHT = 1.0  # 1 for the logged target
 RANKING_WEIGHT = 0.0  # 1 for it; where it is in the group, the others cost the more the higher they stand
 SEMANTIC_WEIGHT = 0.0  # cosine of the item's vector with the target's
-COLLABORATIVE_WEIGHT = 0.0  # SASRec's score, 0 to 1 within the group
+COLLABORATIVE_WEIGHT = 0.0  # score by SASREC_FILE, 0 to 1 within the group
 REWARD_FUNCTIONS = []  # yours of histories, items, targets: (function, or name in rewards/; weight)
 VALUES_FILE: str | None = f"{ROOT}/data/rec/values.npy"  # (items, items): the second's worth after the first
 VALUE_DECAY = 0.5  # weight of an item of the history relative to the next one
 VECTORS_FILE: str | None = None  # (items, width) for the semantic reward; None: TF-IDF of the titles
+SASREC_FILE: str | None = f"{ROOT}/data/rec/sasrec.npz"  # data/sasrec.py makes it; a baseline too
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: any
 
 # SFT
 SFT_EPOCHS = 20
 SFT_BATCH_SIZE = 64  # histories an optimizer step
 SFT_LEARNING_RATE = 3e-3
-SFT_STITCH = 0.0  # chance, at each item, that a sequence goes on as another did after it: augments small data
-SFT_SIBLINGS = 0.0  # stitched: items of the same codes but the last come next as if so often logged
-SFT_AVERAGE = 0.0  # decay of the running mean of SFT's weights, which is the policy; 0: the weights are
 SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
@@ -154,8 +149,6 @@ MAX_STEPS = 150  # of GRPO
 
 # Evaluation
 EVAL_BEAMS = 50
-SASREC_EPOCHS = 30  # of the baseline SASRec, which the collaborative reward takes too; 0: none
-BOOTSTRAP = 2000  # resamples of the test rows
 
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 100  # 0: only at the end
@@ -175,25 +168,19 @@ EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of 
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
-    "TOP HIDDEN_SIZE LAYERS HEADS MAX_HISTORY MAX_TRAIN_ROWS MAX_EVAL_ROWS SFT_EPOCHS": (1, 1e12),
-    "SFT_BATCH_SIZE BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_EPOCHS MINI_BATCHES": (1, 1e12),
-    "MAX_STEPS PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
+    "HIDDEN_SIZE LAYERS HEADS MAX_HISTORY MAX_TRAIN_ROWS MAX_EVAL_ROWS SFT_EPOCHS SFT_BATCH_SIZE": (1, 1e12),
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_EPOCHS MINI_BATCHES MAX_STEPS": (1, 1e12),
+    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
     "EVAL_BEAMS": (20, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "SFT_PATIENCE REFERENCE_SYNC_STEPS SASREC_EPOCHS": (0, 2**62),
-    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD SFT_SIBLINGS": (0, 1e6),
-    "VALUE_WEIGHT RULE_WEIGHT RANKING_WEIGHT SEMANTIC_WEIGHT COLLABORATIVE_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
-    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY SFT_STITCH": (0, 1),
-    "SFT_AVERAGE": (0, 0.9999),
+    "SFT_PATIENCE REFERENCE_SYNC_STEPS LORA_RANK": (0, 2**62),
+    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY": (0, 1),
     "VALID_FRACTION": (1e-6, 0.9),
-    "CLIP_RANGE CLIP_RANGE_HIGH": (1e-6, 1e6),
+    "CLIP_RANGE CLIP_RANGE_HIGH LORA_ALPHA MAX_GRAD_NORM REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-12, 1e12),
     "TEMPERATURE": (1e-3, 1e3),
-    "LORA_RANK": (0, 65536),
-    "LORA_ALPHA": (1e-6, 1e6),
-    "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
-    "STAGE": ["all", "sft", "rl", "recommend"],
+    "STAGE": ["all", "sft", "rl"],
     "DTYPE": ["float32", "bfloat16"],
     "CANDIDATES": ["beam", "sample"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -279,7 +266,7 @@ class RecTrainer:
         check_sizes()
         self.device = find_device()
         made = () if STAGE == "rl" else ("sft",)  # what rl starts from, it does not move aside
-        files = (*made, "rec_learning.png", "eval_test.json", "sasrec.pt")
+        files = (*made, "rec_learning.png", "eval_test.json")
         # An evaluation has a reward in the stage of GRPO alone
         self.run = Run("grpo_rec", resume_from_checkpoint, self.device, files, ("reward", "ndcg@10"))
         self.run.title = f"GRPO for recommendation, {Path(TRAIN_FILE).parent.name}, seed {SEED}"
@@ -290,13 +277,11 @@ class RecTrainer:
         self.load_models()
         self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.say)
         self.sft_rows = self.prompter.sft_rows(self.train_rows, self.run.say)
-        self.goes_on = places_after(self.sft_rows, self.prompter.lists)
         for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
             row["ids"] = self.prompter.ids(row["history"])
         check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
         check_head(self.actor, self.trie, self.train_rows[0]["ids"])
-        for model in (self.reference, self.learner):
-            model.shares_prompts = self.actor.shares_prompts
+        self.reference.shares_prompts = self.actor.shares_prompts
         targets = torch.tensor([row["target"] for row in self.train_rows])
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
@@ -305,11 +290,10 @@ class RecTrainer:
         self.state = SimpleNamespace(
             epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
             stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
-        self.best = SimpleNamespace(model=None, value=None)  # for recommend()
+        self.best = None, None  # for recommend(): its value and the model
         self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
-        check_average(self)
         self.plan_steps()
 
     def load_models(self):
@@ -329,23 +313,21 @@ class RecTrainer:
             self.reference.requires_grad_(False)
             self.models["reference"] = self.reference
         rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
-        self.learner = load_learner(at, self.actor)  # what SFT updates
-        if self.learner is not self.actor:
-            self.models["learner"] = self.learner
-        self.optimizers = {"policy": make_optimizer(self.learner, rate)}
+        self.optimizers = {"policy": make_optimizer(self.actor, rate)}
 
     def load_rewards(self):
         """What compute_rewards() needs: values, vectors, functions."""
         self.values = read_values(self.catalogue) if VALUE_WEIGHT else None
         self.vectors = item_vectors(self.catalogue) if SEMANTIC_WEIGHT else None
-        if COLLABORATIVE_WEIGHT and not SASREC_EPOCHS:
-            raise UserError("COLLABORATIVE_WEIGHT needs a SASRec: set SASREC_EPOCHS to 1 or more")
+        asked = [*self.valid_rows, *self.test_rows, *(self.train_rows if COLLABORATIVE_WEIGHT else ())]
+        self.sasrec = read_sasrec(self.train_rows, asked, self.run.say)
+        if COLLABORATIVE_WEIGHT and not self.sasrec:
+            raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         weights = (VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT)
         if STAGE != "sft" and not any(weights) and not REWARD_FUNCTIONS:
             raise UserError("every reward weight is 0 and REWARD_FUNCTIONS is empty: give at least one")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
         self.rewarded = any(weights) or bool(self.rewards)
-        self.sasrec = None
 
     # ------------------------------------------------------------ the algorithm
 
@@ -377,7 +359,7 @@ class RecTrainer:
         if self.run.stop_signal:
             return
         self.run.say(f"SFT ends at step {self.run.step}; best NDCG@10 {self.state.sft_best:.4f}")
-        copy_weights(self.reference, self.actor)
+        self.actor.load_state_dict(self.reference.state_dict())
         folder = self.run.folder / "sft"
         if rank() == 0:
             write_whole(folder, self.save_sft, folder=True)
@@ -388,8 +370,6 @@ class RecTrainer:
         self.state.begin = self.run.step
         self.state.epoch = self.state.cursor = 0
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
-        self.learner = self.actor
-        self.models.pop("learner", None)
         self.run.begin_part()
         self.plan_steps()
 
@@ -419,24 +399,18 @@ class RecTrainer:
         """One optimizer step on the items that were logged; returns its metrics."""
         rate = self.learning_rate(SFT_LEARNING_RATE)
         metrics = {}  # of the whole step; share is a micro-batch's
-        with self.run.timed("update"), recomputing([self.learner]):
-            if SFT_STITCH:
-                rows = [stitch(row, self.goes_on) for row in rows]
+        with self.run.timed("update"), recomputing([self.actor]):
             batch = sft_batch(rows, self.trie, self.pad_id, self.device)
             weights = batch.learn / batch.learn.sum()
-            for micro, share in summed([self.learner], every_micro_batch(self.learner, batch), metrics):
-                logprobs, entropy = item_logprobs(self.learner, self.trie, batch, micro, TEMPERATURE)
+            for micro, share in summed([self.actor], every_micro_batch(self.actor, batch), metrics):
+                logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
                 weight = weights[micro, :logprobs.shape[1]]
                 loss = -(weight * logprobs).sum()
-                backward(self.learner, loss)
+                backward(self.actor, loss)
                 share["policy_loss"] = loss.item()
                 share["entropy"] = (weight * entropy.detach()).sum().item()
             ids = [row["id"] for row in rows]
             norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, ids)
-            if self.learner is not self.actor:
-                # Weights of the first steps are soon forgotten
-                decay = min(SFT_AVERAGE, (self.run.step + 2) / (self.run.step + 11))
-                average_weights(self.learner, self.actor, decay)
         self.tokens = int(batch.learn.sum())
         return {**metrics, "grad_norm": norms[0], "learning_rate": rate}
 
@@ -495,29 +469,24 @@ class RecTrainer:
         return total
 
     def value_reward(self, histories, items, targets):
-        number = self.catalogue.number
-        rows = [[number[item] for item in history] for history in histories]
-        chosen = [number[item] for item in items]
-        return [rewards.history_value(self.values, h, i, VALUE_DECAY) for h, i in zip(rows, chosen)]
+        pairs = zip(map(self.numbers, histories), self.numbers(items))
+        return [rewards.history_value(self.values, history, item, VALUE_DECAY) for history, item in pairs]
 
     def ranking_reward(self, histories, items, targets):
-        hits = rewards.rule_reward(histories, items, targets)
-        found = []
-        for n in range(0, len(hits), GROUP_SIZE):
-            found += rewards.ranking_reward(hits[n:n + GROUP_SIZE])
-        return found
+        hit = rewards.rule_reward(histories, items, targets)
+        groups = [rewards.ranking_reward(hit[n:n + GROUP_SIZE]) for n in range(0, len(hit), GROUP_SIZE)]
+        return [score for group in groups for score in group]
 
     def semantic_reward(self, histories, items, targets):
-        number = self.catalogue.number
-        a, b = ([number[item] for item in some] for some in (items, targets))
-        return (self.vectors[a] * self.vectors[b]).sum(1).tolist()
+        return (self.vectors[self.numbers(items)] * self.vectors[self.numbers(targets)]).sum(1).tolist()
 
     def collaborative_reward(self, histories, items, targets):
-        number = self.catalogue.number
-        rows = [[number[item] for item in history] for history in histories[::GROUP_SIZE]]
-        chosen = torch.tensor([number[item] for item in items]).view(-1, GROUP_SIZE)
-        scores = self.sasrec.scores(rows).gather(1, chosen)
-        return [score for group in scores.tolist() for score in rewards.min_max(group)]
+        chosen = torch.tensor(self.numbers(items)).view(-1, GROUP_SIZE)
+        scores = self.sasrec.scores([self.numbers(history) for history in histories[::GROUP_SIZE]])
+        return [score for group in scores.gather(1, chosen).tolist() for score in rewards.min_max(group)]
+
+    def numbers(self, items):
+        return [self.catalogue.number[item] for item in items]
 
     def compute_advantages(self, batch):
         """Compare each candidate with its group."""
@@ -588,22 +557,27 @@ class RecTrainer:
         own random stream. Override to add yours."""
         rows = self.valid_rows if rows is None else rows
         lists = best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)
-        metrics = list_metrics(lists, rows, self.popularity)
-        if self.state.stage == "rl":
-            metrics |= self.reward_metrics(rows, lists)
-        return metrics
-
-    def reward_metrics(self, rows, lists):
-        """reward with its parts and reward@1, of the best of lists (rows, EVAL_BEAMS); reward_sampled."""
-        every = [row for row in rows for _ in range(GROUP_SIZE)]
-        scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
-        metrics = {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
-        metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        if self.state.stage == "sft":
+            return list_metrics(lists, rows, self.popularity)
+        metrics, _ = self.list_figures(lists, rows)
         generator = torch.Generator().manual_seed(SEED + 1)
         uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, "sample", True, generator)
         batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, "sample", self.pad_id, uniform)
         metrics["reward_sampled"] = self.rewards_of(batch.rows, batch.items)[0].mean().item()
         return metrics
+
+    def list_figures(self, lists, rows):
+        """Metrics of the best items (rows, EVAL_BEAMS): list_metrics() and, where something is rewarded, the
+        rewards of the GROUP_SIZE first; HR, NDCG and reward by row, each (rows,)."""
+        metrics = list_metrics(lists, rows, self.popularity)
+        by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
+        if self.rewarded:
+            every = [row for row in rows for _ in range(GROUP_SIZE)]
+            scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
+            by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
+            metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
+            metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        return metrics, by_row
 
     def evaluate_sft(self):
         """evaluate(); the best policy so far is kept in the reference, whatever happens to best/."""
@@ -612,7 +586,7 @@ class RecTrainer:
         if metrics["ndcg@10"] > self.state.sft_best:
             self.state.sft_best = metrics["ndcg@10"]
             self.state.sft_waited = 0
-            copy_weights(self.actor, self.reference)
+            self.reference.load_state_dict(self.actor.state_dict())
         return metrics
 
     def record_sft(self, metrics):
@@ -622,11 +596,12 @@ class RecTrainer:
 
     def record(self, batch, metrics):
         """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
+        groups = batch.scores.view(-1, GROUP_SIZE)
         metrics = {
             "epoch": self.state.epoch, **metrics, "reward": batch.scores.mean().item(),
             **{f"reward/{name}": values.mean().item() for name, values in batch.parts.items()},
             "advantage": batch.advantages.abs().mean().item(),
-            "zero_variance_groups": flat_groups(batch.scores),
+            "zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
             "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE}
         line = ("GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
                 "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}").format(**metrics)
@@ -634,10 +609,30 @@ class RecTrainer:
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
-        "title", "codes", "probability"}], by the best policy as in STAGE=recommend."""
-        row = self.prompter.row_of(history, "recommend")
-        width = max(k, min(EVAL_BEAMS, len(self.catalogue.items)))
-        return recommendations(best_policy(self), self.trie, self.catalogue, row, k, width, self.pad_id)
+        "title", "codes", "probability"}], by the policy of best/, or before the first evaluation as it is."""
+        row = self.prompter.row_of(history)
+        width = min(max(k, EVAL_BEAMS), len(self.catalogue.items))
+        model = self.best_policy()
+        excluded = excluded_items([row], self.device)
+        items, logprobs, _ = search(model, self.trie, [row["ids"]], width, self.pad_id, excluded=excluded)
+        found = []
+        for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
+            if item >= 0:
+                found.append({
+                    "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
+                    "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
+        return found
+
+    def best_policy(self):
+        """The policy of best/, read anew when there is a better one; before there is one the actor."""
+        if self.run.best_value == -math.inf:
+            return self.actor
+        if self.run.best_value != self.best[0]:
+            path = self.run.folder / "best/policy"
+            model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
+            set_ways(model, get_ways(self.actor))
+            self.best = self.run.best_value, model
+        return self.best[1]
 
     # ------------------------------------------------------------ beside the algorithm
 
@@ -653,20 +648,13 @@ class RecTrainer:
         validation."""
         markov = Markov(self.train_rows, self.popularity)
         self.baselines = {"popularity": Popularity(self.popularity), "markov": markov}
-        self.sasrec = None
-        if SASREC_EPOCHS:
-            self.sasrec = trained_sasrec(self.train_rows, self.valid_rows, len(self.popularity), self.run)
+        if self.sasrec:
             self.baselines["sasrec"] = self.sasrec
         self.levels = {}  # of validation, for the pictures
         for name, model in self.baselines.items():
-            lists = top_items(model, self.valid_rows)
-            self.levels[name] = list_metrics(lists, self.valid_rows, self.popularity)
-            if self.rewarded:
-                every = [row for row in self.valid_rows for _ in range(GROUP_SIZE)]
-                scores, _ = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
-                self.levels[name]["reward"] = scores.mean().item()
-            found = self.levels[name]
-            shown = f"HR@10 {found['hr@10']:.4f}, NDCG@10 {found['ndcg@10']:.4f}"
+            level, _ = self.list_figures(top_items(model, self.valid_rows), self.valid_rows)
+            self.levels[name] = level
+            shown = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
             self.run.say(f"{name:10} on validation: {shown}")
 
     def test(self):
@@ -679,39 +667,31 @@ class RecTrainer:
         if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
             policies["sft"] = self.reference
         if self.state.stage == "rl":
-            policies["grpo"] = best_policy(self)
+            policies["grpo"] = self.best_policy()
         for name, model in policies.items():
             with without_adapter(model):
                 lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
         figures = {}
-        for name, some in lists.items():
-            figures[name] = self.test_figures(rows, some)
+        by_row = {}
+        for name, best in lists.items():
+            figures[name], by_row[name] = self.list_figures(best, rows)
+            figures[name]["intervals"] = {key: bootstrap_interval(x) for key, x in by_row[name].items()}
         if {"sft", "grpo"} <= set(lists):
-            figures["grpo_minus_sft"] = differences(figures["grpo"].pop("rows"), figures["sft"].pop("rows"))
-        for figure in figures.values():
-            figure.pop("rows", None)
+            figures["grpo_minus_sft"] = {}
+            for key in by_row["sft"]:
+                gained = by_row["grpo"][key] - by_row["sft"][key]
+                gain = {"mean": gained.mean().item(), "interval": bootstrap_interval(gained)}
+                figures["grpo_minus_sft"][key] = gain
         if self.values is not None:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
             self.run.say(line)
         if rank() > 0:
             return
-        write_json(self.run.folder / "eval_test.json", {"rows": len(rows), **figures})
+        table = json.dumps({"rows": len(rows), **figures}, indent=1)
+        write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
         records = read_metrics(self.run.folder / "logs/metrics.jsonl")
         draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
-
-    def test_figures(self, rows, lists):
-        """list_metrics() and, where there is a reward, that of the GROUP_SIZE first; with intervals."""
-        found = list_metrics(lists, rows, self.popularity)
-        per_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
-        if self.rewarded:
-            every = [row for row in rows for _ in range(GROUP_SIZE)]
-            scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
-            per_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
-            found["reward"] = scores.mean().item()
-            found |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
-        found["intervals"] = {key: bootstrap_interval(values) for key, values in per_row.items()}
-        return {**found, "rows": per_row}
 
 
 # ==== block: language models
@@ -3228,9 +3208,7 @@ def check_head(model, trie, ids):
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         right = False
     if not right:
-        kind = f"a model of the type {model.config.model_type!r}"
-        todo = "take one whose logits are a linear layer's"
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {kind} gives no logits of the codes alone: {todo}")
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
 
 def excluded_items(rows, device):
@@ -3271,7 +3249,8 @@ def walk(model, trie, prompts, width, pad_id, uniform, excluded):
         whole = torch.where(total.isfinite(), total, -math.inf).unsqueeze(-1) + some
         options = some.shape[-1]
         if uniform is not None and uniform[level].dim() == 2:
-            chosen = draw(some.expand(-1, width, -1), uniform[level])
+            probabilities = some.expand(-1, width, -1).flatten(0, 1).exp()
+            chosen = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
             parent = torch.arange(width, device=model.device).expand(count, -1) % nodes.shape[1]
             keys = whole.flatten(1)
             chosen = parent * options + chosen
@@ -3304,15 +3283,6 @@ def walk(model, trie, prompts, width, pad_id, uniform, excluded):
     return items, logprobs, entropies
 
 
-def draw(logprobs, uniform):
-    """One of the options for each row by inverting the cumulative distribution, (...): logprobs (..., width),
-    uniform (...) in [0, 1)."""
-    cumulative = logprobs.double().exp().cumsum(-1)
-    found = torch.searchsorted(cumulative, (uniform.double() * cumulative[..., -1]).unsqueeze(-1), right=True)
-    last = (logprobs > -math.inf).long().cumsum(-1).argmax(-1, keepdim=True)  # the last that is open
-    return torch.minimum(found, last).squeeze(-1)
-
-
 def draw_uniform(trie, rows, width, how, replacement, generator=None):
     """The random numbers of search() for so many rows, a tensor a level; None for beam search."""
     if how == "beam":
@@ -3324,11 +3294,6 @@ def draw_uniform(trie, rows, width, how, replacement, generator=None):
         found.append(torch.rand(shape, generator=generator))
         prefixes = min(width, prefixes * options)
     return found
-
-
-def entropy_of(logprobs):
-    """Entropy (...) of log-probabilities (..., width), some of them -inf."""
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -math.inf, 0.0)).sum(-1)
 
 
 def candidates(model, trie, rows, width, how, pad_id, uniform):
@@ -3401,49 +3366,6 @@ def sft_batch(rows, trie, pad_id, device):
     return batch
 
 
-def places_after(sft_rows, codes):
-    """For each item of codes two lists of places [(row of SFT, where in it)], of what is to be learnt: what
-    came after it; where an item stands that shares all its codes but the last, a sibling or itself."""
-    after = defaultdict(list)
-    siblings = defaultdict(list)
-    for row in sft_rows:
-        before = [row["first"], *row["items"]]
-        for at, learn in enumerate(row["learn"]):
-            if learn and before[at] is not None:
-                after[before[at]].append((row, at))
-                siblings[tuple(codes[row["items"][at]][:-1])].append((row, at))
-    return [(after[item], siblings[tuple(some[:-1])]) for item, some in enumerate(codes)]
-
-
-def stitch(row, after):
-    """A row of SFT whose sequence goes on, at each item with the chance SFT_STITCH, as some sequence did
-    after the same item: each pair of neighbours is one that was logged, what stands before it is not. With
-    few users to learn from, a model remembers them by the items further back. Most pairs to come were never
-    logged: an item's siblings count as SFT_SIBLINGS places after it, each as often as it was bought, so they
-    come next the more the less is known of the item."""
-    if row["first"] is None:
-        return row
-    last = row["first"]
-    source = row
-    at = 0
-    items = []
-    learn = []
-    while len(items) < MAX_HISTORY:
-        places, siblings = after[last]
-        weight = SFT_SIBLINGS if siblings else 0.0
-        if (places or weight) and torch.rand(()) < SFT_STITCH:
-            if weight and torch.rand(()) * (len(places) + weight) >= len(places):
-                places = siblings
-            source, at = places[int(torch.randint(len(places), ()))]
-        if at == len(source["items"]):
-            break
-        last = source["items"][at]
-        items.append(last)
-        learn.append(source["learn"][at])
-        at += 1
-    return {**row, "items": items, "learn": learn} if any(learn) else row
-
-
 def item_logprobs(model, trie, batch, rows, temperature):
     """Constrained log-probabilities of the items' codes and the entropy at each: two (rows, R), float32, 0
     after the end."""
@@ -3493,116 +3415,91 @@ class Catalogue:
         self.size = len(index)
         if doubles:
             named = ", ".join(f"{a} as {b}" for a, b in doubles[:3])
-            say(f"WARNING: {len(doubles)} of {self.size} items have the codes of another ({named} ...): each "
-                f"pair is one item to the model, and a hit on one counts for both")
-        self.titles = read_titles(self) if ITEM_FILE else [""] * len(self.items)
+            others = f"{len(doubles)} of {self.size} items have the codes of another ({named} ...)"
+            say(f"WARNING: {others}: a hit on one counts for both")
+        count = len(self.items)
+        distinct = count - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
+        if GROUP_SIZE > distinct:  # the list that evaluation rewards is a group of distinct items
+            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {distinct}, as many items as there are")
+        self.titles = read_titles(self.number, count) if ITEM_FILE else [""] * count
 
 
 def read_index():
-    """{item: [codes]} of INDEX_FILE, checked."""
+    """{item: [codes]} of INDEX_FILE."""
     where = f"INDEX_FILE = {INDEX_FILE!r}"
     try:
         index = json.loads(read_text(INDEX_FILE, "INDEX_FILE"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({first_line(error)})") from None
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(index, dict) or not index:
         raise UserError(f"{where}: it must be one object of items and their codes, {{item: [code, ...]}}")
-    lengths = {}
+    first = next(iter(index.values()))
     for item, codes in index.items():
-        right = isinstance(codes, list) and all(isinstance(c, str) and c.strip() for c in codes)
-        if not right or not codes:
-            has = f"item {item!r} has no codes but {repr(codes)[:60]}"
-            raise UserError(f"{where}: {has}: it takes a list of texts")
-        lengths.setdefault(len(codes), item)
-    if len(lengths) > 1:
-        (a, one), (b, other) = list(lengths.items())[:2]
-        unequal = f"item {one!r} has {a} codes and item {other!r} has {b}"
-        raise UserError(f"{where}: {unequal}: all items must have equally many")
+        texts = isinstance(codes, list) and all(isinstance(code, str) and code.strip() for code in codes)
+        if not texts or not codes or len(codes) != len(first):
+            takes = "it takes a list of codes, equally many for all items"
+            raise UserError(f"{where}: item {item!r} has {repr(codes)[:60]}: {takes}")
     return index
 
 
 def read_text(path, constant):
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{constant} = {path!r}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{constant} = {path!r}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        return Path(path).read_text("utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{constant} = {path!r}: {error}") from None
 
 
-def read_titles(catalogue):
-    """The title of each item; lines are codes, title and item, tab between."""
-    titles = [""] * len(catalogue.items)
-    for number, line in enumerate(read_text(ITEM_FILE, "ITEM_FILE").split("\n"), 1):
+def read_titles(number, count):
+    """Titles of `count` items; lines are codes, title and item, tab between. number: {item: its number}."""
+    titles = [""] * count
+    for line_number, line in enumerate(read_text(ITEM_FILE, "ITEM_FILE").split("\n"), 1):
         if not line.strip():
             continue
-        where = f"ITEM_FILE = {ITEM_FILE!r} line {number}"
-        parts = line.split("\t")
-        if len(parts) < 3:
-            raise UserError(f"{where}: {len(parts)} columns: it takes codes, title and item, tab between")
-        item = parts[-1].strip()
-        if item not in catalogue.number:
-            lacks = f"item {item!r} has no codes in INDEX_FILE"
-            raise UserError(f"{where}: {lacks}: add it there, or delete the line")
-        titles[catalogue.number[item]] = titles[catalogue.number[item]] or "\t".join(parts[1:-1])
+        _, *title, item = line.split("\t")
+        if not title or item.strip() not in number:
+            takes = "it takes codes, title and an item of INDEX_FILE, tab between"
+            raise UserError(f"ITEM_FILE = {ITEM_FILE!r} line {line_number}: {takes}, not {line[:60]!r}")
+        at = number[item.strip()]
+        titles[at] = titles[at] or "\t".join(title)
     return titles
 
 
 def read_rows(path, constant, catalogue, limit=None):
     """[{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the target's."""
     where = f"{constant} = {str(path)!r}"
+    reader = csv.DictReader(io.StringIO(read_text(path, constant), newline=""))
+    lacks = [name for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN)
+             if name not in (reader.fieldnames or ())]
+    if lacks:
+        raise UserError(f"{where}: there is no column {lacks[0]!r}; it has {reader.fieldnames}")
     rows = []
-    reader = csv.reader(io.StringIO(read_text(path, constant), newline=""), strict=True)
     try:
-        names = next(reader, [])
-        for column in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
-            if names.count(column) != 1:
-                there = "are two columns" if column in names else "is no column"
-                raise UserError(f"{where}: there {there} {column!r}; it has {names}")
-        for fields in reader:
-            at = f"{where} line {reader.line_num}"
-            if fields and len(fields) != len(names):
-                unlike = f"{len(fields)} fields where the header has {len(names)}"
-                raise UserError(f"{at}: {unlike}; mend or delete it")
-            if fields:
-                row = read_row_of(dict(zip(names, fields)), at, catalogue)
-                rows.append({"id": f"{Path(path).name}:{reader.line_num}", **row})
-    except csv.Error as error:
-        why = f"not a line of csv ({error})"
-        raise UserError(f"{where} line {reader.line_num}: {why}; mend or delete it") from None
+        for record in reader:
+            sequence = read_sequence(record, f"{where} line {reader.line_num}", catalogue.number)
+            name = f"{Path(path).name}:{reader.line_num}"
+            rows.append({"id": name, "user": record[USER_COLUMN], "sequence": sequence})
+    except csv.Error as error:  # a quote that is not closed, say
+        raise UserError(f"{where} line {reader.line_num}: {error}; mend or delete it") from None
     if not rows:
         raise UserError(f"{where}: the data set is empty")
     return rows[:limit]
 
 
-def read_row_of(record, at, catalogue):
+def read_sequence(record, where, number):
+    """Numbers of the history's items and of the target."""
     text = record[HISTORY_COLUMN]
     try:
-        history = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        history = None
-    if not isinstance(history, (list, tuple)) or not history:
-        takes = f"{HISTORY_COLUMN} holds {text[:60]!r}: it takes a list of one item or more, such as [3, 17]"
-        raise UserError(f"{at}: {takes}; mend or delete it")
-    names = names_of(history, f"{at}: an item of {HISTORY_COLUMN}")
-    numbers = [catalogue.number.get(name) for name in names]
-    if None in numbers:
-        lacks = f"the history's item {names[numbers.index(None)]!r} has no codes in INDEX_FILE"
-        raise UserError(f"{at}: {lacks}: add it there, or delete the line")
-    target = catalogue.number.get(record[TARGET_COLUMN].strip())
-    if target is None:
-        outside = f"the target {record[TARGET_COLUMN]!r} is outside the catalogue INDEX_FILE"
-        raise UserError(f"{at}: {outside}: add it there, or delete the line")
-    return {"user": record[USER_COLUMN], "sequence": [*numbers, target]}
-
-
-def names_of(history, where):
-    """A history's items as texts; they may be numbers."""
-    try:
-        return [read_as("text", item, where) for item in history]
-    except ValueError:
-        long = "a number of so many digits is no item"
-        raise UserError(f"{where}: {long}; mend or delete it") from None
+        names = [str(item) for item in ast.literal_eval(text)]
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        names = []
+    if not names:
+        takes = "it takes a list of one item or more, such as [3, 17]"
+        raise UserError(f"{where}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}; mend or delete it")
+    names.append(str(record[TARGET_COLUMN]).strip())
+    for name in names:
+        if name not in number:
+            raise UserError(f"{where}: item {name!r} has no codes in INDEX_FILE: add it, or delete the line")
+    return [number[name] for name in names]
 
 
 def transitions(rows, prefixes, say, name):
@@ -3611,8 +3508,7 @@ def transitions(rows, prefixes, say, name):
     next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
     found = []
     seen = set()
-    cut = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
-    if cut:
+    if cut := sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows):
         longer = f"{cut} of {len(rows)} {name} histories are longer than MAX_HISTORY = {MAX_HISTORY}"
         say(f"{longer}: cut from the left")
     for line, row in enumerate(rows):
@@ -3640,8 +3536,7 @@ def load_splits(catalogue, say):
         held = [row for row in rows if row["user"] in held_out]
         rows = [row for row in rows if row["user"] not in held_out]
         if not rows:
-            few = "one user is too few to hold some out"
-            raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r}: {few}: set VALID_FILE")
+            raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r} has one user, none to hold out: set VALID_FILE")
     else:
         held = read_rows(VALID_FILE, "VALID_FILE", catalogue)
     asked = read_rows(TEST_FILE, "TEST_FILE", catalogue) if TEST_FILE else []
@@ -3662,16 +3557,13 @@ def load_splits(catalogue, say):
 
     train = transitions(rows, TRAIN_PREFIXES, say, "training")
     kept = [row for row in train if not is_secret(row)]
-    if len(kept) < len(train):
-        leaked = f"{len(train) - len(kept)} training rows are rows of validation or test"
-        say(f"WARNING: {leaked}: left out of training")
+    if leaked := len(train) - len(kept):
+        say(f"WARNING: {leaked} training rows are rows of validation or test: left out of training")
     if not kept:
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r}: nothing to train on is left beside the other rows")
     if EXCLUDE_HISTORY:
         lost = sum(row["target"] in row["history"] for row in valid)
-        stand = f"{lost} of {len(valid)} validation targets stand in their own history"
-        say(f"EXCLUDE_HISTORY: {stand}: they are never hit")
-    must_agree({"list of rows to train on or to evaluate": [kept, valid, test]})
+        say(f"EXCLUDE_HISTORY: {lost} of {len(valid)} validation targets stand in it: they are never hit")
     return kept, valid, test
 
 
@@ -3693,15 +3585,11 @@ class Prompter:
         if self.head[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
             self.head = self.head[:-1]
         self.tail = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
-        if self.tail and SFT_STITCH:
-            stands = f"something stands behind the history: {after!r}"
-            raise UserError(f"SFT_STITCH = {SFT_STITCH} needs whole sequences, and {stands}: set it to 0")
         longest = len(self.head) + len(self.tail) + self.codes.shape[1] * (MAX_HISTORY + 1)
         self.most = positions_of(model)
         if longest > self.most:
-            makes = f"MAX_HISTORY = {MAX_HISTORY} items make {longest}"
-            reads = f"reads {self.most} tokens at most"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {reads}; {makes}: lower MAX_HISTORY")
+            makes = f"MAX_HISTORY = {MAX_HISTORY} items make {longest} tokens"
+            raise UserError(f"{makes}, ACTOR_MODEL reads {self.most}: lower MAX_HISTORY")
 
     def ids(self, history):
         return [*self.head, *(code for item in history for code in self.lists[item]), *self.tail]
@@ -3709,14 +3597,11 @@ class Prompter:
     def text_ids(self, text):
         return [*self.head, *self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.tail]
 
-    def row_of(self, history, what):
+    def row_of(self, history):
         """A row to recommend for, from items' names."""
-        names = names_of(history, f"{what}: an item")
-        for name in names:
-            if name not in self.catalogue.number:
-                raise UserError(f"{what}: item {name!r} has no codes in INDEX_FILE")
-        if not names:
-            raise UserError(f"{what}: the history is empty; it takes one item or more, such as [3, 17]")
+        names = [str(item) for item in history]
+        if not names or not set(names) <= self.catalogue.number.keys():
+            raise UserError(f"a history has one item of INDEX_FILE or more, not {names}")
         numbers = [self.catalogue.number[name] for name in names][-MAX_HISTORY:]
         return {"history": numbers, "ids": self.ids(numbers)}
 
@@ -3767,31 +3652,20 @@ class Prompter:
 def check_sizes():
     """Constants that do not fit each other."""
     if LORA_RANK and (STAGE != "rl" or REFERENCE_SYNC_STEPS):
-        why = "is for STAGE=rl with REFERENCE_SYNC_STEPS = 0: SFT teaches a whole model what codes are"
-        raise UserError(f"LORA_RANK = {LORA_RANK} {why}; run STAGE=sft first")
+        needs = "STAGE=rl with REFERENCE_SYNC_STEPS=0: whole models learn what codes are, by STAGE=sft"
+        raise UserError(f"LORA_RANK = {LORA_RANK} needs {needs}")
     if HIDDEN_SIZE % HEADS or (HIDDEN_SIZE // HEADS) % 2:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be an even multiple of HEADS = {HEADS}")
     if GROUP_SIZE > EVAL_BEAMS:
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
-    if SFT_SIBLINGS and not SFT_STITCH:
-        raise UserError(f"SFT_SIBLINGS = {SFT_SIBLINGS} does nothing without SFT_STITCH: set one otherwise")
     if REPLACEMENT and CANDIDATES == "beam":
         raise UserError("REPLACEMENT = True does nothing with CANDIDATES = 'beam': set one of them otherwise")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
-        knows = "the small model knows codes alone"
-        raise UserError(f"ACTOR_MODEL = None: {knows}: no PROMPT_TEMPLATE, TITLE_HISTORY_ROWS or TITLE_ROWS")
+        raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
     if (TITLE_HISTORY_ROWS or TITLE_ROWS) and not ITEM_FILE:
         raise UserError("TITLE_HISTORY_ROWS and TITLE_ROWS need the titles of an ITEM_FILE")
-
-
-def check_group(catalogue):
-    """A group of distinct items must be there: the list that evaluation rewards is one."""
-    there = len(catalogue.items) - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
-    if GROUP_SIZE > there:
-        few = f"a group of distinct items takes GROUP_SIZE = {GROUP_SIZE} of {there}"
-        raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {few}: lower it")
 
 
 # ================================================================ the model
@@ -3835,50 +3709,13 @@ def load_actor(checkpoint, catalogue, device):
     tokenizer.add_tokens(new)
     for code in codes:
         if tokenizer(code, add_special_tokens=False)["input_ids"] != [tokenizer.convert_tokens_to_ids(code)]:
-            reads = f"the tokenizer does not read the code {code!r} as one token"
-            raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {reads}: take codes such as <a_7>")
+            raise UserError(f"INDEX_FILE: the tokenizer splits the code {code!r}: take codes such as <a_7>")
     if new and (STAGE == "rl" or checkpoint):
-        lacks = f"{len(new)} of the catalogue's codes are new to {path}, such as {new[0]}"
-        raise UserError(f"{lacks}: train it with STAGE=sft or all first, on this INDEX_FILE")
+        lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
+        raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > known_ids(model):
         model.resize_token_embeddings(len(tokenizer))
-    check_group(catalogue)
     return tokenizer, model.eval()
-
-
-def load_learner(checkpoint, actor):
-    """Without SFT_AVERAGE, and in GRPO, the actor itself."""
-    if checkpoint and (checkpoint / "learner").is_dir():
-        return load_model(AutoModelForCausalLM, checkpoint / "learner", "RESUME", actor.device)
-    if SFT_AVERAGE and STAGE != "rl" and not checkpoint:
-        return copy.deepcopy(actor)
-    return actor
-
-
-def check_average(trainer):
-    if trainer.state.stage == "sft" and bool(SFT_AVERAGE) != (trainer.learner is not trainer.actor):
-        was = "without" if SFT_AVERAGE else "with"
-        todo = "resume as it was, or start afresh with RESUME=no"
-        raise UserError(f"SFT_AVERAGE = {SFT_AVERAGE}: {trainer.run.checkpoint} was made {was} it; {todo}")
-
-
-@torch.no_grad()
-def average_weights(source, to, decay):
-    """The weights of `to` become decay * theirs + (1 - decay) * those of source."""
-    for parameter, other in zip(source.parameters(), to.parameters()):
-        other.lerp_(parameter, 1 - decay)
-
-
-@torch.no_grad()
-def copy_weights(source, to):
-    for parameter, other in zip(source.parameters(), to.parameters()):
-        other.copy_(parameter)
-
-
-def flat_groups(scores):
-    """Share of groups whose scores are all equal."""
-    groups = scores.view(-1, GROUP_SIZE)
-    return (groups == groups[:, :1]).all(1).float().mean().item()
 
 
 def sample_records_of(batch, catalogue):
@@ -3897,116 +3734,51 @@ def sample_records_of(batch, catalogue):
     return records
 
 
-def best_policy(trainer):
-    """The policy of best/, read anew when there is a better one; before the first evaluation the actor."""
-    value = trainer.run.best_value
-    if value == -math.inf:
-        return trainer.actor
-    if trainer.best.value != value:
-        path = trainer.run.folder / "best/policy"
-        model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", trainer.device)
-        model.decodes_shared = trainer.actor.decodes_shared
-        trainer.best = SimpleNamespace(model=model, value=value)
-    return trainer.best.model
-
-
-def recommendations(model, trie, catalogue, row, k, width, pad_id):
-    """The k best items for a row, as RecTrainer.recommend() says them."""
-    excluded = excluded_items([row], model.device)
-    width = min(width, len(trie.codes))
-    items, logprobs, _ = search(model, trie, [row["ids"]], width, pad_id, excluded=excluded)
-    found = []
-    for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
-        if item >= 0:
-            found.append({
-                "item": catalogue.items[item], "title": catalogue.titles[item],
-                "codes": "".join(catalogue.codes[item]), "probability": math.exp(logprob)})
-    return found
-
-
-def recommend_main():
-    """STAGE=recommend: the best policy of OUTPUT_DIR says what a user of HISTORY will want next."""
-    if processes() > 1:
-        raise UserError("STAGE=recommend runs as one process: start it with python, not torchrun")
-    check_constants()
-    check_sizes()
-    transformers.utils.logging.disable_progress_bar()
-    device = find_device()
-    catalogue = Catalogue(say_plainly)
-    folders = [Path(OUTPUT_DIR) / name for name in ("best/policy", "sft/policy")]
-    folder = next((folder for folder in folders if folder.exists()), None)
-    if folder is None:
-        raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} has no best/policy: train first, with STAGE=all")
-    tokenizer, model = load_actor(folder, catalogue, device)
-    prompter = Prompter(tokenizer, catalogue, model)
-    row = prompter.row_of(HISTORY, "HISTORY")
-    trie = Trie(prompter.codes, device)
-    pad_id = padding_id(model, tokenizer)
-    prompts = [{"ids": row["ids"]}]
-    check_models({"ACTOR_MODEL": model}, prompts, pad_id)
-    best = recommendations(model, trie, catalogue, row, TOP, max(TOP, EVAL_BEAMS), pad_id)
-    for place, found in enumerate(best, 1):
-        named = f"{found['item']}  {found['codes']}  {found['title']}"
-        say_plainly(f"{place:3}  {found['probability']:.4f}  {named}")
-
-
-def say_plainly(text):
-    print(printable(text), flush=True)
-
-
 # ================================================================ item values and vectors
 
 
-def read_array(path, constant):
+def load_arrays(path, constant):
     try:
-        array = np.asarray(np.load(path, allow_pickle=False))
+        return np.load(path, allow_pickle=False)
     except Exception as error:  # NumPy raises many kinds
-        raise UserError(f"{constant} = {path!r}: cannot be read as .npy ({first_line(error)})") from None
-    if array.dtype.kind not in "fiu" or not (np.abs(array) < 1e15).all():  # squares must be finite
-        raise UserError(f"{constant} = {path!r}: it must be an array of numbers below 1e15, none NaN")
-    return array
+        raise UserError(f"{constant} = {path!r}: cannot be read by NumPy ({first_line(error)})") from None
+
+
+def read_array(path, constant, catalogue):
+    """An array by the catalogue's numbers, (items, ...); the file has a row for each item of INDEX_FILE."""
+    array = load_arrays(path, constant)
+    numbers = array.dtype.kind in "fiu" and array.ndim == 2 and array.size
+    if not numbers or len(array) != catalogue.size or not np.isfinite(array).all():
+        takes = f"it takes finite numbers, a row for each of {catalogue.size} items of INDEX_FILE"
+        raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")
+    return array[catalogue.rows].astype(np.float64)
 
 
 def read_values(catalogue):
     """VALUES_FILE by the catalogue's numbers, (items, items)."""
     if VALUES_FILE is None:
         raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
-    array = read_array(VALUES_FILE, "VALUES_FILE")
-    if array.shape != (catalogue.size, catalogue.size):
-        must = f"a row and a column for each of {catalogue.size} items of INDEX_FILE"
-        raise UserError(f"VALUES_FILE = {VALUES_FILE!r} has shape {array.shape}: it takes {must}")
-    return array[np.ix_(catalogue.rows, catalogue.rows)].astype(np.float64)
+    array = read_array(VALUES_FILE, "VALUES_FILE", catalogue)
+    if array.shape[1] != catalogue.size:
+        takes = f"it takes a row and a column for each of {catalogue.size} items of INDEX_FILE"
+        raise UserError(f"VALUES_FILE = {VALUES_FILE!r} has shape {array.shape}: {takes}")
+    return array[:, catalogue.rows]
 
 
 def item_vectors(catalogue):
-    """Unit vectors of the items, (items, width), for the semantic reward."""
+    """Unit vectors of the items, (items, width), for the semantic reward; of titles the TF-IDF of words that
+    stand in two or more."""
     if VECTORS_FILE is None:
-        return title_vectors(catalogue.titles)
-    array = read_array(VECTORS_FILE, "VECTORS_FILE")
-    if array.ndim != 2 or len(array) != catalogue.size or not array.size:
-        must = f"(items, width) with {catalogue.size} items, in INDEX_FILE's order"
-        raise UserError(f"VECTORS_FILE = {VECTORS_FILE!r} has shape {array.shape}: it takes {must}")
-    return torch.nn.functional.normalize(torch.tensor(array[catalogue.rows].astype(np.float32)))
+        from sklearn.feature_extraction.text import TfidfVectorizer
 
-
-def title_vectors(titles):
-    """TF-IDF of the titles' words, of unit length, (items, words); words of one item alone tell nothing of
-    two and are left out."""
-    words = [["".join(c if c.isalnum() else " " for c in title.lower())] for title in titles]
-    words = [text[0].split() for text in words]
-    counts = {}
-    for some in words:
-        for word in set(some):
-            counts[word] = counts.get(word, 0) + 1
-    common = {word: n for n, word in enumerate(w for w in counts if counts[w] > 1)}
-    if not common:
-        raise UserError("SEMANTIC_WEIGHT: no word stands in two titles of ITEM_FILE: set VECTORS_FILE")
-    vectors = torch.zeros(len(titles), len(common))
-    for item, some in enumerate(words):
-        for word in some:
-            if word in common:
-                vectors[item, common[word]] += math.log(len(titles) / counts[word])
-    return torch.nn.functional.normalize(vectors)
+        try:
+            array = TfidfVectorizer(min_df=2).fit_transform(catalogue.titles).toarray()
+        except ValueError:
+            todo = "no word stands in two titles of ITEM_FILE: set VECTORS_FILE"
+            raise UserError(f"SEMANTIC_WEIGHT = {SEMANTIC_WEIGHT}: {todo}") from None
+    else:
+        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
+    return torch.nn.functional.normalize(torch.tensor(array, dtype=torch.float32))
 
 
 # ================================================================ baselines
@@ -4039,102 +3811,39 @@ class Markov:
         return scores
 
 
-class SASRec(torch.nn.Module):
-    """Self-attention over the history's items (Kang and McAuley 2018, 1808.09781), trained with the softmax
-    over all items, which does better than the paper's sampled one."""
+class SASRec:
+    """Of the model that data/sasrec.py has trained (1808.09781): a score is the product of a vector of the
+    history, of users (histories, width), and one of the item, of items (items, width)."""
 
-    def __init__(self, items, width=64, layers=2, heads=2, dropout=0.3):
-        super().__init__()
-        self.items = torch.nn.Embedding(items + 1, width, padding_idx=items)
-        self.places = torch.nn.Embedding(MAX_HISTORY, width)
-        layer = torch.nn.TransformerEncoderLayer(
-            width, heads, 2 * width, dropout, "gelu", batch_first=True, norm_first=True)
-        self.layers = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.norm = torch.nn.LayerNorm(width)
-        self.dropout = torch.nn.Dropout(dropout)
-        torch.nn.init.normal_(self.items.weight, std=0.02)
-        torch.nn.init.normal_(self.places.weight, std=0.02)
+    def __init__(self, histories, users, items):
+        self.row_of = {tuple(item for item in history if item >= 0): n for n, history in enumerate(histories)}
+        self.users = users
+        self.items = items
 
-    def forward(self, histories):
-        """Scores of all items after each place: histories (rows, T), padded on the right, to (rows, T,
-        items)."""
-        size = histories.shape[1]
-        hidden = self.dropout(self.items(histories) + self.places.weight[:size])
-        causal = torch.triu(torch.ones(size, size, dtype=torch.bool), 1)
-        hidden = self.norm(self.layers(hidden, mask=causal))
-        return hidden @ self.items.weight[:-1].T
-
-    @torch.no_grad()
     def scores(self, histories):
-        """Scores of all items after each history, (histories, items)."""
-        self.eval()
-        pad = self.items.padding_idx
-        found = []
-        for begin in range(0, len(histories), 256):
-            some = histories[begin:begin + 256]
-            last = torch.tensor([len(history) - 1 for history in some])
-            found.append(self(pad_right(some, pad))[torch.arange(len(some)), last])
-        return torch.cat(found)
+        return self.users[[self.row_of[tuple(history)] for history in histories]] @ self.items.T
 
 
-def trained_sasrec(train_rows, valid_rows, items, run):
-    """A SASRec of the training rows, of the epoch with the best validation NDCG@10. It has its own random
-    stream and stays in sasrec.pt, so that a resumed run has the very same."""
-    sequences = {}
-    for row in train_rows:
-        asked = sequences.setdefault(row["line"], (row["sequence"], set()))[1]
-        asked.add(row["at"])
-    made_of = [[sequence, sorted(asked)] for sequence, asked in sequences.values()]
-    held_out = [[row["history"], row["target"]] for row in valid_rows]
-    facts = json.dumps([made_of, held_out, items, SASREC_EPOCHS, SEED, MAX_HISTORY])
-    digest = hashlib.sha256(facts.encode()).hexdigest()
-    path = run.folder / "sasrec.pt"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = SASRec(items)
-        if path.exists():
-            try:
-                saved = torch.load(path, weights_only=True)
-            except Exception as error:  # torch raises many kinds
-                todo = "delete it, it will be made anew"
-                raise UserError(f"{path} cannot be read ({first_line(error)}): {todo}") from None
-            if saved.get("digest") == digest:
-                model.load_state_dict(saved["weights"])
-                return model
-        weights = fit_sasrec(model, made_of, valid_rows, items)
-    model.load_state_dict(weights)
-    if rank() == 0:
-        write_whole(path, partial(torch.save, {"digest": digest, "weights": weights}))
-    return model
+def read_sasrec(train_rows, asked_rows, say):
+    """SASREC_FILE's SASRec, or None and a sentence where it is not of these rows."""
+    if SASREC_FILE is None:
+        return None
+    why = "there is no such file"
+    if Path(SASREC_FILE).exists():
+        why = "it was made of other rows"
+        arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
+        users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))
+        model = SASRec(arrays["histories"].tolist(), users, items)
+        known = all(tuple(row["history"]) in model.row_of for row in asked_rows)
+        if known and str(arrays["trained_on"]) == rows_digest(train_rows):
+            return model
+    say(f"SASREC_FILE = {SASREC_FILE!r}: {why}: no SASRec beside the policy (data/sasrec.py makes the file)")
+    return None
 
 
-def fit_sasrec(model, sequences, valid_rows, items):
-    inputs = pad_right([sequence[:-1] for sequence, _ in sequences], items)
-    targets = []
-    for sequence, asked in sequences:
-        learnt = [item if at in asked else -100 for at, item in enumerate(sequence)]
-        targets.append(learnt[1:])
-    targets = pad_right(targets, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    best = -1.0
-    waited = 0
-    for _ in range(SASREC_EPOCHS):
-        model.train()
-        for chunk in torch.randperm(len(inputs)).split(128):
-            logits = model(inputs[chunk])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[chunk].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        found = gains(top_items(model, valid_rows), valid_rows, 10).mean().item()
-        waited += 1
-        if found > best:
-            best = found
-            waited = 0
-            weights = {key: value.clone() for key, value in model.state_dict().items()}
-        if waited == 4:
-            break
-    return weights
+def rows_digest(rows):
+    facts = json.dumps([[row["history"], row["target"]] for row in rows])
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def top_items(model, rows):
@@ -4156,32 +3865,29 @@ def top_items(model, rows):
 # ================================================================ metrics, figures and pictures
 
 
-def targets_of(rows):
-    return torch.tensor([row["target"] for row in rows])
+def gains(lists, rows, k):
+    """NDCG of one target: 1 / log2(rank + 1) where it is among the first k, rank from 1, (rows,)."""
+    targets = torch.tensor([row["target"] for row in rows])
+    discounts = 1 / torch.log2(torch.arange(min(k, lists.shape[1])) + 2.0)
+    return ((lists[:, :k] == targets[:, None]) * discounts).sum(1)
 
 
 def hits(lists, rows, k):
-    """Whether the target is among the first k, (rows,)."""
-    return (lists[:, :k] == targets_of(rows)[:, None]).any(1).float()
-
-
-def gains(lists, rows, k):
-    """NDCG of one target: 1 / log2(rank + 1) where it is among the first k, rank from 1, (rows,)."""
-    discounts = 1 / torch.log2(torch.arange(min(k, lists.shape[1])) + 2.0)
-    return ((lists[:, :k] == targets_of(rows)[:, None]) * discounts).sum(1)
+    """1 where the target is among the first k, else 0, (rows,)."""
+    return (gains(lists, rows, k) > 0).float()
 
 
 def list_metrics(lists, rows, popularity):
     """HR and NDCG at _KS of the best items (rows, EVAL_BEAMS) of rows; coverage@10, the share of the
     catalogue in some list; popularity@10, the mean share of items that are less popular; invalid_items, the
-    share of what was said that is no item."""
+    share of the list's entries that are no item."""
     metrics = {}
     for k in _KS:
         metrics[f"hr@{k}"] = hits(lists, rows, k).mean().item()
         metrics[f"ndcg@{k}"] = gains(lists, rows, k).mean().item()
     items = len(popularity)
-    said = lists[:, :min(lists.shape[1], items - MAX_HISTORY * EXCLUDE_HISTORY)]
-    metrics["invalid_items"] = ((said < 0) | (said >= items)).float().mean().item()
+    possible = lists[:, :min(lists.shape[1], items - MAX_HISTORY * EXCLUDE_HISTORY)]
+    metrics["invalid_items"] = ((possible < 0) | (possible >= items)).float().mean().item()
     top = lists[:, :10]
     top = top[top >= 0]
     less_popular = (popularity[:, None] > popularity).float().mean(1)  # (items,)
@@ -4192,29 +3898,17 @@ def list_metrics(lists, rows, popularity):
 
 def bootstrap_interval(values):
     """95% interval of the mean of values (rows,), resampling rows."""
-    generator = torch.Generator().manual_seed(0)
-    means = []
-    for _ in range(BOOTSTRAP):
-        means.append(values[torch.randint(len(values), (len(values),), generator=generator)].mean())
-    means = torch.stack(means).sort().values
-    return [means[int(0.025 * BOOTSTRAP)].item(), means[min(BOOTSTRAP - 1, int(0.975 * BOOTSTRAP))].item()]
-
-
-def differences(one, other):
-    """Mean and interval of the paired differences of two policies, of what both have by row."""
-    found = {}
-    for key in one:
-        gained = one[key] - other[key]
-        found[key] = {"mean": gained.mean().item(), "interval": bootstrap_interval(gained)}
-    return found
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 def best_value(values, rows, count):
     """The highest mean value that a list of so many distinct items can have, over rows."""
     total = 0.0
-    every = range(len(values))
     for row in rows:
-        worth = np.array([rewards.history_value(values, row["history"], item, VALUE_DECAY) for item in every])
+        history = row["history"]
+        worth = [rewards.history_value(values, history, item, VALUE_DECAY) for item in range(len(values))]
         total += np.sort(worth)[-count:].mean()
     return total / len(rows)
 
@@ -4241,63 +3935,48 @@ def table_lines(figures):
     return lines
 
 
-def write_json(path, value):
-    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
-
-
 def draw_learning(records, folder, title, levels, figures):
-    """rec_learning.png, from the logs: HR and NDCG of validation over the steps of both stages, with the
-    baselines as dashed lines; rewards, entropy and KL; the test rows' table as bars."""
+    """rec_learning.png, from the logs: HR, NDCG, rewards and entropy over the steps of both stages, with the
+    baselines' on validation as dashed lines; the test rows' HR and NDCG as bars with 95% intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(2, 3)
     trained = [record for record in records if record["phase"] == "train"]
-    begin = next((record["step"] - 1 for record in trained if "reward" in record), None)
-    for axis, key in ((axes[0, 0], "hr@10"), (axes[0, 1], "ndcg@10"), (axes[0, 2], "reward")):
-        plot_metric(axis, records, "train", key, "C0", "the candidates")
-        plot_metric(axis, records, "eval", key, "C0", "the best items")
-        for number, (name, level) in enumerate(levels.items(), 1):
-            if key in level:
-                axis.axhline(level[key], linestyle="--", color=f"C{number}", label=name)
-        axis.set(xlabel="training step", ylabel=key)
+    begin = next((record["step"] - 1 for record in trained if "reward" in record), 0)
     parts = [key for key in (trained or [{}])[-1] if key.startswith("reward/")]
-    for number, key in enumerate(parts):
-        plot_metric(axes[1, 0], records, "train", key, f"C{number}", key.partition("/")[2])
-    axes[1, 0].set(xlabel="training step", ylabel="reward parts of the candidates")
-    plot_metric(axes[1, 1], records, "train", "entropy", "C0", "entropy")
-    axes[1, 1].set(xlabel="training step", ylabel="entropy (nats a code)")
-    for axis in axes.flat[:5]:
-        if begin and axis is not axes[1, 0]:
+    panels = [["hr@10"], ["ndcg@10"], ["reward"], parts, ["entropy"]]
+    labels = ["hr@10", "ndcg@10", "reward", "reward parts of the candidates", "entropy (nats a code)"]
+    for axis, keys, label in zip(axes.flat, panels, labels):
+        for number, key in enumerate(keys):
+            plot_metric(axis, records, "train", key, f"C{number}", key)
+            plot_metric(axis, records, "eval", key, f"C{number}", key)
+            for other, (name, level) in enumerate(levels.items(), 1):
+                if len(keys) == 1 and key in level:
+                    axis.axhline(level[key], linestyle="--", color=f"C{other}", label=name)
+        if begin:
             axis.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
-    axis = axes[1, 2]
+        axis.set(xlabel="training step", ylabel=label)
     names = [name for name in figures if "intervals" in figures[name]]
+    axis = axes[1, 2]
     for side, key in enumerate(("hr@10", "ndcg@10")):
-        means = [figures[name][key] for name in names]
-        low, high = zip(*(figures[name]["intervals"][key] for name in names))
-        spread = [[m - a for m, a in zip(means, low)], [b - m for m, b in zip(means, high)]]
-        at = [n + 0.4 * side for n in range(len(names))]
-        axis.bar(at, means, 0.38, yerr=spread, capsize=3, label=f"{key}, test rows, 95% interval")
-        axis.set_ylim(0, max(axis.get_ylim()[1], 1.25 * max(high)))  # room for the legend
-    axis.set_xticks([n + 0.2 for n in range(len(names))], names)
+        means = np.array([figures[name][key] for name in names])
+        intervals = np.array([figures[name]["intervals"][key] for name in names])
+        errors = [means - intervals[:, 0], intervals[:, 1] - means]
+        at = np.arange(len(names)) + 0.4 * side
+        axis.bar(at, means, 0.38, yerr=np.maximum(errors, 0), capsize=3, label=f"{key}, test rows")
+    axis.set_xticks(np.arange(len(names)) + 0.2, names)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
+        axis.margins(y=0.15)
         if axis.get_legend_handles_labels()[0]:
-            at = {"loc": "lower right", "bbox_to_anchor": (1, 0.1)} if axis is axes[0, 2] else {}
-            axis.legend(fontsize=8, **at)
+            axis.legend(fontsize=8)
     write_whole(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
-def start():
-    """What STAGE asks for, to run_main(): to recommend, nothing is trained, written or locked."""
-    if STAGE == "recommend":
-        return SimpleNamespace(run=SimpleNamespace(stop_signal=None), train=recommend_main)
-    return RecTrainer()
-
-
 def train_main():
-    run_main(start)
+    run_main(RecTrainer)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ Deliberate deviations:
         'DATASET={"path": "hotpot_dev_distractor_v1.json", "type": "hotpotqa"}' 'TOP_KS=(5, 10, 20, 50)' \\
         'TEMPERATURES=(0.0, 0.3, 0.7, 1.0)' 'FIXED_ACTION=(20, 0.7, 0)' COST_TOKENS=1000
 
-Writes into OUTPUT_DIR: prep/corpus.parquet and eval.parquet (what was read), eval_baseline_*.json, logs/
-(metrics.jsonl, samples.jsonl, train_log.csv, eval_log.csv, training_*.log), step_N/ checkpoints,
-best/policy/, eval_test.json, and the pictures rag_learning.png, training_metrics_detailed.png and
-ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and observation.
+Writes into OUTPUT_DIR: eval_baseline_*.json, logs/ (metrics.jsonl, samples.jsonl, training_*.log), step_N/
+checkpoints, best/policy/, eval_test.json, and the pictures rag_learning.png, training_metrics_detailed.png
+and ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and observation.
 
 To change      see
 the loss       policy_loss, value_loss, update       the data       DATASET; load_questions
@@ -38,11 +37,9 @@ what is seen   OBSERVATION, observe                  a part of QA   Retriever, R
 import math
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium
 import numpy as np
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
@@ -130,7 +127,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before and after
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
-LOG_SAMPLES = 4  # episodes a step written to samples.jsonl, with question and answer
+LOG_SAMPLES = 4  # episodes a step written to samples.jsonl, with question and answer; N_STEPS: all of them
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
 SEED = 1
@@ -139,16 +136,12 @@ WANDB_PROJECT = "hackable-rlhf"
 
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
     "SAMPLE VALIDATION_QUESTIONS TEST_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
-    "TITLE_WEIGHT": (0, 100),
     "QUESTIONS_AT_ONCE DRAWS HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS MAX_STEPS": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "SPLIT_SEED": (0, 2**62),
+    "SPLIT_SEED TITLE_WEIGHT": (0, 2**62),
     "LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
-    "COST_TOKENS COST_PAIRS CLIP_RANGE": (1e-6, 1e12),
-    "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT": (1e-3, 1e6),
+    "COST_TOKENS COST_PAIRS CLIP_RANGE MAX_GRAD_NORM REWARD_TIMEOUT": (1e-12, 1e12),
     "DTYPE": ["float32", "bfloat16"],
     "COST": ["read", "seconds"],
     "BASELINE": ["fixed", "random", "both"],
@@ -232,40 +225,12 @@ def observe(question, scores, paragraphs, vocabulary):
     ], dtype=np.float32)
 
 
+ACTION = ("top_k", "temperature", "rerank")
+
+
 def all_actions():
     """[(top_k, temperature, rerank)], the joint action space in order."""
     return [(k, t, r) for k in TOP_KS for t in TEMPERATURES for r in RERANKS]
-
-
-class RAGEnv(gymnasium.Env):
-    """One question an episode. An action answers it, the reward is the answer's, and the episode ends.
-    `table` is what fill_table() gives; options={"row": i} of reset() asks that question."""
-
-    metadata = {"render_modes": []}
-
-    def __init__(self, table, split="train"):
-        self.table = table
-        self.rows = table.splits[split]
-        self.action_space = gymnasium.spaces.Discrete(len(table.actions))
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (len(OBSERVATION),), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.row = (options or {}).get("row", int(self.np_random.choice(self.rows)))
-        asked = {"question": self.table.questions[self.row]["question"]}
-        return self.observation(), asked
-
-    def step(self, action):
-        draw = int(self.np_random.integers(DRAWS))
-        top_k, temperature, rerank = self.table.actions[action]
-        info = {key: values[self.row, action, draw].item() for key, values in self.table.parts.items()}
-        info.update(top_k=top_k, temperature=temperature, rerank_on=rerank)
-        info["response"] = self.table.responses[self.row][action][draw]
-        reward = self.table.rewards[self.row, action, draw].item()
-        return self.observation(), reward, True, False, info
-
-    def observation(self):
-        return self.table.observations[self.row].numpy().copy()  # a caller may keep it
 
 
 class PolicyConfig(PretrainedConfig):
@@ -318,13 +283,10 @@ class RAGTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        check_actions()
-        check_texts()
+        check_choices()
         self.device = find_device()
         resume = "no" if BASELINE_ONLY else resume_from_checkpoint
-        logs = ("train_log.csv", "eval_log.csv")
-        self.run = Run(
-            "ppo_rag", resume, self.device, ("rag_*.png", "eval_test.json"), ("reward",), logs=logs)
+        self.run = Run("ppo_rag", resume, self.device, ("rag_*.png", "eval_test.json"))
         self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
         self.run.panels = [(name, [name]) for name in [*names.split(), "top_k", "temperature", "rerank"]]
@@ -333,10 +295,9 @@ class RAGTrainer:
         self.table = fill_table(questions, self.qa, self.run.say)
         self.score()
         self.best = None  # the policy of best/, once test() has loaded it
-        self.env = RAGEnv(self.table, "train")
         self.load_policy()
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
-        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.env.rows))
+        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
         models = {"policy": self.policy}
         self.run.keep(self.state, models, {"policy": self.optimizer}, tokenizer=None)
         self.run.total_steps = MAX_STEPS
@@ -347,38 +308,33 @@ class RAGTrainer:
         if self.run.checkpoint:
             self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
         else:
-            config = PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions)
-            self.policy = Policy(config)
+            self.policy = Policy(PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions))
             seen = self.table.observations[self.table.splits["train"]]
             self.policy.mean.copy_(seen.mean(0))
             self.policy.scale.copy_(seen.std(0, unbiased=False) + 1e-3)
         if self.policy.config.actions != [list(action) for action in self.table.actions]:
-            todo = "resume with these TOP_KS, TEMPERATURES and RERANKS, or start afresh with RESUME=no"
-            raise UserError(f"{self.run.checkpoint} was trained on other actions: {todo}")
-        decay = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), **decay)
+            other = "was trained on other actions, TOP_KS x TEMPERATURES x RERANKS"
+            raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
     def train(self):
         """Ask, act, compare, update; then the questions of the test. Returns the last evaluation."""
         if BASELINE_ONLY:
             self.baselines()
             return self.figures
-        with self.run.opened(self.headline()):
+        sizes = [f"{len(rows)} {split}" for split, rows in self.table.splits.items()]
+        to_do = f"{len(self.table.actions)} actions, {MAX_STEPS} updates of {N_STEPS} episodes"
+        with self.run.opened(f"{', '.join(sizes)} questions, {to_do}"):
             self.baselines()
-            for _ in self.run.steps(self.evaluate_and_log):
+            for _ in self.run.steps(self.evaluate):
                 batch = self.rollout()
                 self.compute_advantages(batch)
                 self.record(batch, self.update(batch))
-            self.draw()
+            draw_learning(self.run.folder, self.run.title, self.table, self.figures)
             if not self.run.stop_signal:
                 self.test()
         return self.run.evaluation
-
-    def headline(self):
-        sizes = {split: len(rows) for split, rows in self.table.splits.items()}
-        counted = ", ".join(f"{count} {split}" for split, count in sizes.items())
-        to_do = f"{MAX_STEPS} updates of {N_STEPS} episodes"
-        return f"{counted} questions, {len(self.table.actions)} actions, {to_do}"
 
     @torch.no_grad()
     def rollout(self):
@@ -386,7 +342,7 @@ class RAGTrainer:
         with self.run.timed("rollout"):
             rows = []
             while len(rows) < N_STEPS:  # on into the next epoch
-                rows += next_rows(self.env.rows, self.state, N_STEPS - len(rows))
+                rows += next_rows(self.table.splits["train"], self.state, N_STEPS - len(rows))
             rows = torch.tensor(rows)
             observations = self.table.observations[rows]
             logprobs, values = self.policy(observations)
@@ -443,9 +399,7 @@ class RAGTrainer:
                 for chunk in torch.randperm(N_STEPS).split(BATCH_SIZE):
                     steps.append(self.optimizer_step(batch, chunk))
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["ratio_max_first"] = steps[0]["ratio_max"]
-        metrics["learning_rate"] = LEARNING_RATE * scale
-        return metrics
+        return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": LEARNING_RATE * scale}
 
     def optimizer_step(self, batch, chunk):
         old_logprobs, advantages = batch.logprobs[chunk], batch.advantages[chunk]
@@ -489,56 +443,37 @@ class RAGTrainer:
         chosen = torch.tensor(self.table.actions, dtype=torch.float64)[actions]  # (rows, 3)
         metrics = {"reward": self.table.rewards[rows, actions].double().mean().item()}
         metrics |= {key: part[rows, actions].double().mean().item() for key, part in self.table.parts.items()}
-        means = dict(zip(("top_k", "temperature", "rerank"), chosen.mean(0).tolist()))
-        return {**metrics, **means}
+        return {**metrics, **dict(zip(ACTION, chosen.mean(0).tolist()))}
 
     def evaluate(self):
-        """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's.
-        Override to add yours."""
-        found = self.measure_both()
-        return {**found["greedy"], "sampled_reward": found["sampled"]["reward"]}
-
-    def measure_both(self):
-        """What the greedy and the sampling policy bring on the validation questions. The samples have their
-        own random stream."""
+        """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's,
+        whose samples have their own random stream. Override to add yours."""
         rows = self.table.splits["validation"]
         sampled = self.choose(rows, torch.Generator().manual_seed(SEED + 1))
-        return {"greedy": self.measure(rows, self.choose(rows)), "sampled": self.measure(rows, sampled)}
-
-    def evaluate_and_log(self):
-        """evaluate(), and a line of each policy in eval_log.csv."""
-        lines = [{"policy": policy, **found} for policy, found in self.measure_both().items()]
-        self.run.append("eval_log.csv", lines)
-        return self.evaluate()
+        sampled_reward = self.measure(rows, sampled)["reward"]
+        return {**self.measure(rows, self.choose(rows)), "sampled_reward": sampled_reward}
 
     def record(self, batch, metrics):
-        """The step's metrics, its episodes in train_log.csv and its line on the terminal."""
+        """The step's metrics, LOG_SAMPLES of its episodes and its line on the terminal."""
         parts = {key: part.double().mean().item() for key, part in batch.parts.items()}
-        chosen = [self.table.actions[action] for action in batch.actions.tolist()]
+        chosen = torch.tensor(self.table.actions, dtype=torch.float64)[batch.actions]  # (episodes, 3)
         unexplained = (batch.rewards - batch.values).var() / (batch.rewards.var() + 1e-8)
         metrics = {
             "epoch": self.state.epoch, **metrics, "reward": batch.rewards.double().mean().item(), **parts,
             "advantage": (batch.rewards - batch.values).mean().item(),
-            "explained_variance": (1 - unexplained).item(),
-            "top_k": sum(top_k for top_k, _, _ in chosen) / N_STEPS,
-            "temperature": sum(temperature for _, temperature, _ in chosen) / N_STEPS,
-            "rerank": sum(rerank for _, _, rerank in chosen) / N_STEPS}
+            "explained_variance": (1 - unexplained).item(), **dict(zip(ACTION, chosen.mean(0).tolist()))}
         columns = {"reward": batch.rewards, **batch.parts}
-        episodes = []
-        for n, (top_k, temperature, rerank) in enumerate(chosen):
-            scores = {key: round(values[n].item(), 6) for key, values in columns.items()}
-            episodes.append({**scores, "top_k": top_k, "temperature": temperature, "rerank_on": rerank})
         samples = []
-        for n in range(min(LOG_SAMPLES, N_STEPS)):
-            row = int(batch.rows[n])
+        for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
             response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
-            samples.append({**asked, "response": response, **episodes[n]})
+            scores = {key: round(values[n].item(), 6) for key, values in columns.items()}
+            did = dict(zip(ACTION, self.table.actions[batch.actions[n]]))
+            samples.append({**asked, "response": response, **scores, **did})
         line = ("Update {step}/{total}: R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} "
                 "PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}")
         line = line.format(step=self.run.step + 1, total=self.run.total_steps, **metrics)
         self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
-        self.run.append("train_log.csv", episodes)
 
     def baselines(self):
         """What needs no training, printed and written: every fixed action, FIXED_ACTION, random, the best
@@ -562,8 +497,8 @@ class RAGTrainer:
             asked = self.table.questions[row]
             top_k, temperature, rerank = self.table.actions[action]
             did = f"top_k {top_k}, temperature {temperature}, rerank {rerank}"
-            said = self.table.responses[row][action][0]
-            self.run.say(f"{asked['question']}  [{did}]  {said!r}, right: {asked['answer']!r}")
+            response = self.table.responses[row][action][0]
+            self.run.say(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
         found = test_figures(self.table, rows, actions, self.measure(rows, actions), self.figures)
         write_json(self.run.folder / "eval_test.json", found)
         self.run.say(test_line(found))
@@ -576,9 +511,6 @@ class RAGTrainer:
             logprobs, _ = (self.best or self.policy)(observation[None])
         action = self.table.actions[int(logprobs.argmax())]
         return self.qa.answer(question, action), action
-
-    def draw(self):
-        draw_learning(self.run.folder, self.run.title, self.table, self.figures)
 
 
 # ==== block: data and rewards
@@ -1969,12 +1901,11 @@ class Retriever:
         import bm25s
 
         self.tokenize = bm25s.tokenize
-        self.none = np.zeros(len(corpus), dtype=np.float32)
+        self.size = len(corpus)
         texts = [" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus]
         words = self.tokenize(texts, return_ids=False, show_progress=False)
         if not any(words):
-            counts = "two letters or more, no English stop word"
-            raise UserError(f"DATASET: no paragraph has a word that BM25 counts ({counts}): give other texts")
+            raise UserError("DATASET: no paragraph has a word of two letters or more that is no stop word")
         self.index = bm25s.BM25()
         self.index.index(words, show_progress=False)
 
@@ -1982,7 +1913,7 @@ class Retriever:
         """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. A question
         without a word that BM25 counts scores 0 with each."""
         words, = self.tokenize([question], return_ids=False, show_progress=False)
-        scores = self.index.get_scores(words) if words else self.none
+        scores = self.index.get_scores(words) if words else np.zeros(self.size, dtype=np.float32)
         ids = np.argsort(-scores, kind="stable")[:count]
         return ids.tolist(), scores[ids]
 
@@ -1994,30 +1925,23 @@ class Reranker:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.tokenizer = load_pretrained(AutoTokenizer, name, "RERANKER")
-        kind = AutoModelForSequenceClassification
-        self.model = load_pretrained(kind, name, "RERANKER", dtype=torch_dtype())
-        self.model = self.model.to(device).eval()
+        model = load_pretrained(AutoModelForSequenceClassification, name, "RERANKER", dtype=DTYPE)
+        self.model = model.to(device).eval()
         config = self.model.config
         if config.num_labels != 1:
-            has = f"has {config.num_labels} labels, a reranker one"
-            raise UserError(f"RERANKER = {name!r} {has}: give a cross-encoder such as ms-marco-MiniLM")
-        give_padding(self.tokenizer, f"RERANKER = {name!r}")
+            raise UserError(f"RERANKER = {name!r} has {config.num_labels} labels: it takes one of one label")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         config.pad_token_id = self.tokenizer.pad_token_id
         room = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
         self.limit = min(512, room, self.tokenizer.model_max_length)
 
     @torch.no_grad()
     def scores(self, pairs):
-        """Scores of (question, paragraph text) pairs, (pairs,), read in the order of their length."""
-        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][1]))
-        found = torch.zeros(len(pairs))
-        for start in range(0, len(pairs), 64):
-            chunk = order[start:start + 64]
-            questions, texts = zip(*(pairs[n] for n in chunk))
-            limit = {"truncation": "longest_first", "max_length": self.limit}
-            read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
-            found[chunk] = self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
-        return found
+        """Scores of (question, paragraph text) pairs, (pairs,)."""
+        questions, texts = zip(*pairs)
+        limit = {"truncation": "longest_first", "max_length": self.limit}
+        read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
+        return self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
 
 
 class Trigrams:
@@ -2025,30 +1949,22 @@ class Trigrams:
     their rarity in the corpus. It finds old spellings and inflected words, which BM25's whole words miss."""
 
     def __init__(self, corpus):
-        self.paragraphs = {}  # of a text its trigrams
-        for paragraph in corpus:
-            text = paragraph_text(paragraph)
-            self.paragraphs[text] = trigrams(text)
-        counts = Counter(gram for grams in self.paragraphs.values() for gram in grams)
-        self.weights = {gram: math.log(1 + len(corpus) / count) ** 2 for gram, count in counts.items()}
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        texts = [paragraph_text(paragraph) for paragraph in corpus]
+        self.row = {text: row for row, text in enumerate(texts)}
+        self.grams = TfidfVectorizer(  # of each word with a blank at both ends
+            preprocessor=lambda text: " ".join(words_of(text)), analyzer="char_wb", ngram_range=(3, 3),
+            binary=True, smooth_idf=False)
+        self.grams.fit(texts)
+        self.grams.idf_ = np.log1p(np.exp(self.grams.idf_ - 1))  # log(1 + corpus / count)
+        self.paragraphs = self.grams.transform(texts)  # of unit length
 
     def scores(self, pairs):
         """Cosines of (question, paragraph text) pairs, (pairs,)."""
-        found = []
-        for question, text in pairs:
-            asked, told = trigrams(question), self.paragraphs[text]
-            lengths = self.weight(asked) * self.weight(told)
-            found.append(self.weight(asked & told) / max(1e-9, lengths) ** 0.5)
-        return torch.tensor(found)
-
-    def weight(self, grams):
-        return math.fsum(self.weights.get(gram, 0.0) for gram in grams)
-
-
-def trigrams(text):
-    """Those of each word with a blank at both ends."""
-    padded = [f" {word} " for word in words_of(text)]
-    return {word[i:i + 3] for word in padded for i in range(len(word) - 2)}
+        questions, texts = zip(*pairs)
+        told = self.paragraphs[[self.row[text] for text in texts]]
+        return torch.tensor(self.grams.transform(questions).multiply(told).sum(1)).flatten().float()
 
 
 def paragraph_text(paragraph):
@@ -2066,13 +1982,8 @@ class Prompts:
     def build(self, question, paragraphs):
         """(prompt, how many of the paragraphs stand in it)."""
         fit = len(paragraphs)
-        if self.length(self.fill(question, paragraphs)) > self.limit:
-            least = 0
-            while least < fit:  # the most that fit, by bisection
-                middle = (least + fit + 1) // 2
-                fits = self.length(self.fill(question, paragraphs[:middle])) <= self.limit
-                least = middle if fits else least
-                fit = fit if fits else middle - 1
+        while fit and self.length(self.fill(question, paragraphs[:fit])) > self.limit:
+            fit -= 1
         if not fit:
             self.check(question, f"the question {question[:80]!r}")
         return self.fill(question, paragraphs[:fit]), fit
@@ -2081,9 +1992,8 @@ class Prompts:
         """Refuse a question that does not fit, though no paragraph stands beside it."""
         takes = self.length(self.fill(question, []))
         if takes > self.limit:
-            alone = f"takes {takes} tokens in PROMPT without any paragraph"
-            limit = f"the generator reads {self.limit} (MAX_PROMPT_TOKENS is {MAX_PROMPT_TOKENS})"
-            raise UserError(f"{name} {alone}, {limit}: shorten it, or give a GENERATOR that reads more")
+            limit = f"GENERATOR and MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} allow {self.limit}"
+            raise UserError(f"{name} takes {takes} tokens in PROMPT without any paragraph, {limit}")
 
     def fill(self, question, paragraphs):
         contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
@@ -2108,10 +2018,10 @@ class Generator:
         self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
         kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
         self.tokenizer = load_pretrained(AutoTokenizer, name, "GENERATOR", padding_side="left")
-        self.model = load_pretrained(kind, name, "GENERATOR", dtype=torch_dtype()).to(device).eval()
+        self.model = load_pretrained(kind, name, "GENERATOR", dtype=DTYPE).to(device).eval()
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
-        give_padding(self.tokenizer, f"GENERATOR = {name!r}")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         own = self.model.generation_config
         ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
         # The model's own top-k, top-p and penalties stay out: a temperature means what it says
@@ -2164,17 +2074,12 @@ class QASystem:
         depth = max(TOP_KS)
         if not rerank:
             return [self.retriever.search(question, depth)[0] for question in questions]
-        found = [self.retriever.search(question, max(depth, RERANK_DEPTH))[0] for question in questions]
-        pairs = []
-        for question, ids in zip(questions, found):
-            paragraphs = [self.corpus[i] for i in ids[:RERANK_DEPTH]]
-            pairs += [(question, paragraph_text(paragraph)) for paragraph in paragraphs]
-        scores = self.reranker.scores(pairs)
         ranked = []
-        for ids in found:
+        for question in questions:
+            ids, _ = self.retriever.search(question, max(depth, RERANK_DEPTH))
             head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
-            own, scores = scores[:len(head)], scores[len(head):]
-            order = own.argsort(descending=True, stable=True).tolist()
+            scores = self.reranker.scores([(question, paragraph_text(self.corpus[i])) for i in head])
+            order = scores.argsort(descending=True, stable=True).tolist()
             ranked.append(([head[n] for n in order] + tail)[:depth])
         return ranked
 
@@ -2190,71 +2095,34 @@ class QASystem:
         return self.generator.answers([prompt], temperature, SEED)[0][0]
 
 
-def give_padding(tokenizer, where):
-    """A pad token: EOS where the tokenizer has none of its own."""
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"{where} has a tokenizer with neither a pad token nor EOS: give it one of them")
-        tokenizer.pad_token = tokenizer.eos_token
-
-
-def torch_dtype():
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[DTYPE]
-
-
 # ================================================================ questions
 
 
-def check_actions():
-    """Refuse an empty or impossible list of actions before anything is read."""
-    for key, least, most in (("TOP_KS", 1, 10**6), ("TEMPERATURES", 0, 100), ("RERANKS", 0, 1)):
+def check_choices():
+    """Refuse actions, a DATASET, PROMPT or PARAGRAPH that cannot be, before anything is read."""
+    for key, least in (("TOP_KS", 1), ("TEMPERATURES", 0), ("RERANKS", 0)):
         values = globals()[key]
-        kinds = (int, float) if key == "TEMPERATURES" else int
-        right = all(isinstance(x, kinds) and not isinstance(x, bool) and least <= x <= most for x in values)
-        if not values or not right or len(set(values)) < len(values):
-            takes = f"it takes one or more different numbers from {least} to {most}, such as"
-            raise UserError(f"{key} = {values!r}: {takes} {key}=(1,)")
-    if 1 in RERANKS and not RERANKER:
-        raise UserError("RERANKS has 1 and RERANKER is None: give a reranker or set RERANKS to (0,)")
+        numbers = all(isinstance(value, (int, float)) and value >= least for value in values)
+        if not values or not numbers or len(set(values)) < len(values):
+            raise UserError(f"{key} = {values!r}: it takes different numbers from {least}, such as (1,)")
+    if not set(RERANKS) <= {0, 1} or 1 in RERANKS and not RERANKER:
+        raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
-        among = "is none of TOP_KS x TEMPERATURES x RERANKS"
-        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} {among}: take one of them, or BASELINE=random")
-
-
-def check_texts():
-    """Refuse a DATASET, PROMPT or PARAGRAPH that says nothing usable, before anything is read."""
-    spec = DATASET if isinstance(DATASET, dict) else {}
-    texts = all(isinstance(x, str) for x in (*spec, *spec.values()))
-    right = {"path", "type"} <= set(spec) <= {"path", "type", "name", "split"}
-    if not texts or not right or spec["type"] not in ("folder", "hotpotqa", "hub"):
+        raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
+    right = {"path", "type"} <= set(DATASET) <= {"path", "type", "name", "split"}
+    if not right or DATASET["type"] not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
-    for constant, names in (("PROMPT", ("contexts", "question")), ("PARAGRAPH", ("n", "title", "text"))):
-        pattern = globals()[constant]
-        marks = {name: 1 if name == "n" else f"<{name}>" for name in names}
-        known = ", ".join(f"{{{name}}}" for name in names)
+    prompt = {"contexts": "<c>", "question": "<q>"}
+    paragraph = {"text": "<x>", "n": 1, "title": "<t>"}
+    for constant, pattern, values in (("PROMPT", PROMPT, prompt), ("PARAGRAPH", PARAGRAPH, paragraph)):
         try:
-            filled = pattern.format(**marks)
+            filled = pattern.format(**values)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
-            todo = f"it may name {known}; a brace itself is written twice"
-            why = f"cannot be filled ({first_line(error)})"
-            raise UserError(f"{constant} = {pattern!r} {why}: {todo}") from None
-        for name in ("contexts", "question", "text"):
-            if name in names and marks[name] not in filled:
-                raise UserError(f"{constant} = {pattern!r} lacks {{{name}}}: the generator would not see it")
-
-
-def read_json(path):
-    """The records of HotpotQA's file, or one sentence."""
-    try:
-        records = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise UserError(f"DATASET: {path}: there is no such file") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"DATASET: {path} is no JSON ({first_line(error)})") from None
-    if not isinstance(records, list) or not records:
-        raise UserError(f"DATASET: {path} is not HotpotQA's: a list of questions is wanted")
-    return records
+            filled = f"({first_line(error)})"
+        if any(value not in filled for name, value in values.items() if name not in ("n", "title")):
+            takes = f"it takes {', '.join(f'{{{name}}}' for name in values)}; a brace itself is written twice"
+            raise UserError(f"{constant} = {pattern!r} makes {filled!r}: {takes}")
 
 
 def from_hotpot(records, where):
@@ -2268,31 +2136,20 @@ def from_hotpot(records, where):
             if isinstance(context, dict):  # the hub's columns
                 context = list(zip(context["title"], context["sentences"]))
             facts = record["supporting_facts"]
-            facts = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
-            gold_titles = {read_as("text", title, f"{line}: 'supporting_facts'") for title in facts}
+            gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
             gold = []
             for title, sentences in context:
-                title = read_as("text", title, f"{line}: a title of 'context'")
-                text = read_as("text", "".join(sentences).strip(), f"{line}: {title!r}")
-                row = corpus.setdefault((title, text), len(corpus))
+                row = corpus.setdefault((title, "".join(sentences).strip()), len(corpus))
                 gold += [row] if title in gold_titles else []
-            asked = read_question(record, line)
+            asked = {key: record[key] for key in ("question", "answer")}
+            asked |= {key: record.get(key) for key in ("type", "level")}
         except (KeyError, TypeError, ValueError, AttributeError):
-            form = "HotpotQA's distractor format (question, answer, context, supporting_facts) is wanted"
-            raise UserError(f"{line} is not HotpotQA's: {form}") from None
+            form = "question, answer, context, supporting_facts"
+            raise UserError(f"{line} is not HotpotQA's distractor format ({form})") from None
         if len(gold) < len(gold_titles):
             raise UserError(f"{line} has supporting facts that are not in its context")
         questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
     return questions, [{"title": title, "text": text} for title, text in corpus]
-
-
-def read_question(record, where):
-    """{"question", "answer", "type", "level"} of a record, each a text; the last two may be missing."""
-    found = {key: read_as("text", record[key], f"{where}: {key!r}") for key in ("question", "answer")}
-    for key in ("type", "level"):
-        value = record.get(key)
-        found[key] = "" if value is None else read_as("text", value, f"{where}: {key!r}")
-    return found
 
 
 def read_lines(path, columns):
@@ -2310,67 +2167,54 @@ def from_folder(folder):
     """(questions, corpus) of corpus.jsonl and questions.jsonl."""
     paragraphs = {}  # (title, text): row id
     titles = {}  # title: row ids
-    for line, _, record in read_lines(f"{folder}/corpus.jsonl", ("title", "text")):
-        title, text = (read_as("text", record[key], f"{line}: {key!r}") for key in ("title", "text"))
+    for _, _, record in read_lines(f"{folder}/corpus.jsonl", ("title", "text")):
+        title, text = str(record["title"]), str(record["text"])
         row = paragraphs.setdefault((title, text), len(paragraphs))
         titles.setdefault(title, []).append(row)
     questions = []
     for line, number, record in read_lines(f"{folder}/questions.jsonl", ("question", "answer", "gold")):
-        wanted = read_as("texts", record["gold"], f"{line}: 'gold'")
-        missing = [title for title in wanted if title not in titles]
+        wanted = record["gold"] if isinstance(record["gold"], list) else [record["gold"]]
+        missing = [title for title in map(str, wanted) if title not in titles]
         if missing:
-            lacks = f"its gold paragraph {missing[0]!r} is not in corpus.jsonl"
-            raise UserError(f"{line}: {lacks}; add it, or delete the question")
-        gold = [row for title in wanted for row in titles[title]]
-        asked = read_question(record, line)
+            raise UserError(f"{line}: its gold paragraph {missing[0]!r} is not in corpus.jsonl")
+        gold = [row for title in map(str, wanted) for row in titles[title]]
+        asked = {key: record.get(key) for key in ("question", "answer", "type", "level")}
         questions.append({**asked, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
     return questions, [{"title": title, "text": text} for title, text in paragraphs]
 
 
 def load_questions(say):
-    """(questions with their split, corpus) of DATASET; also written to OUTPUT_DIR/prep. A question asked
-    twice counts once, so that none of the test's is trained on."""
+    """(questions with their split, corpus) of DATASET. A question asked twice counts once, so that none of
+    the test's is trained on."""
     kind, path = DATASET["type"], DATASET["path"]
+    where = f"DATASET: {path}"
     if kind == "folder":
         questions, corpus = from_folder(path)
     elif kind == "hotpotqa":
-        questions, corpus = from_hotpot(read_json(path), f"DATASET: {path}")
+        try:
+            questions, corpus = from_hotpot(json.loads(Path(path).read_text()), where)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where} is no JSON to read ({first_line(error)})") from None
     else:
-        records = (record for _, record in read_records(DATASET, f"DATASET: {path}"))
-        questions, corpus = from_hotpot(records, f"DATASET: {path}")
+        questions, corpus = from_hotpot((record for _, record in read_records(DATASET, where)), where)
     for row in questions:
-        for key in ("question", "answer"):
-            if not row[key].strip():
-                wants = "a text that is not empty is wanted"
-                raise UserError(f"DATASET: {path}: {row['id']} has no {key}: {wants}")
+        for key in ("question", "answer", "type", "level"):
+            value = str(row[key]) if isinstance(row[key], (int, float)) else row[key] or ""
+            if not isinstance(value, str) or key in ("question", "answer") and not value.strip():
+                raise UserError(f"{where}: {row['id']} has the {key} {row[key]!r}: a text is wanted")
+            row[key] = value
     same = {" ".join(words_of(row["question"])) or row["question"]: row for row in reversed(questions)}
     questions = list(same.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
     least = VALIDATION_QUESTIONS + TEST_QUESTIONS
     if len(order) <= least:
-        todo = "lower VALIDATION_QUESTIONS and TEST_QUESTIONS, or raise SAMPLE"
-        raise UserError(f"{len(order)} questions leave none to train on beside {least}: {todo}")
+        held_out = f"the {least} of VALIDATION_QUESTIONS and TEST_QUESTIONS"
+        raise UserError(f"{len(order)} questions leave none to train on beside {held_out}")
     questions = [questions[i] for i in order]
     for number, row in enumerate(questions):
-        part = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
-        row["split"] = part
-    write_prep(questions, corpus)
+        row["split"] = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
     say(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
     return questions, corpus
-
-
-def write_prep(questions, corpus):
-    import pyarrow
-    import pyarrow.parquet
-
-    prep = Path(OUTPUT_DIR) / "prep"
-    prep.mkdir(parents=True, exist_ok=True)
-    numbered = [{**paragraph, "row_id": row} for row, paragraph in enumerate(corpus)]
-    columns = ("question", "answer", "gold_docs", "type", "level", "split")
-    asked = [{key: row[key] for key in columns} for row in questions]
-    for name, records in (("corpus", numbered), ("eval", asked)):
-        write_parquet = partial(pyarrow.parquet.write_table, pyarrow.Table.from_pylist(records))
-        write_whole(prep / f"{name}.parquet", write_parquet)
 
 
 # ================================================================ the table: every question x action x draw
@@ -2385,46 +2229,38 @@ def part_digest(name):
 
 
 def cache_path(corpus, generator):
-    """The parquet file of answers; its name changes with all that an answer depends on."""
+    """The jsonl file of answers; its name changes with all that an answer depends on."""
     commit = getattr(generator.model.config, "_commit_hash", None)
     facts = [
         part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, TITLE_WEIGHT,
         RERANK_DEPTH, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return Path(CACHE_DIR) / f"answers_{digest}.parquet"
-
-
-def read_cache(path, say):
-    """{(question, top_k, temperature, rerank, draw): record} of what was answered before."""
-    import pyarrow.parquet
-
-    if not path.exists():
-        return {}
-    try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
-        return {tuple(record[key] for key in KEYS): record for record in records}
-    except Exception as error:  # pyarrow raises many kinds
-        say(f"WARNING: {path} cannot be read ({first_line(error)}): its answers are made again")
-        return {}
+    return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
 
 
 KEYS = ("question", "top_k", "temperature", "rerank", "draw")
 
 
-def write_cache(path, known):
-    """All of it, whole or not at all."""
-    import pyarrow
-    import pyarrow.parquet
+def read_cache(path):
+    """{(question, top_k, temperature, rerank, draw): record} of what was answered before. A line is a block;
+    one that a kill left half written is answered again."""
+    known = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            known |= {tuple(record[key] for key in KEYS): record for record in json.loads(line)}
+        except ValueError:
+            continue
+    return known
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+def add_to_cache(path, records):
     try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(known.values())), tmp)
-        fsync(tmp)
-        os.replace(tmp, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write("\n" + json.dumps(records) + "\n")  # first the end of a half written line
+        fsync(path)
     except OSError as error:
-        tmp.unlink(missing_ok=True)
-        raise not_saved(path, error) from None
+        raise UserError(f"CACHE_DIR = {CACHE_DIR!r}: answers cannot be kept: {error}") from None
 
 
 def answer_block(qa, questions, missing):
@@ -2465,16 +2301,15 @@ def warn_of_unknown_words(questions, qa, say):
     tokens = [token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids]
     unknown = tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
     if unknown > 0.01:
-        reads = f"reads {tokenizer.unk_token} in place of {unknown:.0%} of the words of DATASET"
-        todo = "give a model for such texts, say google/flan-t5-small (data/rag/reader is for data/rag alone)"
-        say(f"WARNING: GENERATOR = {GENERATOR!r} {reads}: {todo}")
+        words = f"{unknown:.0%} of the words of DATASET (data/rag/reader is for data/rag alone)"
+        say(f"WARNING: GENERATOR = {GENERATOR!r} reads {tokenizer.unk_token} in place of {words}")
 
 
 def fill_table(questions, qa, say):
     """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
     that depend on nothing but the questions, each saved before the next begins."""
     path = cache_path(qa.corpus, qa.generator)
-    known = read_cache(path, say)
+    known = read_cache(path)
     warn_of_unknown_words(questions, qa, say)
     actions = all_actions()
     wanted = [(k, float(t), r, draw) for k, t, r in actions for draw in range(DRAWS if t > 0 else 1)]
@@ -2482,25 +2317,19 @@ def fill_table(questions, qa, say):
     blocks = [texts[n:n + QUESTIONS_AT_ONCE] for n in range(0, len(texts), QUESTIONS_AT_ONCE)]
     todo = []
     for block in blocks:
-        if missing := [key for key in wanted if any((text, *key) not in known for text in block)]:
-            todo.append((block, missing))
+        missing = [key for key in wanted if any((text, *key) not in known for text in block)]
+        todo += [(block, missing)] if missing else []
     for row in questions if todo else ():  # before hours of answers
         qa.prompts.check(row["question"], row["id"])
     if todo:
         say(f"Answering {len(texts)} questions under {len(actions)} actions once; kept in {path}")
-    started = time.perf_counter()
-    spoken = started
-    for number, (block, keys) in enumerate(tqdm(todo, unit="block", disable=not sys.stderr.isatty()), 1):
+    for block, keys in tqdm(todo, unit="block", mininterval=0.1 if sys.stderr.isatty() else 15):
         records = answer_block(qa, block, keys)
         if not any(record["response"] for record in records):
-            nothing = f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts with a word"
-            raise UserError(f"{nothing}: does it fit PROMPT, and does it write within MAX_NEW_TOKENS?")
+            hint = "does it fit PROMPT, and does it write within MAX_NEW_TOKENS?"
+            raise UserError(f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts: {hint}")
         known.update({tuple(record[key] for key in KEYS): record for record in records})
-        write_cache(path, known)
-        if not sys.stderr.isatty() and time.perf_counter() - spoken > 15:
-            spoken = time.perf_counter()
-            left = (spoken - started) / number * (len(todo) - number)
-            say(f"answered {number} of {len(todo)} blocks, {tqdm.format_interval(left)} left")
+        add_to_cache(path, records)
     return collect(questions, qa, actions, known, say)
 
 
@@ -2521,16 +2350,15 @@ def collect(questions, qa, actions, known, say):
                 read[q, a, d] = record["tokens"] / COST_TOKENS + record["pairs"] / COST_PAIRS
                 seconds[q, a, d] = record["seconds"]
                 left_out += record["left_out"] > 0
-        most = max(TOP_KS)
         for rerank in RERANKS:
-            key = (row["question"], most, float(TEMPERATURES[0]), rerank, 0)
+            key = (row["question"], max(TOP_KS), float(TEMPERATURES[0]), rerank, 0)
             row[f"ranked_{rerank}"] = known[key]["paragraphs"]
     if left_out:
-        limit = f"{qa.generator.limit} tokens"
-        say(f"WARNING: {left_out} of {read.numel()} prompts left out paragraphs that do not fit {limit}")
-    splits = {}
-    for split in ("train", "validation", "test"):
-        splits[split] = [q for q, row in enumerate(questions) if row["split"] == split]
+        which = f"{left_out} of {read.numel()} prompts"
+        say(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
+    splits = {"train": [], "validation": [], "test": []}
+    for q, row in enumerate(questions):
+        splits[row["split"]].append(q)
     observations = torch.stack([qa.observe(row["question"]) for row in questions])
     return SimpleNamespace(
         questions=questions, actions=actions, splits=splits, observations=observations, responses=responses,
@@ -2564,9 +2392,8 @@ def baseline_figures(table):
     one_hot = torch.eye(count, dtype=torch.float64)
     everyone = torch.ones(len(table.questions), 1, dtype=torch.float64)
     mean = table.rewards.double().mean(2)  # (questions, actions)
-    by_action = mean[table.splits["train"]].mean(0)
-    best = int(by_action.argmax())
-    named = [dict(zip(("top_k", "temperature", "rerank"), action)) for action in table.actions]
+    best = int(mean[table.splits["train"]].mean(0).argmax())
+    named = [dict(zip(ACTION, action)) for action in table.actions]
     figures = {
         "random": split_means(table, everyone / count),
         "best_fixed": {"action": named[best], "index": best, **split_means(table, everyone * one_hot[best])},
@@ -2588,7 +2415,7 @@ def table_lines(table, figures, wanted):
     cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
     heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
     lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
-    lines.append("  " + " " * 14 + "".join(f"{head:>12}" for head in heads))
+    lines.append(" " * 16 + "".join(f"{head:>12}" for head in heads))
     mean = table.rewards.double().mean(2)
     train = table.splits["train"]
     for kind in sorted({table.questions[q]["type"] for q in train}):
@@ -2606,25 +2433,23 @@ def table_lines(table, figures, wanted):
     return lines
 
 
-def bootstrap_interval(differences, resamples=10000):
-    """95% interval of the mean of paired differences (questions,), resampling questions."""
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(differences), (resamples, len(differences)), generator=generator)
-    means = differences[picks].mean(1).sort().values
-    return means[int(0.025 * resamples)].item(), means[int(0.975 * resamples) - 1].item()
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 def test_figures(table, rows, actions, metrics, figures):
     """The policy's figures on the test questions, beside the best fixed action of the training questions."""
     mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
-    best = figures["best_fixed"]["index"]
-    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, best]
-    low, high = bootstrap_interval(gained)
+    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, figures["best_fixed"]["index"]]
+    gain = gained.mean().item()
     figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
+    possible = figure["oracle"]["reward"] - figure["best_fixed"]["reward"]
     return {
-        "policy": metrics, **figure, "gain_over_best_fixed": gained.mean().item(), "interval": [low, high],
-        "share_of_oracle_gain": gained.mean().item() / max(
-            1e-9, figure["oracle"]["reward"] - figure["best_fixed"]["reward"])}
+        "policy": metrics, **figure, "gain_over_best_fixed": gain, "interval": bootstrap_interval(gained),
+        "share_of_oracle_gain": gain / max(1e-9, possible)}
 
 
 def test_line(found):
@@ -2640,65 +2465,34 @@ def write_json(path, value):
     write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
 
 
-def read_csv(path):
-    """{column: array} of a log; empty where nothing was logged."""
-    import csv
-
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {key: np.array([row[key] for row in rows]) for key in (rows[0] if rows else ())}
-
-
 def draw_learning(folder, title, table, figures):
-    """rag_learning.png, from the logs alone: reward with baselines and oracle, what evaluation found, what
-    was chosen early and late, recall."""
+    """rag_learning.png, from the logs: rewards, answers and actions over the updates with baselines and
+    oracle as dashed lines; recall."""
     from matplotlib.figure import Figure
 
-    train, held_out = (read_csv(folder / "logs" / name) for name in ("train_log.csv", "eval_log.csv"))
-    if not train:
-        return
+    records = read_metrics(folder / "logs/metrics.jsonl")
     figure = Figure(figsize=(16, 11), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(3, 3)
-    steps = train["step"].astype(int)
-    axis = axes[0, 0]
-    plot_metric(axis, read_metrics(folder / "logs/metrics.jsonl"), "train", "reward", "C0", "training")
-    for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
-        if name in figures:
-            level = figures[name]["train"]["reward"]
-            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
-    axis.set(xlabel="update", ylabel="reward, training questions")
-    axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.17))
-    panels = [("reward", axes[0, 1]), ("em", axes[0, 2]), ("f1", axes[1, 0]), ("cost", axes[1, 1])]
-    for key, axis in panels:
-        for number, policy in enumerate(("greedy", "sampled")):
-            chosen = held_out["policy"] == policy
-            x, y = held_out["step"][chosen].astype(int), held_out[key][chosen].astype(float)
-            axis.plot(x, y, "o-", markersize=4, label=policy)
-        for number, name in enumerate(("best_fixed", "oracle"), 3):
-            level = figures[name]["validation"][key]
-            axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
-        axis.set(xlabel="update", ylabel=f"{key}, validation questions")
-        axis.legend(fontsize=8)
-    tenth = max(1, len(steps) // 10)
-    parts = [("top_k", TOP_KS, axes[1, 2]), ("temperature", TEMPERATURES, axes[2, 0]),
-             ("rerank_on", RERANKS, axes[2, 1])]
-    for key, values, axis in parts:
-        chosen = train[key].astype(float)
-        for side, (label, part) in enumerate((("first", chosen[:tenth]), ("last", chosen[-tenth:]))):
-            shares = [(part == value).mean() for value in values]
-            axis.bar(np.arange(len(values)) + 0.4 * side, shares, 0.4, label=f"{label} tenth of the episodes")
-        axis.set_xticks(np.arange(len(values)) + 0.2, [str(value) for value in values])
-        axis.set(xlabel=key, ylabel="share of the episodes")
-        axis.legend(fontsize=8)
+    keys = ("reward", "em", "f1", "cost", "top_k", "temperature", "rerank", "entropy")
+    for axis, key in zip(axes.flat, keys):
+        plot_metric(axis, records, "train", key, "C0", "sampled, training questions")
+        plot_metric(axis, records, "eval", key, "C5", "greedy, validation questions")
+        for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
+            if key in figures.get(name, {}).get("validation", {}):
+                level = figures[name]["validation"][key]
+                axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
+        axis.set(xlabel="update", ylabel=key)
     axis = axes[2, 2]
     for rerank in RERANKS:
         shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
         axis.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
     axis.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
-    axis.legend(fontsize=8)
+    axis.legend()
     for axis in axes.flat:
         axis.grid(alpha=0.3)
+    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=6)
     write_whole(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 

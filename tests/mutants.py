@@ -58,16 +58,19 @@ def prepare():
 
 
 def copy_repository(parent):
-    """This worker's COPY: the tracked files of the working tree; data/ as a link, no test writes there."""
+    """This worker's COPY: the tracked files of the working tree; data/'s folders as links, no test writes
+    there."""
     global COPY
     COPY = Path(parent) / str(os.getpid())
     command = ["git", "-C", ROOT, "ls-files", "-z"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\0"):
-        if name and not name.startswith("data/") and (ROOT / name).is_file():
+        linked = name.startswith("data/") and name.count("/") > 1
+        if name and not linked and (ROOT / name).is_file():
             (COPY / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, COPY / name)
-    (COPY / "data").symlink_to(ROOT / "data")
+    for folder in (ROOT / "data").glob("*/"):
+        (COPY / "data" / folder.name).symlink_to(folder)
 
 
 def be_pytest(tests, output):

@@ -230,7 +230,7 @@ def test_the_critics_head_is_trained_whole_and_saved(tmp_path):
 def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
     for constants in ({}, {"STAGE": "rl", "REFERENCE_SYNC_STEPS": 1}):
         module = rec(LORA_RANK=4, **constants)
-        with pytest.raises(module.UserError, match="LORA_RANK = 4 is for STAGE=rl with REFERENCE_SYNC"):
+        with pytest.raises(module.UserError, match="LORA_RANK = 4 needs STAGE=rl with REFERENCE_SYNC"):
             module.RecTrainer()
     rec(STAGE="sft").RecTrainer().train()
     given = {"STAGE": "rl", "LORA_RANK": 4, "LEARNING_RATE": 1e-3, "MAX_STEPS": 4, "SAVE_EVERY_N_STEPS": 2}

@@ -1,0 +1,89 @@
+"""Writes the training rows of grpo/grpo_rec.py stitched together anew, for data of few users.
+
+    python data/stitch.py FOLDER [CHANCE=0.8] [SIBLINGS=1.0] [PASSES=15] TRAIN_FILE=... INDEX_FILE=...
+    python grpo/grpo_rec.py TRAIN_FILE=FOLDER/train.csv VALID_FILE=FOLDER/valid.csv SFT_EPOCHS=1 ...
+
+The words after the folder are those of grpo_rec.py, which says what may be trained on. Its sequences are
+written PASSES times; at each item a sequence goes on, with the chance CHANCE, as some sequence did after the
+same item: each pair of neighbours is one that was logged, what stands before it is not. With few users a
+model remembers them by the items further back. Most pairs to come were never logged: an item's siblings,
+which share all its codes but the last, or itself, count as SIBLINGS places after it, each as often as it was
+bought, so they come next the more the less is known of the item. valid.csv has the rows that were held out.
+"""
+import csv
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from sasrec import load_script, sequences_of
+
+CHANCE = 0.8
+SIBLINGS = 1.0
+PASSES = 15
+SEED = 0
+
+
+def places_after(sequences, codes):
+    """For each item of codes two lists of places (sequence, where in it) that are trained on: what came after
+    the item; where an item stands that shares all its codes but the last."""
+    after = defaultdict(list)
+    siblings = defaultdict(list)
+    for sequence, asked in sequences:
+        for at in sorted(asked):
+            after[sequence[at - 1]].append(((sequence, asked), at))
+            siblings[codes[sequence[at]][:-1]].append(((sequence, asked), at))
+    return [(after[item], siblings[some[:-1]]) for item, some in enumerate(codes)]
+
+
+def stitch(source, places, chance, weight, longest, draw):
+    """A sequence that begins as source does, (sequence, where it is trained on), of at most `longest` items
+    after the first; it ends where it would go on to an item that is not trained on. draw: random.Random."""
+    stitched = [source[0][0]]
+    at = 1
+    while len(stitched) <= longest:
+        known, siblings = places[stitched[-1]]
+        extra = weight if siblings else 0.0
+        if (known or extra) and draw.random() < chance:
+            logged = draw.random() * (len(known) + extra) < len(known)
+            source, at = draw.choice(known if logged else siblings)
+        if at not in source[1]:
+            break
+        stitched.append(source[0][at])
+        at += 1
+    return stitched
+
+
+def main(folder, words):
+    settings = {"CHANCE": CHANCE, "SIBLINGS": SIBLINGS, "PASSES": PASSES}
+    mine = [word for word in words if word.partition("=")[0] in settings]
+    settings |= {key: float(value) for key, value in (word.split("=") for word in mine)}
+    rec = load_script()
+    rec.apply_overrides([word for word in words if word not in mine])
+    catalogue = rec.Catalogue(print)
+    train_rows, valid_rows, _ = rec.load_splits(catalogue, print)
+    sequences = sequences_of(train_rows)
+    places = places_after(sequences, catalogue.codes)
+    draw = random.Random(SEED)
+    stitched = []
+    for number in range(int(settings["PASSES"])):
+        for line, source in enumerate(sequences):
+            some = stitch(source, places, settings["CHANCE"], settings["SIBLINGS"], rec.MAX_HISTORY, draw)
+            if len(some) > 1:
+                stitched.append((f"{line}.{number}", some))
+    held_out = [(row["user"], [*row["history"], row["target"]]) for row in valid_rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", stitched), ("valid", held_out)):
+        with open(folder / f"{name}.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([rec.USER_COLUMN, rec.HISTORY_COLUMN, rec.TARGET_COLUMN])
+            for user, items in rows:
+                *history, target = (catalogue.items[item] for item in items)
+                writer.writerow([user, history, target])
+        print(f"{folder / name}.csv: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or "=" in sys.argv[1]:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), sys.argv[2:])
