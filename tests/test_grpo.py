@@ -679,7 +679,7 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
     patience = []
     halvings = []
 
-    def fill_best(folder, metrics):
+    def fill_best(metrics, *_):
         saved.append(metrics["reward"])
 
     def write_metrics(phase, metrics):

@@ -836,7 +836,7 @@ def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
     monkeypatch.setattr(
-        trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"])
+        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
     )
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
@@ -1268,7 +1268,7 @@ def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
     monkeypatch.setattr(
-        trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"])
+        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
     )
     monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
