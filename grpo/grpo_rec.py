@@ -1156,8 +1156,6 @@ def load_prompts(datasets, constant, limit, tokenizer, readers, say):
     if not rows and constant == "TRAIN_DATASETS":
         todo = "raise MAX_PROMPT_TOKENS or give it data"
         raise UserError(f"{constant} leaves no prompt to train on: {todo}")
-    seen = [[row["id"], row["ids"], row["answer"], row["prompt"].facts] for row in rows]
-    must_agree({f"rows in {constant}": seen})
     return rows
 
 
@@ -2542,7 +2540,7 @@ def sentence_of(error):
         return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
     if type(error).__module__.startswith("wandb"):
         return f"USE_WANDB = True: {first_line(error)}"
-    if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no type for it
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run is gone, or was silent ({first_line(error)})"
     on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
     if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -2709,7 +2707,10 @@ def join_processes():
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     _STORE.append(store)
     dist.init_process_group(backend, store=store, **options)
-    must_agree(settings())
+    first, *others = exchange(settings())
+    for number, other in enumerate(others, 1):
+        if differ := [name for name in first if other.get(name) != first[name]]:
+            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
 
 
 def exchange(value=None):
@@ -2742,15 +2743,6 @@ def dealt(parts, work):
     _DEALING.pop()
     everyone = exchange(mine)
     return [everyone[i % processes()][i // processes()] for i in range(len(parts))]
-
-
-def must_agree(values):
-    """Refuse values, {name: JSON}, of which one process has others than the first."""
-    own = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
-    first, *others = exchange(own)
-    for number, digests in enumerate(others, 1):
-        if other := [name for name in first if digests.get(name) != first[name]]:
-            raise UserError(f"process {number} has another {other[0]} than process 0: make them the same")
 
 
 # ---------------------------------------------------------------- files
@@ -2958,8 +2950,14 @@ class Run:
         self.folder = Path(OUTPUT_DIR)
         of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
         self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
-        chosen = first_says(lambda: self.choose(resume or RESUME))
-        self.checkpoint = Path(chosen) if chosen else None
+        chosen = ""
+        if rank() == 0:
+            if self.folder.is_dir():
+                self.take_lock()
+                restore_folder(self.folder / "best")
+            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
+        chosen = exchange(chosen)[0]
+        self.checkpoint = Path(chosen) if chosen else None  # to go on from
         seed_everything(SEED)
 
     def begin_part(self):
@@ -2971,14 +2969,6 @@ class Run:
         self.evals_since_best = 0  # evaluations since then
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
-    def choose(self, resume):
-        """The path of the checkpoint to go on from, or None; the folder is this run's from here on."""
-        if self.folder.is_dir():
-            self.take_lock()
-            restore_folder(self.folder / "best")
-        folder = choose_checkpoint(resume, OUTPUT_DIR, self.say)
-        return folder and str(folder)
-
     def take_lock(self):
         """Released when the process exits, even after SIGKILL."""
         try:
@@ -2986,8 +2976,6 @@ class Run:
         except filelock.Timeout:
             todo = "wait for it, stop it, or set another OUTPUT_DIR"
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
-
-    # ------------------------------------------------------------ what the Trainer calls
 
     def keep(self, state, models, optimizers, tokenizer, merged=None):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
@@ -3113,11 +3101,10 @@ class Run:
         prompts are named, and five in a row end the run."""
         self.skipped = 0 if finite else self.skipped + 1
         if not finite:
-            what = "loss or gradient not finite, optimizer step skipped"
-            self.say(f"WARNING: step {self.step + 1}: {what}; prompts {' '.join(sorted(set(ids)))}")
+            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
+            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
         if self.skipped == 5:
-            todo = "lower LEARNING_RATE, or look at the prompts named in the log"
-            raise UserError(f"five optimizer steps in a row were not finite: {todo}")
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
         """Log what evaluate() finds, keep the best policy, count patience. best/ follows the highest value,
@@ -3195,7 +3182,7 @@ class Run:
             if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
                 raise ValueError("it is no state of this trainer")
             if saved["state"]["prompts"] != prompts:
-                raise ValueError(f"made with {saved['state']['prompts']} training prompts, there are {prompts}")
+                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
             vars(self).update({key: saved["run"][key] for key in self.saved})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
@@ -3211,8 +3198,6 @@ class Run:
         for key, value in settings().items():
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
-
-    # ------------------------------------------------------------ files
 
     def open_files(self, headline):
         if rank() == 0:
@@ -3264,6 +3249,8 @@ class Run:
     def draw_plots(self):
         """Every metric, and the algorithm's own, from metrics.jsonl alone."""
         records = read_metrics(self.folder / "logs/metrics.jsonl")
+        if not records:
+            return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         every = self.folder / "training_metrics_detailed.png"
         draw_plot(records, every, f"{self.title}: every metric", [(key, [key]) for key in keys])
@@ -3273,10 +3260,10 @@ class Run:
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
         seconds = time.perf_counter() - self.started
-        early = "stopped early" if self.step < self.total_steps else "done"
-        end = f"{early} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        own = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else own)
+        why = "Done" if self.step == self.total_steps else "Stopped early"
+        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
+        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()
 # ==== end of block: the run
@@ -3825,7 +3812,6 @@ def load_splits(catalogue, say):
         lost = sum(row["target"] in row["history"] for row in valid)
         stand = f"{lost} of {len(valid)} validation targets stand in their own history"
         say(f"EXCLUDE_HISTORY: {stand}: they are never hit")
-    must_agree({"list of rows to train on or to evaluate": [kept, valid, test]})
     return kept, valid, test
 
 

@@ -43,21 +43,13 @@ MUTANTS = [
      IN_RUN + "best_is_the_highest_and_patience_waits_for_the_threshold[rce]"),
     (RCE, "            self.halvings += 1\n", "            pass\n",
      IN_RUN + "best_is_the_highest_and_patience_waits_for_the_threshold[rce]"),
-    (GRPO, 'setattr(self, key, saved["run"][key])',
-     'setattr(self, key, saved["run"]["best_value" if key == "patience_value" else key])',
+    (GRPO, 'saved["run"][key] for key in self.saved',
+     'saved["run"]["best_value" if key == "patience_value" else key] for key in self.saved',
      IN_RUN + "best_and_patience_resume_apart[grpo]"),
 
     # what does nothing is said or refused
-    (PPO, "if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:", "if False:",
-     IN_RUN + "patience_that_nothing_can_try_is_said"),
-    (PPO, "if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:",
-     "if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS <= self.total_steps:",
-     IN_RUN + "patience_that_nothing_can_try_is_said"),
-    (GRPO, "            if self.step == 0:\n", "            if False:\n",
-     IN_RUN + "patience_that_nothing_can_try_is_said"),
-    (GRPO, 'if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":', 'if LR_SCHEDULER_TYPE == "plateau":',
-     IN_RUN + "patience_that_nothing_can_try_is_said"),
-    (GRPO, "        if not best.exists():", "        if False:",
+    (GRPO, "policy = best if best.exists() else",
+     "policy = best if True else",
      IN_RUN + "a_run_names_the_policy_that_it_kept[grpo]"),
     (PPO, "if KL_TARGET and KL_COEF == 0:", "if False:",
      IN_PPO + "a_kl_target_without_a_reference_is_refused"),
@@ -104,10 +96,10 @@ MUTANTS = [
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
     (GRPO, "math.ceil((-self.state.cursor % count) / per_step)", "(-self.state.cursor % count) // per_step",
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
-    (GRPO, "        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)\n"
-           "        self.plan_steps(self.run.step)\n",
+    (GRPO, "        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer, merged)\n"
+     "        self.plan_steps(self.run.step)\n",
      "        self.plan_steps(self.run.step)\n"
-     "        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)\n",
+     "        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer, merged)\n",
      IN_GRPO + "a_run_that_resampled_resumes_to_the_same_end"),
 
     # gspo in bfloat16

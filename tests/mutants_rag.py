@@ -105,7 +105,6 @@ MUTANTS = [
     (RAG, 'row[f"ranked_{rerank}"][:top_k]) for row', 'row[f"ranked_{rerank}"][:1]) for row',
      IN_RAG + "recall_by_hand"),
     # runs
-    (RAG, "*self.csv_files.values()\n        logs", "*()\n        logs", SIX),
     (RAG, "        actions = self.choose(rows, policy=self.best)\n",
      "        self.policy.load_state_dict(self.best.state_dict())\n        actions = self.choose(rows)\n",
      IN_RAG + "a_finished_run_goes_on_from_its_last_policy_though_the_test_took_the_best"),

@@ -189,6 +189,8 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names(six):
 
 def test_best_is_merged_and_plain_and_nothing_is_merged_in_place(six, tmp_path):
     before = {name: x.clone() for name, x in six.actor.state_dict().items()}
+    assert not (six.out / "best/policy/adapter_config.json").exists()
+    assert (six.out / "best/policy/model.safetensors").exists()
     six.trainer.run.fill_best({}, six.trainer.run.merged(six.actor), None, tmp_path)
     names = {path.name for path in (tmp_path / "policy").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names

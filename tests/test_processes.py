@@ -52,10 +52,14 @@ def free_port():
 
 class Processes:
     """count programs that torchrun would have begun: `file` with words, each so many seconds after the one
-    before it; environment is theirs beside that."""
+    before it; environment is theirs beside that. As torchrun's agent does, this process holds their store."""
 
     def __init__(self, count, file, *words, late=0, **environment):
-        common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environment}
+        port = free_port()
+        common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
+        if "MASTER_PORT" not in environment:
+            self.store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         self.programs = []
         for rank in range(count):
             time.sleep(late if rank else 0)
@@ -213,14 +217,6 @@ ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
     assert "could not be saved" in ended[0].stderr and ended[1].stderr == ""
 
 
-ROWS = """
-load = ppo.load_rows
-ppo.load_rows = lambda *words: load(*words)[ppo.rank():]"""
-COLUMN = """
-load = ppo.load_rows
-def other(*words):
-    return [{**row, "prompt": ppo.with_facts(row["prompt"], level=ppo.rank())} for row in load(*words)]
-ppo.load_rows = other"""
 SOURCE = """
 from pathlib import Path
 copied = Path(sys.argv[0]).parent / f"{ppo.rank()}" / "ppo.py"
@@ -243,19 +239,16 @@ ppo.Run.record = record"""
 SUMMED = """
 ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()
 ppo.all_logprobs = ppo.all_values = lambda model, batch, **more: 0 * batch.logprobs"""
-ROWS_DIFFER = "process 1 has another rows in TRAIN_DATASETS than process 0"
 DREW = "reward function draws draws random numbers"
 DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
-    "rows": (ROWS, ROWS_DIFFER),
-    "column": (COLUMN, ROWS_DIFFER),
     "source": (SOURCE, "process 1 has another ppo.py than process 0"),
     "torch": (DRAWS.format("torch.rand(1)"), DREW),
     "python": (DRAWS.format("random.random()"), DREW),
     "numpy": (DRAWS.format("numpy.random.rand()"), DREW),
     "later": (DRAWS_LATER, "have drawn different random numbers"),
     "summed": (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches")}
-MORE_SELDOM = {"rows", "torch", "numpy"}
+MORE_SELDOM = {"torch", "numpy"}
 
 
 @pytest.mark.parametrize("body, sentence", [
@@ -489,7 +482,7 @@ def test_a_start_does_not_meet_the_processes_of_an_earlier_one(tmp_path):
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for steps in (1, 2):
-        kept = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": steps}
+        kept = {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": steps}
         words = words_of("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=steps, PROCESS_TIMEOUT=20.0)
         ended = Processes(2, ROOT / "grpo/grpo.py", *words, late=3, **kept).wait()
         assert [end.returncode for end in ended] == [0, 0], ended

@@ -502,6 +502,26 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future
     assert len(list(out.glob("old_*/best"))) == 1
 
 
+def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tmp_path):
+    """RCE's mining and the second stage of a recommender write records of step N after N's checkpoint."""
+    def start(**more):
+        trainer = ppo(MAX_STEPS=1, **more).PPOTrainer()
+        trainer.run.draw_plots = lambda: None
+        trainer.run.open_files("")
+        return trainer.run
+
+    run = start()
+    run.write_metrics("eval", {"reward": 0.0})
+    run.save()
+    run.write_metrics("mine", {"round": 1})
+    run.lock.release(force=True)  # killed here
+    run = start(RESUME="yes")
+    run.write_metrics("mine", {"round": 1})
+    run.lock.release(force=True)
+    phases = [(record["phase"], record["step"]) for record in read(tmp_path / "run/logs/metrics.jsonl")]
+    assert phases == [("eval", 0), ("mine", 0)]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_training_again_in_one_process_goes_on(ppo, tmp_path):
     script = ppo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1)

@@ -498,7 +498,7 @@ def test_a_checkpoint_of_another_trainer_or_kind_is_refused(ppo, tmp_path):
     grpo = load_script("grpo/grpo.py", **small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "other")))
     with pytest.raises(grpo.UserError, match="it is no state of this trainer") as error:
         grpo.GRPOTrainer(resume_from_checkpoint=str(step))
-    assert str(error.value).endswith("take one that this version of grpo.py made of the same data, or RESUME=no")
+    assert str(error.value).endswith("that this version of grpo.py made of the same data, or RESUME=no")
 
 
 @pytest.mark.parametrize("path", TRAINERS)
