@@ -4383,6 +4383,10 @@ def table_lines(figures):
     return lines
 
 
+def write_json(path, value):
+    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
+
+
 def draw_learning(records, folder, title, levels, figures):
     """rec_learning.png, from the logs: HR and NDCG of validation over the steps of both stages, with the
     baselines as dashed lines; rewards, entropy and KL; the test rows' table as bars."""

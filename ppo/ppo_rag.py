@@ -2455,6 +2455,10 @@ def test_line(found):
     return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
 
 
+def write_json(path, value):
+    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
+
+
 def read_csv(path):
     """{column: array} of a log; empty where nothing was logged."""
     import csv

@@ -3012,6 +3012,10 @@ def join_parts(path, parts, facts):
     shutil.rmtree(parts[0].parent)
 
 
+def write_json(path, value, indent=1):
+    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=indent) + "\n"))
+
+
 def read_json(path):
     """The object of a file of candidates."""
     try:

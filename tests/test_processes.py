@@ -257,7 +257,8 @@ MORE_SELDOM = {"torch", "numpy"}
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
-    assert sentence in ended[0].stderr and ended[1].stderr == ""
+    said, = [end.stderr for end in ended if end.stderr]  # by the first that fails
+    assert sentence in said
 
 
 def test_rewards_are_called_a_chunk_at_a_time_and_dealt_out(tmp_path):
