@@ -72,12 +72,6 @@ MUTANTS = [
      IN_SAFETY + "a_pickle_bomb_does_not_go_off"),
 
     # the best policy, patience, plateau
-    (PPO, "if value > self.best_value or", 'if metrics["accuracy_greedy"] > self.best_value or',
-     IN_RUN + "the_best_policy_is_that_of_the_highest_reward_whatever_the_threshold[ppo-0.0]"),
-    (PPO, "patience_value + EARLY_STOPPING_THRESHOLD:", "patience_value - EARLY_STOPPING_THRESHOLD:",
-     IN_RUN + "patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold[ppo]"),
-    (GRPO, "patience_value + EARLY_STOPPING_THRESHOLD:", "patience_value:",
-     IN_RUN + "patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold[grpo]"),
     (PPO, "self.evals_since_best += 1\n", "self.evals_since_best = 1\n",
      IN_RUN + "early_stopping_and_plateau_count_evaluations_without_a_better_reward"),
     (PPO, "if self.evals_since_best % PLATEAU_PATIENCE == 0:",

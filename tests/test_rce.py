@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, small, untimed, walk)
+    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, small, untimed,
+    walk)
 from program import Program
 from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
@@ -886,22 +887,7 @@ def assert_same_run(a, b):
         "logs/samples.jsonl",
     ):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    states = [
-        dict(
-            walk(
-                {
-                    k: v
-                    for k, v in torch.load(x / f"step_{last}/training_state.pt", weights_only=True).items()
-                    if k != "log_bytes"
-                }
-            )
-        )
-        for x in (a, b)
-    ]
-    assert states[0].keys() == states[1].keys() and all(
-        torch.equal(x, states[1][k]) if isinstance(x, torch.Tensor) else x == states[1][k]
-        for k, x in states[0].items()
-    )
+    assert_same_state(*(x / f"step_{last}/training_state.pt" for x in (a, b)))
     assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl")
 
 

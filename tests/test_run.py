@@ -938,35 +938,6 @@ def test_the_eos_ids_of_the_generation_config_end_a_response_too(each, tmp_path)
     assert not (batch.response_ids[before_the_last] == line_end).any()
 
 
-def judged(trainer, monkeypatch, evaluations):
-    """Which evaluations made run.evaluate() keep a best policy, and evals_since_best after each."""
-    run = trainer.run
-    monkeypatch.setattr(run, "write_metrics", lambda *_: None)
-    monkeypatch.setattr(run, "say", lambda *_: None)
-    saved = []
-    waited = []
-    for number, (reward, greedy) in enumerate(evaluations):
-        monkeypatch.setattr(run, "fill_best", lambda *_: saved.append(number))
-        run.evaluate(lambda: {"accuracy_greedy": greedy, "reward": reward})
-        waited.append(run.evals_since_best)
-    return saved, waited
-
-
-EVALUATIONS = [(0.1, 0.9), (0.5, 0.1), (0.55, 0.2), (0.5, 0.95), (0.62, 0.0)]  # reward, greedy accuracy
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.1])
-def test_the_best_policy_is_that_of_the_highest_reward_whatever_the_threshold(each, monkeypatch, threshold):
-    script, trainer_class = each(EARLY_STOPPING_THRESHOLD=threshold)
-    assert judged(trainer_class(), monkeypatch, EVALUATIONS)[0] == [0, 1, 2, 4]
-
-
-def test_patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold(each, monkeypatch):
-    for threshold, want in ((0.0, [0, 0, 0, 1, 0]), (0.1, [0, 0, 1, 2, 0])):
-        script, trainer_class = each(EARLY_STOPPING_THRESHOLD=threshold)
-        assert judged(trainer_class(), monkeypatch, EVALUATIONS)[1] == want
-
-
 SHORT = {
     "MAX_STEPS": 2,
     "SAVE_EVERY_N_STEPS": 1,
