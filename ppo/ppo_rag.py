@@ -1390,9 +1390,6 @@ def read_metrics(path):
     return records
 
 
-_UNITS = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats per token")}
-
-
 def plot_metric(axis, records, phase, key, color, label):
     """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
     points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
@@ -1419,8 +1416,8 @@ def draw_plot(records, path, title, panels):
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
-        unit = f" ({_UNITS[label]})" if label in _UNITS else ""
-        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label + unit)
+        label += " (nats per token)" * (label in ("entropy", "kl", "approx_kl"))
+        axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
@@ -1476,8 +1473,7 @@ class Run:
         seed_everything(SEED)
 
     def begin_part(self):
-        """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
-        nothing of what was reached before it."""
+        """Another part of the training begins: best/ and patience know nothing of the one before."""
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest yet, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
@@ -1507,7 +1503,7 @@ class Run:
 
     @contextmanager
     def opened(self, headline):
-        """Around the whole of training: files open, signals caught; at the end a checkpoint."""
+        """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
         self.open_files(headline)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -1622,9 +1618,8 @@ class Run:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds, keep the best policy, count patience. best/ follows the highest value,
-        by however little; patience counts evaluations that are not better, by more than
-        EARLY_STOPPING_THRESHOLD, than the last one that was."""
+        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
+        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
         metrics = exchange(metrics)[0]  # what follows from them is the same on all
@@ -1729,7 +1724,7 @@ class Run:
     def open_folder(self):
         """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.lock.is_locked:
             self.take_lock()
         if USE_WANDB:
@@ -1750,7 +1745,7 @@ class Run:
         else:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        move_aside([path for path in earlier if path != logs or any(logs.iterdir())], OUTPUT_DIR, self.say)
+        move_aside(earlier, OUTPUT_DIR, self.say)
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name

@@ -11,7 +11,7 @@ LENGTHS = [
     ("ppo/ppo.py", 490), ("grpo/grpo.py", 581), ("rce/rce.py", 806), ("ppo/ppo_rag.py", 589),
     ("grpo/grpo_rec.py", 718), ("rce/rce_icl.py", 790)]
 # Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
-MOST = {"language models": 1354, "data and rewards": 391, "the run": 802}
+MOST = {"language models": 1354, "data and rewards": 391, "the run": 797}
 
 
 def upper_part(text):
