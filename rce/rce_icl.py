@@ -3342,7 +3342,8 @@ def test_policies(trainer):
     write_json(trainer.run.folder / "eval_test.json", figures)
     for line in test_lines(figures):
         trainer.run.say(line)
-    draw_results(figures, read_metrics(trainer.run.metrics_file.name), trainer.run.folder, trainer.run.title)
+    records = read_metrics(trainer.run.folder / "logs/metrics.jsonl")
+    draw_results(figures, records, trainer.run.folder, trainer.run.title)
 
 
 def baseline_accuracies(trainer, queries, shots):

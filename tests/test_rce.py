@@ -1596,7 +1596,7 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
     parts = [{"source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2} for i in range(n)]
     batch.candidates = [{"text": f"text {i}", **parts[i]} for i in range(n)]
     trainer.record(batch, metrics)
-    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.samples_file.name), strict=True):
+    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.logs["samples.jsonl"].name), strict=True):
         assert sample == {
             "step": 1,
             **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
@@ -1605,7 +1605,7 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
             "reward": i / 4,
             "weight": i / 8,
         }
-    record = next(r for r in read(trainer.run.metrics_file.name) if r["phase"] == "train")
+    record = next(r for r in read(trainer.run.logs["metrics.jsonl"].name) if r["phase"] == "train")
     weighted = sum(i * i for i in range(n)) / 32 / batch.prompts
     wanted = {"reward": (n - 1) / 8, "weighted_reward": weighted, "candidates": n}
     assert {key: record[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
