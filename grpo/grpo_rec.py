@@ -44,6 +44,7 @@ the reward     RULE_WEIGHT ...; compute_rewards          a plot         self.run
 candidates     constrained_logprobs, search              the prompt     PROMPT_TEMPLATE; Prompter
 """
 import copy
+import csv
 import io
 import math
 import os
@@ -291,7 +292,7 @@ class RecTrainer:
             epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
             stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
         self.best = None, None  # for recommend(): its value and the model
-        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer)
+        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer, merged)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
         self.plan_steps()
@@ -630,7 +631,7 @@ class RecTrainer:
         if self.run.best_value != self.best[0]:
             path = self.run.folder / "best/policy"
             model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
-            set_ways(model, get_ways(self.actor))
+            model.decodes_shared = self.actor.decodes_shared
             self.best = self.run.best_value, model
         return self.best[1]
 
@@ -698,6 +699,7 @@ class RecTrainer:
 # Loading, sampling, scoring, and the one optimizer step they all share. The plain ways come first; what is
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
+import copy
 import functools
 import inspect
 import json
@@ -712,6 +714,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
@@ -831,19 +834,79 @@ def without_adapter(model):
             model.enable_adapters()
 
 
+def merged(model):
+    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
+    loads it. Other weights are shared if they are in float32. A model without an adapter is itself."""
+    if not hasattr(model, "peft_config"):
+        return model
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    copied = copy.deepcopy(model, {id(p): p for p in frozen if p.dtype == torch.float32}).float()
+    for name, layer in list(copied.named_modules()):
+        if hasattr(layer, "get_delta_weight"):
+            base = layer.get_base_layer()
+            base.weight = torch.nn.Parameter((base.weight + layer.get_delta_weight("default")).detach())
+            copied.set_submodule(name, base)
+    copied._hf_peft_config_loaded = False
+    del copied.peft_config
+    return copied
+
+
 def shard(model, device):
     """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
     parts come when one is read, in the update."""
     mesh = init_device_mesh(device.type, (processes(),))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
     for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):
-        fully_shard(part, mesh=mesh)  # in float32: autocast narrows, a policy of its own loses Packed's hint
+        fully_shard(part, mesh=mesh)  # in float32: autocast narrows
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
         part.set_force_sum_reduction_for_comms(True)
     with torch.no_grad():  # or the first layer that is read would take itself for the whole model
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     model.reset_iter_state()
+    model.register_state_dict_post_hook(gather_weights)
     return model
+
+
+def full(tensor):
+    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_for_first(tensor):
+    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = tensor.full_tensor()
+    return tensor.cpu() if rank() == 0 else None
+
+
+def gather_weights(model, state, *_):
+    """A hook: state_dict() of a sharded model has whole tensors, on the CPU of the first process, which
+    writes them; all processes call it."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    gathered = {}  # tied weights stay one tensor
+    for key, x in state.items():
+        like = id(parameters.get(key, x))
+        if like not in gathered:
+            gathered[like] = full_for_first(x)
+        state[key] = gathered[like]
+
+
+def gather_moments(optimizer, saved):
+    """As gather_weights(), of its optimizer."""
+    for number, state in saved["state"].items():
+        saved["state"][number] = {key: full_for_first(x) for key, x in state.items()}
+
+
+def deal_moments(optimizer, saved):
+    """A hook: load_state_dict() takes what gather_moments() gave, each process its part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, state in saved["state"].items():
+        like = parameters[number]
+        for key, x in state.items():
+            if isinstance(like, DTensor) and x.dim() and x.shape == like.shape:
+                mesh, placements = like.device_mesh, like.placements
+                state[key] = distribute_tensor(x.to(like.device), mesh, placements, src_data_rank=None)
 
 
 @contextmanager
@@ -999,7 +1062,6 @@ def load_prompts(datasets, constant, limit, tokenizer, readers, say):
     rows = encode(load_rows(datasets, constant, limit), constant, tokenizer, readers, say)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
-    must_agree({f"rows in {constant}": [[row["id"], row["ids"], row["answer"]] for row in rows]})
     return rows
 
 
@@ -1444,7 +1506,10 @@ def make_optimizer(model, learning_rate):
         model.activation_checkpointing_enable({"use_reentrant": False})
     fused = model.device.type != "mps"
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
+    optimizer.register_state_dict_post_hook(gather_moments)
+    optimizer.register_load_state_dict_pre_hook(deal_moments)
+    return optimizer
 
 
 def set_rates(optimizer, rate):
@@ -1948,12 +2013,10 @@ def dealt_rewards(score, size, batch):
 
 
 # ==== block: the run
-# What a trainer does beside its algorithm: constants and errors, OUTPUT_DIR and its lock, checkpoints and
-# resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it byte-identical
-# in every trainer: change it in one, then `python tests/blocks.py FILE` copies it to the others.
+# What a trainer does beside its algorithm: constants and errors, processes, OUTPUT_DIR and its lock,
+# checkpoints and resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it
+# byte-identical in every trainer: change it in one, `python tests/blocks.py FILE` copies it to the others.
 import ast
-import copy
-import csv
 import difflib
 import hashlib
 import io
@@ -1962,12 +2025,10 @@ import math
 import os
 import platform
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from contextlib import contextmanager, suppress
@@ -1980,8 +2041,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
 
@@ -1989,8 +2048,59 @@ class UserError(Exception):
     """Something the user can mend, said in one sentence; the program ends with exit code 2."""
 
 
-class ErrorElsewhere(Exception):
-    """Another process of this run has failed, or is gone."""
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def run_main(trainer_class):
+    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
+    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with 1.
+    An error of one process ends all of them; the first that fails prints it."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
+        code = 130
+    except Exception as error:
+        text = sentence_of(error)
+        if text is None and not dist.is_initialized():
+            raise
+        code = 1 if text is None else 2
+        if fails_first():
+            print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
+    if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def sentence_of(error):
+    """What the user can do about an error; None where a traceback says more."""
+    if hasattr(error, "__notes__"):  # a reward function's
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+    if type(error).__module__.startswith("wandb"):
+        return f"USE_WANDB = True: {first_line(error)}"
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
+        return f"another process of this run is gone, or was silent ({first_line(error)})"
+    on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
+    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+
+
+def fails_first():
+    """True on the first process of the run that calls it; before they have met, on process 0."""
+    if not _STORE:
+        return rank() == 0
+    with suppress(RuntimeError):  # the store may be gone with the process that held it
+        return _STORE[0].compare_set("failed", "", str(rank())).decode() == str(rank())
+    return False
 
 
 def constants():
@@ -1999,52 +2109,33 @@ def constants():
 
 
 def plain_name(value):
-    """What stands for a value that is not JSON, without addresses, and of a set in order: it stays the same
-    from run to run."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    return getattr(value, "__name__", re.sub(" at 0x[0-9a-f]+", "", repr(value)))
+    """What stands in JSON for a function or an object, the same from run to run."""
+    return getattr(value, "__name__", type(value).__name__)
 
 
-def printable(text):
-    """Text without control characters and terminal escapes: data and errors may hold them, and a terminal
-    obeys them."""
-    plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return "".join(plain)
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def load_pretrained(auto_class, path, constant, **options):
-    """from_pretrained with one clear sentence when that fails; `constant` is what the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
-        nowhere = "there is no such folder, and the hub gave no such model"
-        why = "cannot be loaded" if Path(path).exists() else nowhere
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+def settings():
+    """What makes a run what it is, as JSON has it: constants, this file, and the threads of a process, on
+    which the last bits of sums depend."""
+    values = {**constants(), "OMP_NUM_THREADS": torch.get_num_threads()}
+    values[Path(__file__).name] = file_digest(__file__)["sha256"][:12]
+    return json.loads(json.dumps(values, default=plain_name))
 
 
 def apply_overrides(words):
     """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
     annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
-    annotations = annotate(1) if annotate else globals().get("__annotations__", {})
+    annotations = annotate(1) if annotate else __annotations__
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in constants():
             near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
-        kind = type(globals()[key]).__name__
-        kind = str(annotations.get(key, kind))  # such as "int | None"
+        kind = str(annotations.get(key, type(globals()[key]).__name__))  # such as "int | None"
         value = text
         if "str" not in kind or "None" in kind and text == "None":
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                value = {"true": True, "false": False}.get(text.lower(), text)
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
         if "float" in kind and type(value) is int:
             value = float(value)
         if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
@@ -2054,239 +2145,49 @@ def apply_overrides(words):
 
 
 def check_constants():
-    """Refuse numbers out of range and unknown words before anything is loaded or written."""
+    """Refuse numbers out of range, unknown words and empty texts before anything is loaded or written."""
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
             if isinstance(allowed, list) and value is not None and value not in allowed:
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
-                upper = f"to {allowed[1]:g}" if allowed[1] < 1e6 else "or more"
-                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} {upper}")
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
     for key, value in constants().items():
-        if isinstance(value, str) and (not value.strip() or "\0" in value):
+        if isinstance(value, str) and not value.strip():
             raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
+
+
+def load_pretrained(auto_class, path, constant, **options):
+    """from_pretrained() with one sentence when that fails; `constant` is what the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+        why = "cannot be loaded" if Path(path).exists() else "no such folder, and the hub gave no such model"
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
 def find_device():
     """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
     processes that torchrun began meet here."""
     join_processes()
-    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    name = found if DEVICE == "auto" else DEVICE
+    mps = torch.backends.mps.is_available() and processes() == 1  # gloo does not know it
+    best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    name = best if DEVICE == "auto" else DEVICE
     if name == "cuda" and processes() > 1:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', rank())}"
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {name!r} is not here; auto takes {found}, one for each process") from None
-    if device.type == "mps" and processes() > 1:
-        raise UserError("several processes work on CPUs and CUDA alone: set DEVICE=cpu, or start with python")
+        raise UserError(f"DEVICE = {name!r} is not here; auto takes {best}, one for each process") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-# ---------------------------------------------------------------- processes
-
-def rank():
-    """Which of the processes this is, from 0, which alone asks, writes and prints."""
-    return int(os.environ.get("RANK", 0))
-
-
-def processes():
-    """How many of them make this run: torchrun --nproc_per_node=N."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
-    sharded = globals().get("SHARD") == "fsdp2"
-    if processes() == 1 and not sharded or dist.is_initialized():
-        return
-    if "PROCESS_TIMEOUT" not in globals():
-        raise UserError("it runs as one process: start it with python, not torchrun")
-    if "MASTER_ADDR" not in os.environ:
-        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    wait = timedelta(seconds=PROCESS_TIMEOUT)
-    try:
-        store = next(dist.rendezvous("env://", timeout=wait))[0]
-        store = dist.PrefixStore(name_of_start(store), store)
-        _STORE.append(store)
-        dist.init_process_group(
-            backend, store=store, timeout=wait, world_size=processes(), rank=rank())
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the {processes()} processes did not meet ({first_line(error)})") from None
-    files = [Path(__file__), *Path(rewards.__file__).parent.rglob("*.py")]
-    must_agree({str(path.name): file_digest(path) for path in sorted(files)})
-    must_agree(constants())
-
-
-def name_of_start(store):
-    """A name for this start that all its processes agree on. torchrun keeps its store over a restart, with
-    the addresses of processes that are gone, and on several machines each counts restarts by itself. So every
-    process calls by a word of its own, until the first has answered to that word."""
-    word = os.urandom(8).hex()
-    if rank() > 0:
-        store.set(f"call {rank()}", word)
-        name = store.get(f"answer {word}").decode()  # waits for it
-        store.set(f"{name} {rank()}", "heard")
-        return name
-    silent = list(range(1, processes()))
-    until = time.monotonic() + PROCESS_TIMEOUT
-    while silent:
-        if time.monotonic() > until:
-            raise RuntimeError(f"nothing was heard of processes {silent} for {PROCESS_TIMEOUT:g} s")
-        for number in silent:
-            if store.check([f"call {number}"]):  # perhaps of an earlier start
-                store.set(f"answer {store.get(f'call {number}').decode()}", word)
-        time.sleep(0.05)
-        silent = [number for number in silent if not store.check([f"{word} {number}"])]
-    return word
-
-
-def exchange(value=None, error=None):
-    """What every process gives, a list by rank: plain types and tensors, each on the own device. Where one
-    gives an error instead, or is gone, it is raised on all."""
-    if not dist.is_initialized():
-        return [value]
-    data = io.BytesIO()
-    torch.save((error, value), data)
-    found = [None] * processes()
-    try:
-        dist.all_gather_object(found, data.getvalue())
-    except RuntimeError as lost:
-        gone = f"another process of this run is gone, or was silent for {PROCESS_TIMEOUT:g} s"
-        raise ErrorElsewhere(f"{gone} ({first_line(lost)})") from None
-
-    def here(storage, location):
-        return storage.cuda() if location.startswith("cuda") else storage
-
-    found = [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in found]
-    for number, (failed, _) in enumerate(found):
-        if failed and not error:
-            raise ErrorElsewhere(f"process {number}: {failed}")
-    return [value for _, value in found]
-
-
-def first_says(function):
-    """What function() gives to the first process, which alone calls it; plain types or tensors."""
-    return exchange(function() if rank() == 0 else None)[0]
-
-
-_STORE = []  # that the processes met by
-_DEALING = []  # not empty: this process is at its share, which is its own alone
-
-
-def dealt(parts, work):
-    """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
-    if _DEALING or processes() == 1:
-        return [work(part) for part in parts]
-    _DEALING.append(work)
-    try:
-        mine = [work(part) for part in parts[rank()::processes()]]
-    finally:
-        _DEALING.pop()
-    everyone = exchange(mine)
-    if sum(map(len, everyone)) != len(parts):
-        raise UserError("the processes cut their work into unlike parts: their devices or settings differ")
-    return [everyone[i % len(everyone)][i // len(everyone)] for i in range(len(parts))]
-
-
-def must_agree(values):
-    """Raise on all processes where one has another of these values, {name: JSON}: they would make another run
-    each."""
-    def digest(value):
-        return hashlib.sha256(json.dumps(value, default=plain_name).encode()).hexdigest()
-
-    found = exchange({name: digest(value) for name, value in values.items()})
-    for number, digests in enumerate(found):
-        if other := [name for name in found[0] if digests.get(name) != found[0][name]]:
-            raise UserError(f"process {number} has another {other[0]} than process 0: make them the same")
-
-
-def full(tensor):
-    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_for_first(tensor):
-    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    tensor = tensor.full_tensor()
-    return tensor.cpu() if rank() == 0 else None
-
-
-def full_state(model):
-    """The weights of a sharded model, whole, for save_pretrained(); None for others, which have them."""
-    if not isinstance(model, FSDPModule):
-        return None
-    found = {}  # tied weights stay one tensor
-    state = model.state_dict(keep_vars=True)
-    return {key: found.setdefault(id(x), full_for_first(x.detach())) for key, x in state.items()}
-
-
-def full_optimizer_state(optimizer):
-    """Its state_dict(), whole."""
-    saved = optimizer.state_dict()
-    for number, some in saved["state"].items():
-        saved["state"][number] = {key: full_for_first(x) for key, x in some.items()}
-    return saved
-
-
-def load_optimizer(optimizer, saved):
-    """Load what full_optimizer_state() gave, each process its part."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, some in saved["state"].items():
-        like = parameters[number]
-        if isinstance(like, DTensor):
-            for key in (key for key, x in some.items() if x.shape == like.shape and x.dim()):
-                whole = some[key].to(like.device)
-                some[key] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    optimizer.load_state_dict(saved)
-
-
-def digest_of(tensors):
-    """One number for the bytes of tensors."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return total.hexdigest()
-
-
-def bits_digest(tensors):
-    """One number for the bits of weights, quick on any device: sums of them as integers have no order."""
-    whole_numbers = {2: torch.int16, 4: torch.int32}
-    flat = (x.detach().flatten() for x in tensors)
-    return digest_of(x.view(whole_numbers[x.element_size()]).sum(dtype=torch.int64) for x in flat)
-
-
-def merged(model):
-    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
-    loads it. Other weights are shared if they are in float32. A model without an adapter is itself."""
-    if not hasattr(model, "peft_config"):
-        return model
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    copied = copy.deepcopy(model, {id(p): p for p in frozen if p.dtype == torch.float32}).float()
-    for name, layer in list(copied.named_modules()):
-        if hasattr(layer, "get_delta_weight"):
-            base = layer.get_base_layer()
-            base.weight = torch.nn.Parameter((base.weight + layer.get_delta_weight("default")).detach())
-            copied.set_submodule(name, base)
-    copied._hf_peft_config_loaded = False
-    del copied.peft_config
-    return copied
-
-
 def seed_everything(seed):
     """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
-    (a prompt shared by its responses) are added in whatever order the threads come, and no two runs are
-    equal, on the CPU either."""
+    (a prompt shared by its responses) are added in whatever order the threads come, on the CPU too."""
     with suppress(ImportError):
         # Where it is installed transformers imports it somewhere within a run, and it takes a random number
         import sklearn.metrics  # noqa: F401
@@ -2312,11 +2213,86 @@ def set_rng_state(state):
 
 
 def rng_digest():
-    """One value for the states of Python's, NumPy's and torch's generators."""
+    """One value for the state of all generators."""
     state = get_rng_state()
     text = repr((state["python"], state["numpy"])).encode()
     return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
 
+
+# ---------------------------------------------------------------- processes
+
+def rank():
+    """Which of the processes this is, from 0, which alone asks, writes and prints."""
+    return int(os.environ.get("RANK", 0))
+
+
+def processes():
+    """How many of them make this run: torchrun --nproc_per_node=N."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+_STORE = []  # by which the processes met
+_DEALING = []  # not empty: this process is at its share, which is its own alone
+
+
+def join_processes():
+    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
+    sharded = globals().get("SHARD") == "fsdp2"
+    if processes() == 1 and not sharded or dist.is_initialized():
+        return
+    if "PROCESS_TIMEOUT" not in globals():
+        raise UserError("it runs as one process: start it with python, not torchrun")
+    if "MASTER_ADDR" not in os.environ:
+        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": processes(), "rank": rank()}
+    store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
+        # torchrun keeps its store over a restart, with the addresses of processes that are gone
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    _STORE.append(store)
+    dist.init_process_group(backend, store=store, **options)
+    first, *others = exchange(settings())
+    for number, other in enumerate(others, 1):
+        if differ := [name for name in first if other.get(name) != first[name]]:
+            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
+
+
+def exchange(value=None):
+    """What every process gives, a list by rank: plain types and tensors, each on the own device."""
+    if not dist.is_initialized():
+        return [value]
+    data = io.BytesIO()
+    torch.save(value, data)
+    everyone = [None] * processes()
+    dist.all_gather_object(everyone, data.getvalue())
+
+    def here(storage, location):
+        return storage.cuda() if location.startswith("cuda") else storage
+
+    return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
+
+
+def first_says(function):
+    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    return exchange(function() if rank() == 0 else None)[0]
+
+
+def dealt(parts, work):
+    """[work(part)] in the order of the parts: each is done by one process and told to all."""
+    parts = list(parts)
+    if _DEALING or processes() == 1:
+        return [work(part) for part in parts]
+    _DEALING.append(work)
+    mine = [work(part) for part in parts[rank()::processes()]]
+    _DEALING.pop()
+    everyone = exchange(mine)
+    return [everyone[i % processes()][i // processes()] for i in range(len(parts))]
+
+
+# ---------------------------------------------------------------- files
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -2329,15 +2305,8 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def not_saved(path, error):
-    full = shutil.disk_usage(path.parent).free < 2**26
-    why = "the disk is full" if full else first_line(error)
-    todo = "make room and start again, training goes on from the last good checkpoint"
-    return UserError(f"{path} could not be saved: {why}; {todo}")
-
-
-def write_whole(path, fill, folder=False, manifest=False):
-    """fill(tmp) writes a file, or a folder's files; then the manifest, fsync and rename, so that `path` is
+def write_whole(path, fill, folder=False):
+    """fill(tmp) writes a file, or a folder's files, which get a manifest; then fsync and rename: `path` is
     there whole or not at all. What is there already is replaced; killed between a folder's two renames,
     restore_folder() puts the old one back."""
     tmp = path.with_name(path.name + ".tmp")
@@ -2347,8 +2316,9 @@ def write_whole(path, fill, folder=False, manifest=False):
         if folder:
             tmp.mkdir(parents=True)
         fill(tmp)
-        if manifest:
-            digests = {str(p.relative_to(tmp)): file_digest(p) for p in sorted(tmp.rglob("*")) if p.is_file()}
+        if folder:
+            files = [p for p in sorted(tmp.rglob("*")) if p.is_file()]
+            digests = {str(p.relative_to(tmp)): file_digest(p) for p in files}
             (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
         for part in [*tmp.rglob("*"), tmp]:
             fsync(part)
@@ -2360,7 +2330,9 @@ def write_whole(path, fill, folder=False, manifest=False):
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         restore_folder(path)
-        raise not_saved(path, error) from None
+        why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
+        todo = "make room and start again, training goes on from the last good checkpoint"
+        raise UserError(f"{path} could not be saved: {why}; {todo}") from None
 
 
 def restore_folder(folder):
@@ -2375,15 +2347,11 @@ def checkpoint_fault(folder):
     """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        found = [p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"]
-        files = {str(p.relative_to(folder)): p for p in found}
-        for name in sorted({"training_state.pt", *manifest, *files}):
-            if name not in files or file_digest(files[name]) != manifest.get(name):
-                return f"{name} is {'not what was saved' if name in files else 'missing'}"
-            if folder.resolve() not in files[name].resolve().parents:
-                return f"{name} points out of the checkpoint"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"manifest.json: {error}"
+        for name in ("training_state.pt", *manifest):
+            if file_digest(folder / name) != manifest[name]:
+                return f"{name} is not what was saved"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return first_line(error)
 
 
 def list_checkpoints(output_dir):
@@ -2392,67 +2360,48 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when RESUME is "ask". Of a
-    run's folder it is the newest. What torchrun has started again goes on with what it had begun."""
-    begun = Path(output_dir) / ".torchrun"
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and list_checkpoints(output_dir):
-        resume = "yes" if begun.exists() and begun.read_text() == launch_name() else resume
-    if resume not in ("ask", "yes", "no"):
-        if list_checkpoints(resume):
-            return choose_checkpoint("yes", resume, say)
-        if fault := checkpoint_fault(Path(resume)):
-            raise UserError(f"the checkpoint {resume} cannot be resumed from: {fault}")
-        return Path(resume)
-    found = list_checkpoints(output_dir) if resume != "no" else []
-    for _, folder in reversed(found):
+    """The newest whole checkpoint of a run, or the one that RESUME names, or None to start afresh; asks at a
+    terminal when resume is "ask"."""
+    named = resume not in ("ask", "yes", "no")
+    run = resume if named else output_dir
+    checkpoints = list_checkpoints(run) if resume != "no" else []
+    if named and not checkpoints:
+        checkpoints = [(0, Path(resume))]
+    for _, folder in reversed(checkpoints):
         if fault := checkpoint_fault(folder):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
         say(f"Found checkpoint: {folder}")
-        if resume == "yes" or processes() > 1 or not sys.stdin or not sys.stdin.isatty():
+        if resume != "ask" or processes() > 1 or not sys.stdin.isatty():
             say("Resuming from it (RESUME=no starts afresh)")
             return folder
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
             pass
         return folder if reply == "y" else None
-    if found:
-        afresh = f"start afresh with RESUME=no, which keeps the run in {output_dir}/old_<time>/"
-        raise UserError(f"no checkpoint in {output_dir} is whole: put a good copy back, or {afresh}")
+    if checkpoints:
+        todo = "put a good copy back, or start afresh with RESUME=no, which keeps the old run"
+        raise UserError(f"no checkpoint in {run} is whole: {todo}")
 
 
 def move_aside(paths, output_dir, say):
     """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
-    if not paths:
-        return
-    old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
-    while old.exists():  # two within a second
-        old = old.with_name(old.name + "_")
-    old.mkdir()
-    for path in paths:
-        os.rename(path, old / path.name)
-    say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
-
-
-def launch_name():
-    """What torchrun calls this launch, the same after a restart of its own; empty without it."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if paths:
+        old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
+        old.mkdir(exist_ok=True)
+        for path in paths:
+            os.rename(path, old / path.name)
+        say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
 def run_facts(device):
     """Versions, git commit and device, for training_config.json."""
-    commit = None
-    if shutil.which("git"):
-        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
-        commit = git.stdout.strip() or None
+    words = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    git = shutil.which("git") and subprocess.run(words, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "git_commit": commit,
-        "processes": processes(),
-        "threads": torch.get_num_threads(),
-        "device": name}
+        "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
+        "transformers": transformers.__version__, "processes": processes(),
+        "threads": torch.get_num_threads(), "device": name}
 
 
 def learning_rate_scale(step, total, warmup, kind, halvings):
@@ -2464,36 +2413,12 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
     return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
 
 
-_WAYS = ("sampled_by", "scored_by", "base_digest")
-
-
-def get_ways(model):
-    """What check_models() found, for a checkpoint: the same way after a resume,
-    whatever the trained weights would choose."""
-    return {key: getattr(model, key) for key in _WAYS if hasattr(model, key)}
-
-
-def set_ways(model, ways):
-    for key in _WAYS:
-        if key in (ways or {}):
-            setattr(model, key, ways[key])
-
-
 def read_metrics(path):
-    """The records of metrics.jsonl with their finite numbers; a line that is none, by a hand's or a disk's
-    doing, is left out."""
+    """The records of metrics.jsonl; a line that is none, by a hand's or a disk's doing, is left out."""
     records = []
-    with open(path, errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                continue
-            numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and abs(v) < 1e300}
-            if record.get("phase") in ("train", "eval") and "step" in numbers:
-                records.append({"phase": record["phase"], **numbers})
+    for line in Path(path).read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            records.append(json.loads(line))
     return records
 
 
@@ -2520,115 +2445,119 @@ def draw_plot(records, path, title, panels):
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
     inch = 1 / figure.get_figheight()
     # matplotlib's own layouts draw everything twice
-    sides = {"left": 0.055, "right": 0.99, "bottom": 0.5 * inch, "top": 1 - 0.6 * inch}
-    figure.subplots_adjust(**sides, wspace=0.22, hspace=0.25)
+    figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
+        label += " (nats per token)" * (label in ("entropy", "kl", "approx_kl"))
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
-        for which, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            plot_metric(axis, records, phase, key, f"C{which}", key)
+        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
+            plot_metric(axis, records, phase, key, f"C{color}", key)
         if axis.lines:
             axis.legend(fontsize=8)
     write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
-def with_unit(key):
-    """A metric's name with its unit, for the plots."""
-    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats a token")}
-    unit = "s" if key.startswith("seconds/") else units.get(key)
-    return f"{key} ({unit})" if unit else key
-
-
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters.
-
-    The Trainer says what a checkpoint holds (keep), what the step it made was like (record) and how many
-    there are (total_steps). name is that of the plots; `files` are what a new start moves aside, beside
-    logs/; best_by are the metrics of an evaluation that best/ and patience follow, the first that is there;
-    later_of_equal: of equally good policies best/ keeps the later; `logs` are names of
-    csv files in logs/, for append()."""
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. name is that
+    of the plots; `files` are what a new start moves aside, beside its own; best_by are the metrics of an
+    evaluation that best/ and patience follow, the first that is there; later_of_equal: of equally good
+    policies best/ keeps the later; `logs` are further files in logs/, for write()."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_bytes", "wandb_id", "threads", "evaluation")
+        "log_lines", "wandb_id", "evaluation")
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
         self.name = name
         self.device = device
-        self.files = ("step_*", "best", "training_*", f"{name}_*.png", *files)
+        self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
-        self.csv_files = dict.fromkeys(logs)  # by name, open while training
+        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl", *logs))  # by name, open while training
+        self.log_lines = {}  # how many each had when the checkpoint was saved
+        self.log = None  # of the texts that say() prints
+        self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
+        self.begin_part()
+        self.evaluation = {}  # the last one's metrics
+        self.skipped = 0  # optimizer steps in a row that were not finite
+        self.times = {}
+        self.wandb = self.wandb_id = None
+        self.signal = None  # that this process has got
+        self.stop_signal = None  # that all have agreed to stop by
+        self.last_word = None  # what is said at the end in place of its own
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.folder = Path(OUTPUT_DIR)
+        of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
+        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
+        chosen = ""
+        if rank() == 0:
+            if self.folder.is_dir():
+                self.take_lock()
+                restore_folder(self.folder / "best")
+            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
+        chosen = exchange(chosen)[0]
+        self.checkpoint = Path(chosen) if chosen else None  # to go on from
+        seed_everything(SEED)
+
+    def begin_part(self):
+        """Another part of the training begins: best/ and patience know nothing of the one before."""
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest yet, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since then
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
-        self.skipped = 0  # optimizer steps in a row that were not finite
-        self.log_bytes = {}
-        self.wandb_id = None
-        self.threads = torch.get_num_threads()  # a sum's last bits depend on it
-        self.evaluation = {}  # the last one's metrics
-        self.signal = None  # that this process has got
-        self.stop_signal = None  # that all have agreed to stop by
-        self.last_word = None  # what finish() says in place of its own
-        self.times = {}
-        self.log = None
-        self.unlogged = []  # what was said before there was a log file
-        self.wandb = None
-        self.bar = None
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.folder = Path(OUTPUT_DIR)
-        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, thread_local=False)
-        chosen = first_says(lambda: self.choose(resume or RESUME))
-        self.checkpoint = Path(chosen) if chosen else None
-        seed_everything(SEED)
 
-    def choose(self, resume):
-        """The path of the checkpoint to go on from, or None; the folder is this run's from here on."""
-        if self.folder.is_dir():
-            self.take_lock()
-            restore_folder(self.folder / "best")
-        found = choose_checkpoint(resume, OUTPUT_DIR, self.say)
-        return found and str(found)
+    def take_lock(self):
+        """Released when the process exits, even after SIGKILL."""
+        try:
+            self.lock.acquire()
+        except filelock.Timeout:
+            todo = "wait for it, stop it, or set another OUTPUT_DIR"
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
 
-    # ------------------------------------------------------------ what the Trainer calls
-
-    def keep(self, state, models, optimizers, tokenizer):
+    def keep(self, state, models, optimizers, tokenizer, merged=None):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
         tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
-        model. Where a checkpoint is resumed from, state and optimizers become what it holds."""
+        model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
+        merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
         self.tokenizer = tokenizer
+        self.merged = merged
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
-        must_agree({"state of the weights": self.weights_digest()})
 
     @contextmanager
     def opened(self, headline):
-        """Around the whole of training: OUTPUT_DIR ready, its files open, signals caught; at the end a
-        checkpoint."""
+        """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
         self.open_files(headline)
-        handlers = self.catch_signals()
+        handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
             self.listen()
             self.save()
-            self.finish()
+            self.say_the_end()
             exchange()  # who ends first would take the others with it
         finally:
             self.bar.close()
-            self.lock.release()
+            self.lock.release(force=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def on_signal(self, number, frame):
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        if self.signal and number == signal.SIGINT:
+            os._exit(130)
+        self.signal = number
+        if rank() == 0:
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
         """Whether a signal has come to one of the processes; all call it at the same places. There they find
@@ -2649,9 +2578,6 @@ class Run:
         """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
         evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
         if self.evaluated_at < 0 and self.goes_on():
-            if self.total_steps <= until and not 0 < EVAL_EVERY_N_STEPS < self.total_steps:
-                alone = f"evaluates before and after the {self.total_steps} steps alone"
-                self.warn_of_idle_patience(f"EVAL_EVERY_N_STEPS = {EVAL_EVERY_N_STEPS} {alone}")
             self.evaluate(evaluate)
         self.clock = (time.perf_counter(), self.step)
         while self.goes_on() and self.step < until:
@@ -2677,22 +2603,22 @@ class Run:
         speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
         self.write_metrics("train", {**metrics, **speed, **seconds})
         self.times = {}
-        if rank() == 0:
-            self.samples_file.writelines(json.dumps({"step": self.step, **x}) + "\n" for x in samples)
-            self.samples_file.flush()
+        self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
         started, first = self.clock
         left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
         self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
 
-    def append(self, name, rows):
-        """Rows, dicts of the same keys, to one of the csv logs, each with the step before them."""
-        if rank() > 0:
-            return
-        writer = csv.DictWriter(self.csv_files[name], ["step", *rows[0]])
-        if not self.csv_files[name].tell():
-            writer.writeheader()
-        writer.writerows({"step": self.step, **row} for row in rows)
-        self.csv_files[name].flush()
+    def write_metrics(self, phase, metrics):
+        metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # NaN is not JSON
+        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **metrics})])
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+
+    def write(self, name, lines):
+        """Lines to one of the logs that a resumed run goes on with."""
+        if rank() == 0:
+            self.logs[name].writelines(line + "\n" for line in lines)
+            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
@@ -2705,83 +2631,33 @@ class Run:
         """One line to the terminal, above the bar, and to the log file."""
         if rank() > 0:
             return
-        text = printable(text)
         if terminal:
             tqdm.write(text)
             sys.stdout.flush()
+        self.unlogged.append(text)
         if self.log:
-            self.log.write(text + "\n")
-            self.log.flush()
-        else:
-            self.unlogged.append(text)
-
-    def write_metrics(self, phase, metrics):
-        if rank() > 0:
-            return
-        # NaN is not JSON
-        metrics = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self.metrics_file.write(json.dumps({"phase": phase, "step": self.step, **metrics}) + "\n")
-        self.metrics_file.flush()
-        if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+            print(*self.unlogged, sep="\n", file=self.log, flush=True)
+            self.unlogged = []
 
     def count_skipped(self, finite, ids):
         """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
         prompts are named, and five in a row end the run."""
-        if finite:
-            self.skipped = 0
-            return
-        self.skipped += 1
-        prompts = " ".join(sorted(set(ids)))
-        what = "loss or gradient not finite, optimizer step skipped"
-        self.say(f"WARNING: step {self.step + 1}: {what}; prompts {prompts}")
+        self.skipped = 0 if finite else self.skipped + 1
+        if not finite:
+            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
+            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
         if self.skipped == 5:
-            todo = "lower LEARNING_RATE, or look at the prompts named in the log"
-            raise UserError(f"five optimizer steps in a row were not finite: {todo}")
-
-    def warn_of_idle_patience(self, why):
-        """Early stopping and plateau act on evaluations: where there are none during the run, say so."""
-        idle = [f"EARLY_STOPPING_PATIENCE = {EARLY_STOPPING_PATIENCE}"] if EARLY_STOPPING_PATIENCE else []
-        if USE_LR_SCHEDULER and LR_SCHEDULER_TYPE == "plateau":
-            idle.append("LR_SCHEDULER_TYPE = 'plateau'")
-        if idle:
-            self.say(f"WARNING: nothing comes of {' and '.join(idle)}: {why}")
-
-    def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
-        must_agree({"state of the weights": self.weights_digest()})
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
-        if first_says(folder.exists):
-            return
-        self.gather(self.models, self.optimizers)
-        if rank() > 0:
-            return
-        self.say(f"Saving {folder}")
-        write_whole(folder, self.fill_checkpoint, folder=True, manifest=True)
-        for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
-            shutil.rmtree(old)
-        self.draw_plots()
-
-    def weights_digest(self):
-        """Of this process's own copies, those under an adapter as they were loaded; nothing where there is
-        one process, or each has its part."""
-        bases = [getattr(model, "base_digest", None) for model in self.models.values()]
-        every = [p for model, base in zip(self.models.values(), bases)
-                 for p in model.parameters() if p.requires_grad or not base]
-        return [*bases, digest_of(p for p in every if processes() > 1 and not isinstance(p, DTensor))]
-
-    # ------------------------------------------------------------ evaluation
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds, keep the best policy, count patience."""
+        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
+        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
         metrics = exchange(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
         self.evaluation = metrics
         if not metrics:
-            if self.step == 0:
-                self.warn_of_idle_patience("EVAL_DATASETS gives nothing to evaluate")
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
         shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
@@ -2789,69 +2665,81 @@ class Run:
         value = next((metrics[key] for key in self.best_by if key in metrics), None)
         if value is None:
             raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
-        self.count_patience(value)
-        if value > self.best_value or self.later_of_equal and value == self.best_value:
-            self.best_value = value
-            self.gather({"policy": self.models["policy"]})
-            if rank() == 0:
-                fill = partial(self.fill_best, metrics=metrics)
-                write_whole(self.folder / "best", fill, folder=True)
-
-    def begin_part(self):
-        """Another part of the training begins, which is evaluated anew: best/, patience and halvings know
-        nothing of what was reached before it."""
-        self.evaluated_at = -1
-        self.best_value = -math.inf
-        self.patience_value = -math.inf
-        self.evals_since_best = 0
-        self.halvings = 0
-
-    def count_patience(self, value):
-        """Count evaluations that are not better, by more than EARLY_STOPPING_THRESHOLD, than the last one
-        that was. best/ is kept apart from this: it follows the highest value, by however little."""
+        self.evals_since_best += 1
         if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
             self.patience_value = value
             self.evals_since_best = 0
-            return
-        self.evals_since_best += 1
-        if self.evals_since_best % PLATEAU_PATIENCE == 0:
+        elif self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
+        if value > self.best_value or self.later_of_equal and value == self.best_value:
+            self.best_value = value
+            policy = self.models["policy"]
+            policy = self.merged(policy) if self.merged else policy
+            fill = partial(self.fill_best, metrics, policy, policy.state_dict())
+            if rank() == 0:
+                write_whole(self.folder / "best", fill, folder=True)
 
-    def gather(self, models, optimizers=None):
-        """Before files are written: what is sharded, whole, from all processes."""
-        self.full_weights = {name: full_state(model) for name, model in models.items()}
-        states = {name: full_optimizer_state(optimizer) for name, optimizer in (optimizers or {}).items()}
-        self.full_optimizers = states
+    def save(self):
+        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
+        if first_says(folder.exists):
+            return
+        # by all processes: see gather_weights()
+        weights = {name: model.state_dict() for name, model in self.models.items()}
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        if rank() > 0:
+            return
+        self.say(f"Saving {folder}")
+        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers), folder=True)
+        for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
+            shutil.rmtree(old)
+        self.draw_plots()
+
+    def fill_checkpoint(self, weights, optimizers, folder):
+        for name, model in self.models.items():
+            self.save_model(model, folder / name, weights[name])
+        for name, file in self.logs.items():
+            fsync(file.name)
+            self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
+        run = {key: getattr(self, key) for key in self.saved}
+        saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
+        torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(settings(), indent=1))
+
+    def fill_best(self, metrics, policy, weights, folder):
+        self.save_model(policy, folder / "policy", weights)
+        (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
     def save_model(self, model, folder, weights=None):
         model.save_pretrained(folder, state_dict=weights)
         if self.tokenizer:
             self.tokenizer.save_pretrained(folder)
 
-    def fill_best(self, folder, metrics):
-        self.save_model(merged(self.models["policy"]), folder / "policy", self.full_weights["policy"])
-        (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
-
-    # ------------------------------------------------------------ files
-
-    def take_lock(self):
-        """Held until the process ends, however it ends. Another run that wants the folder is told who has
-        it."""
-        owner = self.folder / ".lock_owner"
-        try:
-            self.lock.acquire()
-        except filelock.Timeout:
-            who = owner.read_text().strip() if owner.exists() else "?"
-            if who == str(os.getpid()):
-                return  # another trainer of this very process
-            used = f"is in use by another run (process {who})"
-            todo = "wait for it, stop it, or set another OUTPUT_DIR"
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} {used}: {todo}") from None
-        except (OSError, NotImplementedError) as error:
-            if isinstance(error, PermissionError):
-                raise
-            return  # a file system without locks
-        owner.write_text(str(os.getpid()))
+    def load_checkpoint(self, folder):
+        """State, optimizers and generators as they were; the models were loaded from the same folder."""
+        prompts = getattr(self.state, "prompts", None)
+        try:  # weights_only: nothing in the file is run
+            saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+            before = json.loads((folder / "config.json").read_text())
+            if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
+                raise ValueError("it is no state of this trainer")
+            if saved["state"]["prompts"] != prompts:
+                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
+            vars(self).update({key: saved["run"][key] for key in self.saved})
+            vars(self.state).update(saved["state"])
+            for name, optimizer in self.optimizers.items():
+                options = [dict(group) for group in optimizer.param_groups]
+                optimizer.load_state_dict(saved["optimizers"][name])
+                for group, now in zip(optimizer.param_groups, options):
+                    group.clear()
+                    group.update(now)  # a changed constant counts from here on
+            set_rng_state(saved["rng"])
+        except Exception as error:
+            todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
+            raise UserError(f"{folder} cannot be used ({first_line(error)}): {todo}") from None
+        for key, value in settings().items():
+            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
+                self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self, headline):
         if rank() == 0:
@@ -2866,255 +2754,60 @@ class Run:
         self.clock = (self.started, self.step)
 
     def open_folder(self):
-        """Make OUTPUT_DIR ready: cut the logs back to the checkpoint, or move an earlier run aside; open the
-        files."""
+        """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.lock.is_locked:
             self.take_lock()
         if USE_WANDB:
-            self.open_wandb()
-        for pattern in ("step_*.tmp", "best.tmp", "*.png.tmp"):  # what a kill left half written
-            for stale in self.folder.glob(pattern):
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+            import wandb
+
+            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
+            self.wandb_id = self.wandb.id
+        for stale in self.folder.glob("*.tmp"):  # what a kill left half written
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            # a broken checkpoint beyond this one, or one of a future given up, would be found by the next
-            # resume
-            beyond = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
-            if beyond and self.step_of_best() > self.step:
-                beyond.append(self.folder / "best")
+            # a checkpoint beyond this one, broken or of a future given up, would be found by the next resume
+            earlier = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+            best = self.folder / "best/metrics.json"
+            if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
+                earlier.append(best.parent)
                 self.best_value = -math.inf  # the next evaluation's policy is the best that is left
-            move_aside(beyond, OUTPUT_DIR, self.say)
-            self.cut_logs(logs)
         else:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
-            move_aside(earlier + [logs] * any(logs.iterdir()), OUTPUT_DIR, self.say)
-            logs.mkdir(exist_ok=True)
-            self.log_bytes = {}
-        names = [name for name in self.log_bytes if name.startswith("training_")]
-        names.append(time.strftime("training_%Y%m%d_%H%M%S.log"))
-        self.log = open(logs / names[0], "a")
-        self.metrics_file = open(logs / "metrics.jsonl", "a")
-        self.samples_file = open(logs / "samples.jsonl", "a")
-        self.csv_files = {name: open(logs / name, "a", newline="") for name in self.csv_files}
-        self.log.writelines(text + "\n" for text in self.unlogged)
-        if launch_name():
-            (self.folder / ".torchrun").write_text(launch_name())
+            self.log_lines = {}
+        move_aside(earlier, OUTPUT_DIR, self.say)
+        logs.mkdir(exist_ok=True)
+        for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
+            path = logs / name
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
+            self.logs[name] = open(path, "a")
+        self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
         config = {"constants": constants(), **run_facts(self.device)}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
 
-    def open_wandb(self):
-        import wandb
-
-        options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
-        try:
-            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-        except Exception as error:  # wandb's own kinds
-            todo = "run `wandb login`, or set WANDB_MODE=offline or USE_WANDB=False"
-            raise UserError(f"USE_WANDB = True: wandb does not start ({first_line(error)}): {todo}") from None
-        self.wandb_id = self.wandb.id
-
-    def step_of_best(self):
-        """The step whose policy is in best/; -1 where there is none."""
-        try:
-            return json.loads((self.folder / "best/metrics.json").read_text())["step"]
-        except (OSError, ValueError, KeyError):
-            return -1
-
-    def cut_logs(self, logs):
-        """Back to their lengths when the checkpoint was saved: each step stands in them exactly once."""
-        for name, size in self.log_bytes.items():
-            path = logs / name
-            has = path.stat().st_size if path.exists() else 0
-            if has > size:
-                os.truncate(path, size)
-            elif has < size:
-                lost = f"has lost {size - has} bytes since the checkpoint"
-                self.say(f"WARNING: {path} {lost}; what they said is gone")
-
-    def fill_checkpoint(self, folder):
-        for name, model in self.models.items():
-            self.save_model(model, folder / name, self.full_weights[name])
-        files = self.log, self.metrics_file, self.samples_file, *self.csv_files.values()
-        logs = [Path(file.name) for file in files]
-        for path in logs:
-            fsync(path)
-        self.log_bytes = {path.name: path.stat().st_size for path in logs}
-        torch.save({
-            "trainer": self.name,
-            "run": {key: getattr(self, key) for key in self.saved},
-            "state": vars(self.state),
-            "ways": {name: get_ways(model) for name, model in self.models.items()},
-            "optimizers": self.full_optimizers,
-            "rng": [get_rng_state()],
-        }, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(constants(), indent=1, default=plain_name))
-
-    def load_checkpoint(self, folder):
-        """State, optimizers and generators as they were; the models were loaded from the same folder."""
-        try:  # weights_only: nothing in the file is run
-            saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
-            then = json.loads((folder / "config.json").read_text())
-            self.check_state(saved, then)
-        except Exception as error:
-            todo = f"take a checkpoint that this version of {Path(__file__).name} made"
-            what = f"{folder}/training_state.pt or config.json cannot be used ({first_line(error)})"
-            raise UserError(f"{what}: {todo}") from None
-        now, before = getattr(self.state, "prompts", None), saved["state"].get("prompts")
-        if now != before:
-            made = f"{folder} was made with {before} training prompts, TRAIN_DATASETS now gives {now}"
-            raise UserError(f"{made}: a resumed run needs the same data (RESUME=no starts afresh)")
-        for key in self.saved:
-            setattr(self, key, saved["run"][key])
-        if self.threads != torch.get_num_threads():
-            was = f"Threads a process were {self.threads}, are {torch.get_num_threads()}"
-            self.say(f"{was}: from here on the run is the same to rounding only (set OMP_NUM_THREADS)")
-            self.threads = torch.get_num_threads()
-        vars(self.state).update(saved["state"])
-        for name, model in self.models.items():  # as the run began, whatever check_models() sees now
-            ways = saved["ways"].get(name) or {}
-            if ways.get("base_digest") != getattr(model, "base_digest", None):
-                other = "is an adapter of other weights, or of another BASE_DTYPE, than are there now"
-                raise UserError(f"{folder}/{name} {other}: put them back, or set RESUME=no")
-            set_ways(model, ways)
-        for name, optimizer in self.optimizers.items():
-            fresh = [dict(group) for group in optimizer.param_groups]
-            load_optimizer(optimizer, saved["optimizers"][name])
-            for group, now in zip(optimizer.param_groups, fresh):
-                group.clear()
-                group.update(now)  # a changed constant counts from here on
-        set_rng_state(saved["rng"][0])
-        constants_now = json.loads(json.dumps(constants(), default=plain_name))
-        for key in sorted({*then, *constants_now} - {"RESUME", "OUTPUT_DIR", "STAGE"}):
-            if then.get(key) != constants_now.get(key):
-                change = f"{key} was {then.get(key)!r}, is {constants_now.get(key)!r}"
-                self.say(f"Changed since the checkpoint: {change}")
-
-    def check_state(self, saved, then):
-        """Raise ValueError where a file is not what fill_checkpoint() writes: it may come from anywhere."""
-        known = {"run": {key: getattr(self, key) for key in self.saved}, "state": vars(self.state)}
-        parts = {"trainer", "run", "state", "ways", "optimizers", "rng"}
-        right = isinstance(then, dict) and set(saved) == parts
-        right = right and saved["trainer"] == self.name and set(saved["optimizers"]) == set(self.optimizers)
-        for part, values in known.items():
-            right = right and set(saved[part]) == set(values)
-            kinds = {key: type(value) for key, value in values.items() if value is not None}
-            right = right and all(isinstance(saved[part][key], kind) for key, kind in kinds.items())
-        if not right or not all(isinstance(way, dict) for way in saved["ways"].values()):
-            raise ValueError("it is no state of this trainer")
-
     def draw_plots(self):
         """Every metric, and the algorithm's own, from metrics.jsonl alone."""
-        records = read_metrics(self.metrics_file.name)
+        records = read_metrics(self.folder / "logs/metrics.jsonl")
         if not records:
             return
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
-        every = [(with_unit(key), [key]) for key in keys]
-        own = [(with_unit(label), keys) for label, keys in self.panels]
-        title = f"{self.title}: every metric"
-        draw_plot(records, self.folder / "training_metrics_detailed.png", title, every)
-        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, own)
+        every = self.folder / "training_metrics_detailed.png"
+        draw_plot(records, every, f"{self.title}: every metric", [(key, [key]) for key in keys])
+        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
-    # ------------------------------------------------------------ the end
-
-    def catch_signals(self):
-        """Ctrl-C, SIGTERM and a closed terminal end the run after the current step; a second Ctrl-C leaves at
-        once."""
-        def handler(number, frame):
-            if self.signal and number == signal.SIGINT:
-                os._exit(130)
-            self.signal = number
-            if number == signal.SIGHUP:  # the terminal is gone: what is written to it would raise
-                for stream in (sys.stdout, sys.stderr):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if rank() == 0:
-                print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
-
-        if threading.current_thread() is not threading.main_thread():
-            return {}  # there signals are somebody else's
-        ends = [signal.SIGINT, signal.SIGTERM]
-        ends += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []  # nohup's
-        return {number: signal.signal(number, handler) for number in ends}
-
-    def finish(self):
+    def say_the_end(self):
         best = self.folder / "best/policy"
-        kept = f"best policy: {best}"
-        if not best.exists():
-            last = f"{self.folder}/step_{self.step}/policy"
-            kept = f"no evaluation has kept a best policy here; the last one: {last}"
-        why = "No better evaluation for a while: stopped early"
-        if self.stop_signal:
-            why = "Stopped"
-            kept = "run again to go on"
-        elif self.step == self.total_steps:
-            why = "Done"
+        policy = best if best.exists() else self.checkpoint / "policy"
         seconds = time.perf_counter() - self.started
-        said = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        said = f"{said}. Plots: {OUTPUT_DIR}/*.png; {kept}"
-        self.say(said if self.stop_signal or not self.last_word else self.last_word)
+        why = "Done" if self.step == self.total_steps else "Stopped early"
+        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
+        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()
-
-
-def run_main(trainer_class):
-    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130, 143 or 129 after Ctrl-C,
-    SIGTERM or SIGHUP. What a reward function raised, and what we did not foresee, keeps its traceback and
-    exits with 1. An error of one process ends all of them; the first says so."""
-    try:
-        apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        sys.exit(128 + trainer.run.stop_signal if trainer.run.stop_signal else 0)
-    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
-        sys.exit(130)
-    except ErrorElsewhere as error:
-        complain(error)
-        sys.exit(2)
-    except Exception as error:
-        text = sentence_of(error)
-        words = text or f"{type(error).__name__}: {first_line(error)}"
-        if globals().get("SHARD") == "fsdp2" and _STORE:
-            leave_sharded(words, text)
-        with suppress(ErrorElsewhere):
-            exchange(error=words)
-        if text is None:
-            raise
-        complain(text)
-        sys.exit(2)
-    finally:
-        if dist.is_initialized():  # a thread of gloo's that is left at the end may abort the program
-            dist.destroy_process_group()
-
-
-def leave_sharded(words, text):
-    """End a process of a sharded run by its error: a sentence (text), or a traceback. The others may wait in
-    a collective of FSDP2's, which an exchange() would break: they fail by themselves, or torchrun ends them,
-    and are silent where the store knows of an earlier failure."""
-    first = _STORE[0].compare_set("failed", "", f"{rank()}: {words}").decode()
-    if first == f"{rank()}: {words}":
-        print(text or traceback.format_exc(), file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(2 if text else 1)
-
-
-def complain(text):
-    if rank() == 0:
-        print(printable(f"\n{Path(__file__).name}: {text}"), file=sys.stderr)
-
-
-def sentence_of(error):
-    """What the user can do about an error; None where a traceback says more."""
-    # torch has no type for it on the CPU
-    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    if hasattr(error, "__notes__"):  # a reward function's
-        return None
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        less = "lower BATCH_SIZE and raise GRADIENT_ACCUMULATION_STEPS"
-        return f"out of memory ({first_line(error)}): {less}, or lower GROUP_SIZE or MAX_NEW_TOKENS"
 # ==== end of block: the run
 
 

@@ -157,18 +157,16 @@ def untimed(path):
 
 
 def walk(value, path=""):
-    """(path, leaf) of everything in nested dicts and lists, but for the logs' lengths: timings differ in
-    length."""
+    """(path, leaf) of everything in nested dicts and lists."""
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key != "log_bytes":
-                yield from walk(item, f"{path}/{key}")
+            yield from walk(item, f"{path}/{key}")
     else:
         yield path, value
 
 
 def assert_same_state(a, b):
-    """Two training_state.pt are equal to the bit, but for the logs' lengths."""
+    """Two training_state.pt are equal to the bit."""
     import torch
 
     one, two = (dict(walk(torch.load(path, weights_only=True))) for path in (a, b))

@@ -25,7 +25,8 @@ MUTANTS = [
     # folders that are there whole or not at all
     (PPO, '            restore_folder(self.folder / "best")\n', "",
      IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between"),
-    (GRPO, "        restore_folder(path)\n        raise not_saved", "        raise not_saved",
+    (GRPO, "        restore_folder(path)\n        why =",
+     "        why =",
      IN_SAFETY + "a_best_that_cannot_be_replaced_stays[grpo/grpo.py]"),
     (PPO, "    if old.exists() and not folder.exists():\n", "    if False:\n",
      IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between"),
@@ -39,7 +40,8 @@ MUTANTS = [
      IN_SAFETY + "a_file_is_replaced_in_one_step_when_it_is_written_and_on_disk"),
     (PPO, '    tmp = path.with_name(path.name + ".tmp")\n', "    tmp = path\n",
      IN_SAFETY + "a_file_is_replaced_in_one_step_when_it_is_written_and_on_disk"),
-    (PPO, "        if manifest:\n", "        if False:",
+    (PPO, "        if folder:\n            files =",
+     "        if False:\n            files =",
      IN_SAFETY + "a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told[ppo/ppo.py]"),
 
     # calling a reward function
@@ -70,8 +72,8 @@ MUTANTS = [
      IN_SPEED + "a_users_own_model_says_the_same_beside_a_trainer[eager]"),
 
     # the copies, and the program that compares and spreads them
-    (RCE, "full = shutil.disk_usage(path.parent).free < 2**26",
-     "full = shutil.disk_usage(path.parent).free < 2**27",
+    (RCE, "shutil.disk_usage(path.parent).free < 2**26",
+     "shutil.disk_usage(path.parent).free < 2**27",
      IN_BLOCKS + "the_blocks_of_all_trainers_are_equal"),
     (BLOCKS, "if block != wanted:", "if block.split() != wanted.split():",
      IN_BLOCKS + "a_planted_difference_is_shown_with_both_files"),

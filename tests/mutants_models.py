@@ -63,8 +63,6 @@ MUTANTS = [
      IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]"),
     (RCE, "if mean > 0.05:", 'if DTYPE == "float32" and mean > 0.05:',
      IN_MODELS + "in_bfloat16_mining_ends_where_greedy_responses_score_otherwise"),
-    (PPO, '            set_ways(model, ways)', "            pass",
-     IN_MODELS + "a_resumed_run_reads_its_models_as_it_began"),
     (GRPO, "backward(model, logits.float().logsumexp(-1).sum())",
      "logits.float().logsumexp(-1).sum().backward()",
      IN_MODELS + "a_device_without_deterministic_kernels_is_named_and_the_run_goes_on[grpo]"),

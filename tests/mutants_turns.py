@@ -73,8 +73,6 @@ MUTANTS = [
      T + "a_text_that_the_tokenizer_does_not_know_is_shown_as_the_policy_reads_it"),
     (GRPO, 'chat(trainer.reward_tokenizer, row["prompt"], "REWARD_MODEL", turns)', "pass",
      T + "a_reward_model_that_cannot_read_turns_is_refused_at_the_start"),
-    (PPO, 're.sub(" at 0x[0-9a-f]+", "", repr(value))', "repr(value)",
-     "tests/test_run.py::test_an_objects_name_has_no_address"),
 
     # who sees what
     (GRPO, 'columns["turns"] if ENVIRONMENT else responses', "responses",

@@ -11,7 +11,7 @@ LENGTHS = [
     ("ppo/ppo.py", 489), ("grpo/grpo.py", 579), ("rce/rce.py", 806), ("ppo/ppo_rag.py", 515),
     ("grpo/grpo_rec.py", 697), ("rce/rce_icl.py", 790)]
 # Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
-MOST = {"language models": 1279, "data and rewards": 205, "the run": 1169}
+MOST = {"language models": 1038, "faster decoding": 67, "data and rewards": 205, "the run": 797}
 
 
 def upper_part(text):

@@ -230,7 +230,7 @@ def test_every_loss_trains_and_the_first_ratio_is_one(grpo, loss_type):
     trainer.run.draw_plots = no_plots
     before = [p.detach().clone() for p in trainer.actor.parameters()]
     trainer.train()
-    records = read(trainer.run.metrics_file.name)
+    records = read(trainer.run.logs["metrics.jsonl"].name)
     assert len(records) == 2
     assert all(r["ratio_max_first"] < NATS for r in records)
     assert all(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records)
@@ -568,7 +568,7 @@ def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, epochs, rounds, s
     assert len(taken) == 10 * epochs
     for i in range(0, len(taken), 10):
         assert len(set(taken[i:i + 10])) == 10
-    records = read(trainer.run.metrics_file.name)
+    records = read(trainer.run.logs["metrics.jsonl"].name)
     assert len([r for r in records if r["phase"] == "train"]) == steps
     assert trainer.run.step == trainer.run.total_steps == steps
     last = records[-1]
@@ -586,7 +586,7 @@ def test_a_run_that_resampled_resumes_to_the_same_end(grpo, tmp_path):
     assert len(again) < 30 == len(taken)
     assert taken[-len(again):] == again
     steps = [line for line in untimed(tmp_path / "run/logs/metrics.jsonl") if line["step"] > 2]
-    assert untimed(trainer.run.metrics_file.name) == steps
+    assert untimed(trainer.run.logs["metrics.jsonl"].name) == steps
     assert len({line["learning_rate"] for line in steps}) == len(steps) > 1
 
 
@@ -679,7 +679,7 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
     patience = []
     halvings = []
 
-    def fill_best(folder, metrics):
+    def fill_best(metrics, *_):
         saved.append(metrics["reward"])
 
     def write_metrics(phase, metrics):
@@ -835,7 +835,7 @@ def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
     batch.advantages = torch.arange(8.0) - 4
     batch.truncated = torch.tensor([False, True, True, True, False, True, True, True])
     trainer.record(batch, metrics)
-    samples = read(trainer.run.samples_file.name)
+    samples = read(trainer.run.logs["samples.jsonl"].name)
     for i, sample in zip((0, 3, 7), samples, strict=True):
         assert sample == {
             "step": 1,
@@ -846,7 +846,7 @@ def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
             "advantage": i - 4,
             "reward/exact_answer": 10 + i,
             "reward/answer_format": i * i}
-    (record,) = read(trainer.run.metrics_file.name)
+    (record,) = read(trainer.run.logs["metrics.jsonl"].name)
     wanted = {
         "reward": 33.5,
         "reward/exact_answer": 13.5,

@@ -186,8 +186,9 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names(six):
 
 def test_best_is_merged_and_plain_and_nothing_is_merged_in_place(six, tmp_path):
     before = {name: x.clone() for name, x in six.actor.state_dict().items()}
-    six.trainer.run.gather({"policy": six.actor})
-    six.trainer.run.fill_best(tmp_path, {})
+    assert not (six.out / "best/policy/adapter_config.json").exists()
+    assert (six.out / "best/policy/model.safetensors").exists()
+    six.trainer.run.fill_best({}, six.trainer.run.merged(six.actor), None, tmp_path)
     names = {path.name for path in (tmp_path / "policy").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert "adapter_config.json" not in names
@@ -269,8 +270,7 @@ def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
     after = dict(trainer.actor.named_parameters())
     assert all(torch.equal(p, after[name]) for name, p in before.items())
     assert {after[name].dtype for name in before} == {torch.bfloat16}  # though best/ was filled
-    trainer.run.gather({"policy": trainer.actor})
-    trainer.run.fill_best(tmp_path, {})
+    trainer.run.fill_best({}, module.merged(trainer.actor), None, tmp_path)
     merged = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     layer = trainer.actor.model.layers[0].self_attn.q_proj
     wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")

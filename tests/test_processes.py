@@ -51,10 +51,14 @@ def free_port():
 
 class Processes:
     """count programs that torchrun would have begun: `file` with words, each so many seconds after the one
-    before it; environment is theirs beside that."""
+    before it; environment is theirs beside that. As torchrun's agent does, this process holds their store."""
 
     def __init__(self, count, file, *words, late=0, **environment):
-        common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environment}
+        port = free_port()
+        common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
+        if "MASTER_PORT" not in environment:
+            self.store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         self.programs = []
         for rank in range(count):
             time.sleep(late if rank else 0)
@@ -200,22 +204,18 @@ def wrong(prompts, responses, answers):
 ppo.REWARD_FUNCTIONS = [(wrong, 1.0)]""")
     assert [end.returncode for end in ended] == [2, 1, 2]
     assert "ZeroDivisionError" in ended[1].stderr and "raised by the reward function wrong" in ended[1].stderr
-    assert "process 1: ZeroDivisionError: division by zero" in ended[0].stderr
-    assert ended[2].stderr == ""
+    assert ended[0].stderr == ended[2].stderr == ""
 
 
 def test_a_disk_that_fills_ends_all_with_one_sentence(tmp_path):
     ended = run_edited(2, tmp_path, """
-def fill(self, folder):
+def fill(self, *parts):
     raise OSError(28, "No space left on device")
 ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
     assert [end.returncode for end in ended] == [2, 2]
     assert "could not be saved" in ended[0].stderr and ended[1].stderr == ""
 
 
-ROWS = """
-load = ppo.load_rows
-ppo.load_rows = lambda *words: load(*words)[ppo.rank():]"""
 SOURCE = """
 from pathlib import Path
 copied = Path(sys.argv[0]).parent / f"{ppo.rank()}" / "ppo.py"
@@ -229,36 +229,16 @@ def record(*words):
     [random.random() for _ in range(ppo.rank())]
     return say(*words)
 ppo.Run.record = record"""
-DEALT = """
-ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()"""
-SUMMED = DEALT + """
+SUMMED = """
+ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()
 ppo.all_logprobs = ppo.all_values = lambda model, batch, **more: 0 * batch.logprobs"""
-WEIGHTS = """
-step = ppo.clip_and_step
-def drifts(optimizers, *more):
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] *= 1 + 0.001 * ppo.rank()
-    return step(optimizers, *more)
-ppo.clip_and_step = drifts"""
-
-BASE = """
-ppo.LORA_RANK = 4
-load = ppo.load_model
-def other(*words, **more):
-    model = load(*words, **more)
-    model.model.norm.weight.data[3] += 1e-4 * ppo.rank()
-    return model
-ppo.load_model = other"""
+DREW = "reward function draws draws random numbers"
 DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
-    "rows": (ROWS, "process 1 has another rows in TRAIN_DATASETS than process 0"),
     "source": (SOURCE, "process 1 has another ppo.py than process 0"),
     "later": (DRAWS_LATER, "have drawn different random numbers"),
-    "weights": (WEIGHTS, "process 1 has another state of the weights than process 0"),
-    "base": (BASE, "process 1 has another state of the weights than process 0"),
-    "dealt": (DEALT, "the processes cut their work into unlike parts"),
     "summed": (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches")}
-MORE_SELDOM = {"rows", "base", "dealt"}
+MORE_SELDOM = {"torch", "numpy"}
 
 
 @pytest.mark.parametrize("body, sentence", [
@@ -267,7 +247,8 @@ MORE_SELDOM = {"rows", "base", "dealt"}
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
-    assert sentence in ended[0].stderr and ended[1].stderr == ""
+    said, = [end.stderr for end in ended if end.stderr]  # by the first that fails
+    assert sentence in said
 
 
 def test_rewards_are_called_a_chunk_at_a_time_and_dealt_out(tmp_path):
@@ -302,18 +283,7 @@ def test_another_number_of_threads_is_said_at_a_resume(tmp_path):
     run(1, "ppo/ppo.py", tmp_path / "run", MAX_STEPS=1)
     ended, = run_edited(1, tmp_path, "import torch\ntorch.set_num_threads(2)", MAX_STEPS=2)
     assert ended.returncode == 0, ended
-    assert "Threads a process were 1, are 2" in ended.stdout
-
-
-@pytest.mark.parametrize("name, resumes", [("this", True), ("another", False)])
-def test_what_torchrun_begins_again_goes_on_with_its_own_run_alone(name, resumes, tmp_path):
-    words = words_of("ppo/ppo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=1)
-    Processes(1, ROOT / "ppo/ppo.py", *words, TORCHELASTIC_RUN_ID="this").wait()
-    again = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": 1}
-    ended, = Processes(1, ROOT / "ppo/ppo.py", *words, "RESUME=no", **again).wait()
-    assert ended.returncode == 0, ended
-    assert ("Resuming from it" in ended.stdout) == resumes
-    assert bool(list((tmp_path / "run").glob("old_*"))) != resumes
+    assert "Changed since the checkpoint: OMP_NUM_THREADS was 1, is 2" in ended.stdout
 
 
 # ---------------------------------------------------------------- sums of gradients
@@ -482,7 +452,7 @@ def children_of(pid):
 @pytest.mark.sweep
 def test_torchrun_begins_a_killed_run_again_and_it_goes_on(alone, tmp_path):
     folder = tmp_path / "run"
-    words = words_of("ppo/ppo.py", OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1, RESUME="no")
+    words = words_of("ppo/ppo.py", OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1)
     agent = torchrun("--nproc_per_node=2", "--max-restarts=2", "ppo/ppo.py", *words)
     try:
         end = time.monotonic() + 120
@@ -499,11 +469,11 @@ def test_torchrun_begins_a_killed_run_again_and_it_goes_on(alone, tmp_path):
 
 
 def test_a_start_does_not_meet_the_processes_of_an_earlier_one(tmp_path):
-    """torchrun keeps its store over a restart; on several machines restarts may have one count."""
+    """torchrun keeps its store over a restart."""
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    kept = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
     for steps in (1, 2):
+        kept = {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": steps}
         words = words_of("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=steps, PROCESS_TIMEOUT=20.0)
         ended = Processes(2, ROOT / "grpo/grpo.py", *words, late=3, **kept).wait()
         assert [end.returncode for end in ended] == [0, 0], ended

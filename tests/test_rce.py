@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, distance, load_script, policy_with_two_ends, read, reward_batch, small, untimed, walk)
+    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, reward_batch, small,
+    untimed, walk)
 from program import Program
 from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
@@ -836,7 +837,7 @@ def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
     monkeypatch.setattr(
-        trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"])
+        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
     )
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
@@ -886,22 +887,7 @@ def assert_same_run(a, b):
         "logs/samples.jsonl",
     ):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    states = [
-        dict(
-            walk(
-                {
-                    k: v
-                    for k, v in torch.load(x / f"step_{last}/training_state.pt", weights_only=True).items()
-                    if k != "log_bytes"
-                }
-            )
-        )
-        for x in (a, b)
-    ]
-    assert states[0].keys() == states[1].keys() and all(
-        torch.equal(x, states[1][k]) if isinstance(x, torch.Tensor) else x == states[1][k]
-        for k, x in states[0].items()
-    )
+    assert_same_state(*(x / f"step_{last}/training_state.pt" for x in (a, b)))
     assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl")
 
 
@@ -1268,7 +1254,7 @@ def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
     monkeypatch.setattr(
-        trainer.run, "fill_best", lambda folder, metrics: saved.append(metrics["pick_accuracy"])
+        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
     )
     monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
@@ -1610,7 +1596,7 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
     parts = [{"source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2} for i in range(n)]
     batch.candidates = [{"text": f"text {i}", **parts[i]} for i in range(n)]
     trainer.record(batch, metrics)
-    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.samples_file.name), strict=True):
+    for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.logs["samples.jsonl"].name), strict=True):
         assert sample == {
             "step": 1,
             **{key: batch.rows[i][key] for key in ("id", "prompt", "answer")},
@@ -1619,7 +1605,7 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
             "reward": i / 4,
             "weight": i / 8,
         }
-    record = next(r for r in read(trainer.run.metrics_file.name) if r["phase"] == "train")
+    record = next(r for r in read(trainer.run.logs["metrics.jsonl"].name) if r["phase"] == "train")
     weighted = sum(i * i for i in range(n)) / 32 / batch.prompts
     wanted = {"reward": (n - 1) / 8, "weighted_reward": weighted, "candidates": n}
     assert {key: record[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)

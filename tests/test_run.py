@@ -322,7 +322,7 @@ def test_a_run_writes_what_the_design_says(ppo, tmp_path, capsys):
         "training_config.json",
         "training_metrics_detailed.png",
     ]
-    assert sorted(p.name for p in out.glob(".*")) == [".lock", ".lock_owner"]
+    assert sorted(p.name for p in out.glob(".*")) == [".lock"]
 
     records = read(out / "logs/metrics.jsonl")
     steps = [(record["phase"], record["step"]) for record in records]
@@ -375,12 +375,6 @@ def words(out, **more):
     return [f"{key}={value}" for key, value in constants.items()]
 
 
-def said_of_steps(out):
-    """What each step's line said, without how much time is left."""
-    lines = [line for log in (out / "logs").glob("training_*.log") for line in log.read_text().splitlines()]
-    return [line.split("  step ")[0] for line in lines if line.startswith("Epoch")]
-
-
 def assert_same_run(a, b):
     """Two finished runs are equal to the bit: weights, optimizer state, generators, metrics, samples."""
     files = (
@@ -393,7 +387,6 @@ def assert_same_run(a, b):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
     assert_same_state(a / "step_6/training_state.pt", b / "step_6/training_state.pt")
     assert untimed(a / "logs/metrics.jsonl") == untimed(b / "logs/metrics.jsonl")
-    assert said_of_steps(a) == said_of_steps(b) and len(said_of_steps(a)) == 6
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +460,7 @@ def test_a_broken_checkpoint_is_named_and_skipped(unbroken, ppo, tmp_path, name,
     assert script.choose_checkpoint("yes", out, print) == out / "step_3"
     said = capsys.readouterr().out
     assert f"WARNING: skipping the broken checkpoint {out}/step_6" in said
-    with pytest.raises(script.UserError, match=f"{out}/step_6 cannot be resumed from: "):
+    with pytest.raises(script.UserError, match=f"no checkpoint in {out}/step_6 is whole"):
         script.choose_checkpoint(str(out / "step_6"), out, print)
 
 
@@ -507,6 +500,26 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future
     assert len(list(out.glob("old_*/best"))) == 1
 
 
+def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tmp_path):
+    """RCE's mining and the second stage of a recommender write records of step N after N's checkpoint."""
+    def start(**more):
+        trainer = ppo(MAX_STEPS=1, **more).PPOTrainer()
+        trainer.run.draw_plots = lambda: None
+        trainer.run.open_files("")
+        return trainer.run
+
+    run = start()
+    run.write_metrics("eval", {"reward": 0.0})
+    run.save()
+    run.write_metrics("mine", {"round": 1})
+    run.lock.release(force=True)  # killed here
+    run = start(RESUME="yes")
+    run.write_metrics("mine", {"round": 1})
+    run.lock.release(force=True)
+    phases = [(record["phase"], record["step"]) for record in read(tmp_path / "run/logs/metrics.jsonl")]
+    assert phases == [("eval", 0), ("mine", 0)]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_training_again_in_one_process_goes_on(ppo, tmp_path):
     script = ppo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1)
@@ -532,14 +545,6 @@ def test_the_folder_of_a_run_names_its_newest_checkpoint(unbroken, tmp_path, ppo
     assert trainer.run.step == 3 and trainer.run.checkpoint == out / "step_3"
 
 
-def test_a_closed_terminal_saves_as_sigterm_does(unbroken, started, tmp_path):
-    out = tmp_path / "run"
-    assert start_and_signal(out, signal.SIGHUP, 1)[0] == 129
-    assert "Stopped at step" in next((out / "logs").glob("*.log")).read_text()
-    assert started("ppo/ppo.py", *words(out)).returncode == 0
-    assert_same_run(unbroken, out)
-
-
 def test_a_wandb_that_does_not_start_is_said_before_a_move(unbroken, started, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
 
@@ -549,7 +554,7 @@ def test_a_wandb_that_does_not_start_is_said_before_a_move(unbroken, started, tm
     monkeypatch.setattr("wandb.init", init)
     out = copy_run(unbroken, tmp_path)
     ended = started("ppo/ppo.py", *words(out), "RESUME=no", "USE_WANDB=True")
-    assert ended.returncode == 2 and "USE_WANDB = True: wandb does not start (No API key" in ended.stderr
+    assert ended.returncode == 2 and "USE_WANDB = True: No API key" in ended.stderr
     assert (out / "step_3").exists() and not list(out.glob("old_*"))
 
 
@@ -633,7 +638,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_sentence(unbroken, p
     manifest = json.loads((out / "step_3/manifest.json").read_text())
     manifest["training_state.pt"] = script.file_digest(out / "step_3/training_state.pt")
     (out / "step_3/manifest.json").write_text(json.dumps(manifest))
-    says = "step_3/training_state.pt.*take a checkpoint that this version of ppo.py made"
+    says = "step_3 cannot be used .*take one that this version of ppo.py made"
     with pytest.raises(script.UserError, match=says) as error:
         script.PPOTrainer()
     assert len(str(error.value).splitlines()) == 1
@@ -670,15 +675,6 @@ def test_a_step_of_the_default_size_is_the_same_every_time(path, tmp_path, reque
     assert len(found) == 1
 
 
-def test_runs_put_aside_within_a_second_do_not_meet(ppo, tmp_path):
-    script = ppo()
-    for text in "abc":
-        (tmp_path / "best").mkdir()
-        (tmp_path / "best/file").write_text(text)
-        script.move_aside([tmp_path / "best"], tmp_path, print)
-    assert sorted(p.read_text() for p in tmp_path.glob("old_*/best/file")) == ["a", "b", "c"]
-
-
 def test_several_gold_answers_stay_a_list(ppo, tmp_path):
     lines = [{"problem": "Tom has 1 apples.", "solution": answer} for answer in (["1", 2, True], 2.5)]
     data = jsonl(tmp_path / "a.jsonl", *lines)
@@ -708,8 +704,8 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_good_checkpoint(ppo, tmp
     run = trainer.run
     fill = run.fill_checkpoint
 
-    def full(folder):
-        fill(folder)
+    def full(*parts):
+        fill(*parts)
         if run.step == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -813,11 +809,12 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     run.wandb_id = "an id"
     trainer.state.order = torch.arange(24).flip(0)
     folder = tmp_path / "run/step_9"
-    run.gather(run.models, run.optimizers)
-    script.write_whole(folder, run.fill_checkpoint, folder=True, manifest=True)
-    run.lock.release()
+    run.step = 9
+    run.draw_plots = lambda: None
+    run.save()
+    run.lock.release(force=True)
     again = trainer_class(str(folder))
-    for key in set(run.saved) - {"threads"}:  # which are those of now
+    for key in run.saved:
         assert getattr(again.run, key) == getattr(run, key), key
     for key, value in vars(trainer.state).items():
         got = getattr(again.state, key)
@@ -937,35 +934,6 @@ def test_the_eos_ids_of_the_generation_config_end_a_response_too(each, tmp_path)
     assert line_end in last.tolist() and not batch.truncated[last == line_end].any()
     before_the_last = torch.arange(batch.response_ids.shape[1]) < batch.response_lengths[:, None] - 1
     assert not (batch.response_ids[before_the_last] == line_end).any()
-
-
-def judged(trainer, monkeypatch, evaluations):
-    """Which evaluations made run.evaluate() keep a best policy, and evals_since_best after each."""
-    run = trainer.run
-    monkeypatch.setattr(run, "write_metrics", lambda *_: None)
-    monkeypatch.setattr(run, "say", lambda *_: None)
-    saved = []
-    waited = []
-    for number, (reward, greedy) in enumerate(evaluations):
-        monkeypatch.setattr(run, "fill_best", lambda folder, metrics: saved.append(number))
-        run.evaluate(lambda: {"accuracy_greedy": greedy, "reward": reward})
-        waited.append(run.evals_since_best)
-    return saved, waited
-
-
-EVALUATIONS = [(0.1, 0.9), (0.5, 0.1), (0.55, 0.2), (0.5, 0.95), (0.62, 0.0)]  # reward, greedy accuracy
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.1])
-def test_the_best_policy_is_that_of_the_highest_reward_whatever_the_threshold(each, monkeypatch, threshold):
-    script, trainer_class = each(EARLY_STOPPING_THRESHOLD=threshold)
-    assert judged(trainer_class(), monkeypatch, EVALUATIONS)[0] == [0, 1, 2, 4]
-
-
-def test_patience_counts_evaluations_that_are_not_better_by_more_than_the_threshold(each, monkeypatch):
-    for threshold, want in ((0.0, [0, 0, 0, 1, 0]), (0.1, [0, 0, 1, 2, 0])):
-        script, trainer_class = each(EARLY_STOPPING_THRESHOLD=threshold)
-        assert judged(trainer_class(), monkeypatch, EVALUATIONS)[1] == want
 
 
 SHORT = {
@@ -1169,7 +1137,7 @@ def untrained(each, **constants):
 def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, until, evaluated, saved):
     constants = {"EVAL_EVERY_N_STEPS": every, "SAVE_EVERY_N_STEPS": 3, "OUTPUT_DIR": str(tmp_path)}
     run = load_script("ppo/ppo.py", **constants).Run("ppo", "no", torch.device("cpu"))
-    run.lock.release()
+    run.lock.release(force=True)
     run.total_steps = 5
     evaluations = []
     saves = []
@@ -1184,7 +1152,7 @@ def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, unt
 def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypatch):
     run = untrained(each, EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2).run
     saved = []
-    monkeypatch.setattr(run, "fill_best", lambda folder, metrics: saved.append(metrics["reward"]))
+    monkeypatch.setattr(run, "fill_best", lambda metrics, *_: saved.append(metrics["reward"]))
     seen = []
     for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
         run.evaluate(lambda: {"reward": value})
@@ -1208,47 +1176,19 @@ def test_best_and_patience_resume_apart(each, monkeypatch):
     vars(run).update(step=1, **kept)
     monkeypatch.setattr(run, "draw_plots", lambda: None)
     run.save()
-    run.lock.release()
+    run.lock.release(force=True)
     again = untrained(each, RESUME="yes").run
     assert {key: getattr(again, key) for key in kept} == kept
 
 
-PATIENT = {"EARLY_STOPPING_PATIENCE": 3}
-PLATEAU = {"LR_SCHEDULER_TYPE": "plateau"}
-
-
-@pytest.mark.parametrize("file", ["ppo/ppo.py", "grpo/grpo.py"])
-@pytest.mark.parametrize("constants, says", [
-    (PATIENT, "nothing comes of EARLY_STOPPING_PATIENCE = 3: EVAL_EVERY_N_STEPS = 0 evaluates before and"),
-    ({**PATIENT, "EVAL_EVERY_N_STEPS": 2}, "EVAL_EVERY_N_STEPS = 2 evaluates before and after the 2 steps"),
-    ({"USE_LR_SCHEDULER": True, **PLATEAU}, "nothing comes of LR_SCHEDULER_TYPE = 'plateau': EVAL_EVERY"),
-    ({**PATIENT, "EVAL_EVERY_N_STEPS": 1, "EVAL_DATASETS": []}, "3: EVAL_DATASETS gives nothing to evaluate"),
-    ({**PATIENT, "EVAL_EVERY_N_STEPS": 1}, ""),
-    (PLATEAU, ""),
-    ({}, ""),
-])
-def test_patience_that_nothing_can_try_is_said(file, constants, says, tmp_path, capsys):
-    script = load_script(file, **{**small(file), "OUTPUT_DIR": str(tmp_path / "run"), **constants})
-    trainer = getattr(script, TRAINERS[file])()
-    with pytest.raises(InterruptedError), trainer.run.opened("a headline"):
-        for _ in trainer.run.steps(trainer.evaluate):
-            raise InterruptedError  # before the first step
-    said = capsys.readouterr().out
-    assert said.count("WARNING") == bool(says) and says in said
-    assert says in Path(trainer.run.log.name).read_text()
-
-
 def test_a_run_names_the_policy_that_it_kept(each, tmp_path, capsys):
-    for evaluated in (False, True):
-        out = tmp_path / str(evaluated)
-        run = untrained(each, OUTPUT_DIR=str(out)).run
-        if evaluated:
-            run.evaluate(lambda: {"reward": 0.5})
-        run.finish()
-        said = capsys.readouterr().out
-        assert (f"best policy: {out}/best/policy" in said) == evaluated
-        none = f"no evaluation has kept a best policy here; the last one: {out}/step_0/policy"
-        assert (none in said) != evaluated
+    run = untrained(each).run
+    run.checkpoint = tmp_path / "run/step_0"
+    for kept in ("step_0/policy", "best/policy"):
+        run.say_the_end()
+        assert capsys.readouterr().out.endswith(f"; policy: {tmp_path}/run/{kept}\n")
+        run.evaluate(lambda: {"reward": 0.5})
+        capsys.readouterr()
 
 
 SQUAD = {
@@ -1301,11 +1241,8 @@ def test_an_answer_that_is_no_text_is_named_with_its_line(ppo, tmp_path, solutio
 
 def test_an_objects_name_has_no_address(ppo):
     script = ppo()
-    same = functools.partial(sum, start=1)
-    assert script.plain_name(functools.partial(same)) == script.plain_name(functools.partial(same))
-    assert script.plain_name(object()) == script.plain_name(object()) == "<object object>"
-    assert script.plain_name(sum) == "sum"
-    assert script.plain_name({"b", "c", "a"}) == ["'a'", "'b'", "'c'"]  # a set's own order is the process's
+    assert script.plain_name(functools.partial(sum, start=1)) == "partial"
+    assert script.plain_name(object()) == "object" and script.plain_name(sum) == "sum"
 
 
 @pytest.mark.usefixtures("undrawn")
