@@ -11,7 +11,7 @@ LENGTHS = [
     ("ppo/ppo.py", 490), ("grpo/grpo.py", 581), ("rce/rce.py", 806), ("ppo/ppo_rag.py", 583),
     ("grpo/grpo_rec.py", 717), ("rce/rce_icl.py", 790)]
 # Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
-MOST = {"language models": 1280, "data and rewards": 391, "the run": 1169}
+MOST = {"language models": 1280, "data and rewards": 391, "the run": 1169, "mining and check-up": 132}
 
 
 def upper_part(text):
@@ -31,8 +31,9 @@ def test_the_algorithm_stands_above_the_first_block_and_is_short(file, most):
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_block_does_not_grow(name):
-    text = (ROOT / "ppo/ppo.py").read_text()
-    begin, end = blocks.places("ppo/ppo.py", text)[name]
+    file = next(file for file, names in blocks.HAVE.items() if name in names)
+    text = (ROOT / file).read_text()
+    begin, end = blocks.places(file, text)[name]
     assert text.count("\n", begin, end) <= MOST[name]
 
 
@@ -53,7 +54,7 @@ def test_no_line_of_python_is_over_110_characters():
 # ---------------------------------------------------------------- tests/blocks.py itself, on small files
 
 def trainer(file, **changed):
-    """A small trainer: an algorithm of its own, and the three blocks with what `changed` makes of them."""
+    """A small trainer: an algorithm of its own, and the blocks with what `changed` makes of them."""
     text = f'"""{file}"""\nMINE = "{file}"\n'
     for number, name in enumerate(blocks.NAMES):
         body = changed.get(f"block_{number}", f"def function_{number}():\n    return {number}\n")
