@@ -3693,7 +3693,7 @@ def check_up(groups, proposed, path, say):
         "accuracy of the oracle": [any(hard) for hard in right]}
     figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
-    table = [f"    {name:<32}{round(value, 3):>8,}" for name, value in figures.items()]
+    table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
     return figures
 # ==== end of block: mining and check-up
