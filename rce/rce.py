@@ -251,7 +251,7 @@ class RCETrainer:
         check_models(self.readers, [self.actor], self.train_rows, self.pad_id, self.run.say)
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
-            raise UserError("TRAIN_DATASETS: two files have one name, by which candidates are told: rename one")
+            raise UserError("TRAIN_DATASETS: two files have one name, and candidates go by it: rename one")
         # What a checkpoint keeps beside weights, optimizers and generators. order is this epoch's
         # permutation; to_train is how many prompts the round trains on, until it is mined a guess; candidates
         # has the digest of each round's file, responses is how many were proposed
@@ -323,7 +323,7 @@ class RCETrainer:
         if new:
             self.check_up(path, [candidates for _, candidates in groups])
         if not self.train_rows:
-            raise UserError(f"{path}: no prompt has candidates of different reward, so nothing can be learnt")
+            raise UserError(f"{path}: no prompt has candidates of different reward: nothing to train on")
         self.state.to_train = len(self.train_rows)
         self.plan_steps()
         if new:
@@ -336,12 +336,8 @@ class RCETrainer:
         proposed = sum(len(c["source"]) for group in groups for c in group)
         self.state.responses += proposed
         figures = check_up(groups, proposed, path, self.run.say)
-        failed = [c["eval_error"] for group in groups for c in group if c["eval_failed"]]
-        if failed:
-            kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
-            self.run.say(f"WARNING: the reward failed for {kept}: {failed[0]}")
-        metrics = {"round": self.state.round, "responses": self.state.responses, **figures}
-        self.run.write_metrics("mine", metrics)
+        counts = {"round": self.state.round, "responses": self.state.responses}
+        self.run.write_metrics("mine", {**counts, **figures})
 
     def choose_rows(self, groups):
         """What is trained on: prompts that are not held back and whose candidates' rewards differ. Where they
@@ -3588,9 +3584,7 @@ def rce_weights(r, tau, kind="raw"):
 
 def tau_at(step, total):
     """TAU at a step (or epoch) of so many, on its way to TAU_END by equal factors."""
-    if TAU_END is None:
-        return TAU
-    return TAU * (TAU_END / TAU) ** (min(step, total - 1) / max(1, total - 1))
+    return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
 def gold_probability(logprobs, weights):
@@ -3695,6 +3689,9 @@ def check_up(groups, proposed, path, say):
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
+    if failed := [c["eval_error"] for group in groups for c in group if c["eval_failed"]]:
+        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
+        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 

@@ -465,7 +465,7 @@ class ICLTrainer:
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
-            raise UserError(f"{path}: no query has lists of different reward, so nothing can be learnt")
+            raise UserError(f"{path}: no query has lists of different reward: nothing to train on")
         self.state.candidates = digest
         self.state.queries = len(self.train_rows)
         self.plan_steps()
@@ -2298,9 +2298,7 @@ def rce_weights(r, tau, kind="raw"):
 
 def tau_at(step, total):
     """TAU at a step (or epoch) of so many, on its way to TAU_END by equal factors."""
-    if TAU_END is None:
-        return TAU
-    return TAU * (TAU_END / TAU) ** (min(step, total - 1) / max(1, total - 1))
+    return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
 def gold_probability(logprobs, weights):
@@ -2405,6 +2403,9 @@ def check_up(groups, proposed, path, say):
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
+    if failed := [c["eval_error"] for group in groups for c in group if c["eval_failed"]]:
+        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
+        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 
@@ -2414,6 +2415,7 @@ import csv
 import hashlib
 import itertools
 from collections import Counter, defaultdict
+from operator import index
 
 
 def check_lists():
@@ -3226,8 +3228,9 @@ def read_candidates(path, splits, demos):
         try:
             told = record.get("query", {}).get("text")  # the source's files may not have it
             lists = [parse_list(c) for c in record["pointer_candidates"]]
-            proposed = record.get("proposed") or len(lists)
-            parsed.append((where, known.get(key), record.get("candidate_pool_ids"), lists, proposed))
+            pool = record.get("candidate_pool_ids")
+            pool = pool if pool is None else [index(number) for number in pool]
+            parsed.append((where, known.get(key), pool, lists, index(record.get("proposed") or len(lists))))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}: cannot be read ({fault}); see docs/rce_icl.md") from None
@@ -3269,7 +3272,7 @@ def check_numbers(numbers, known, own, where):
 def parse_list(c):
     """(row numbers, candidate) of one list. Where it has pointer_global, the source's newer format, that
     holds the rows, and pointer their places in the pool."""
-    numbers = c.get("pointer_global") or c["pointer"]
+    numbers = [index(number) for number in c.get("pointer_global") or c["pointer"]]
     candidate = new_candidate(())
     candidate |= {key: c[name] for key, name in _FIELDS.items() if c.get(name) is not None}
     if not candidate["source"]:

@@ -4,9 +4,9 @@
     python tools/check_up.py checkpoints/rce_icl REWARD_MODE=hard_only    # of rce_icl.py, by another reward
     python tools/check_up.py my.parquet SIMILARITY_WEIGHT=0.2             # a file
 
-REWARD_MODE, HYBRID_SCORE, HYBRID_MIX_SCORE, SIMILARITY and SIMILARITY_WEIGHT are those of training_config.json
-beside the file, unless they are given. The figures and the picture go beside it too, as .csv and .png. Shares
-are of the candidates that were verified and did not fail.
+REWARD_MODE, HYBRID_SCORE, HYBRID_MIX_SCORE, SIMILARITY and SIMILARITY_WEIGHT are those of the file
+training_config.json beside the candidates, unless they are given. The figures and the picture go there too,
+as .csv and .png. Shares are of the candidates that were verified and did not fail.
 """
 import csv
 import json
@@ -54,7 +54,7 @@ def find_candidates(path):
 
 
 def read_groups(path):
-    """([candidates of a prompt], how many were proposed) of a file of rce.py, parquet, or rce_icl.py, JSON."""
+    """([candidates of a prompt], how many were proposed) of a file of rce.py or, JSON, of rce_icl.py."""
     empty = {"source": ["given"], "temperature": [None], "eval_failed": False}
     if path.suffix != ".json":
         groups = defaultdict(list)
@@ -66,7 +66,8 @@ def read_groups(path):
     for key, record in json.loads(path.read_text()).items():
         if key != "_meta":
             lists = record["pointer_candidates"]
-            groups.append([{**empty, **{NAMES.get(key, key): value for key, value in c.items()}} for c in lists])
+            lists = [{NAMES.get(key, key): value for key, value in c.items()} for c in lists]
+            groups.append([{**empty, **c} for c in lists])
             proposed += record.get("proposed") or len(lists)
     return groups, proposed
 
