@@ -46,7 +46,7 @@ MUTANTS = [
     (CHECK, 'if c["hard"] is not None and not c["eval_failed"]] for group in groups]\n    good = [group',
      'if c["hard"] is not None] for group in groups]\n    good = [group',
      IN_CHECK + "its_figures_are_the_trainers_own"),
-    (CHECK, "lambda c, score: 2 * c[\"hard\"] + c[\"gt_prob\"],", "lambda c, score: c[\"hard\"] + c[\"gt_prob\"],",
+    (CHECK, "2 * c[\"hard\"] + c[\"gt_prob\"],", "c[\"hard\"] + c[\"gt_prob\"],",
      IN_CHECK + "its_figures_are_the_trainers_own"),
     (CHECK, "rounds[max(rounds)]", "rounds[min(rounds)]",
      IN_CHECK + "a_run_is_checked_by_its_newest_candidates_and_its_own_constants"),
