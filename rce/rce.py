@@ -3689,7 +3689,7 @@ def check_up(groups, proposed, path, say):
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
-    if failed := [c["eval_error"] for group in groups for c in group if c["eval_failed"]]:
+    if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
         kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
         say(f"WARNING: scoring failed for {kept}: {failed[0]}")
     return figures

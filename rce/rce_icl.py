@@ -19,11 +19,11 @@ the other; a candidate's vector is that of its text and that of its answer, whic
 
 Deviations from the source (Lever-Plus v3), whose documents report that GRPO hurt what RCE had reached:
 - pi_old is what GRPO starts from, not the policy that mined before RCE; no dropout in either;
-- every list counts: no five best are picked before rewards are normalised, and they are so once, not twice;
+- every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
-- a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
+- a list whose answering failed is left out, not taken for wrong;
 - gt_prob is a product over the answer's tokens and P(it ends there), so distinct golds sum to 1 at most;
-- mined lists are recombined ("local"); a new network mines, no supervised one; docs/rce_icl.md has the rest.
+- mined lists are recombined ("local"); docs/rce_icl.md has the rest.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
@@ -451,7 +451,8 @@ class ICLTrainer:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
-            check_reader(self.reader, self.corpus.asked_first(queries[:8]), self.run.say)
+            some = [(q, [self.demos[j] for j in self.corpus.pool_of(q)[:SHOTS]]) for q in queries[:8]]
+            check_reader(self.reader, some, self.run.say)
             if not self.mine(path, queries, SHOTS):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
@@ -2403,7 +2404,7 @@ def check_up(groups, proposed, path, say):
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
-    if failed := [c["eval_error"] for group in groups for c in group if c["eval_failed"]]:
+    if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
         kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
         say(f"WARNING: scoring failed for {kept}: {failed[0]}")
     return figures
@@ -2500,8 +2501,6 @@ def load_splits(say):
         asked[i]["split"] = "validation"
     demos = rows if CANDIDATES else [row for row in rows if row["split"] == "train"]
     train = [row for row in asked if row["split"] == "train"]
-    if len(demos) < 2 or len(demos) <= max(SHOTS, *EVAL_SHOTS):
-        raise UserError(f"TRAIN_DATASET has {len(demos)} demonstrations, fewer than SHOTS or EVAL_SHOTS need")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SEED)).tolist()
     held_back = [row for row in asked if row["split"] == "validation"]
     return {"train": [train[i] for i in order], "validation": held_back, "test": test}, demos
@@ -2908,10 +2907,6 @@ class Corpus:
             query["pool"] = order[self.asked[order] != own][:POOL_SIZE]
         return query["pool"]
 
-    def asked_first(self, queries):
-        """[(query, demonstrations)]: the first SHOTS of each pool."""
-        return [(query, [self.demos[j] for j in self.pool_of(query)[:SHOTS]]) for query in queries]
-
     def similarity(self, query, numbers):
         """Cosines of a query and demonstrations, (numbers,)."""
         return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
@@ -2919,12 +2914,6 @@ class Corpus:
     def stack_vectors(self, queries):
         """(queries, d)."""
         return torch.tensor(np.stack([query["vector"] for query in queries])).to(self.device)
-
-    def group_tensors(self, groups):
-        """What the policy reads of groups: vectors, candidates' vectors, pool, pointers."""
-        pool = stack_pools([group.pool for group in groups]).to(self.device)
-        vectors = self.stack_vectors([group.query for group in groups])
-        return vectors, self.vectors, pool, pad_pointers([g.candidates for g in groups]).to(self.device)
 
 
 def what_is_asked(example):
@@ -2962,8 +2951,11 @@ class Miner:
             group.proposed = sum(len(c["source"]) for c in group.candidates)
             self.choose_kept(group)
         self.verify(groups)
-        inputs = self.corpus.group_tensors(groups)
-        logprobs = list_logprobs(self.policy(*inputs), inputs[-1]).tolist()
+        device = self.corpus.device
+        pointers = pad_pointers([group.candidates for group in groups]).to(device)
+        pool = stack_pools([group.pool for group in groups]).to(device)
+        every = self.policy(self.corpus.stack_vectors(queries), self.corpus.vectors, pool, pointers)
+        logprobs = list_logprobs(every, pointers).tolist()
         for group, values in zip(groups, logprobs):
             for c, value in zip(group.candidates, values):
                 c["logprob"] = value
@@ -3036,7 +3028,7 @@ class Miner:
         others = ranked[KEEP_TOP:]
         order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
         kept += [others[i] for i in order[:KEEP_RANDOM]]
-        own = max(group.candidates, key=beam_first)
+        own = group.candidates[own_pick(group.candidates)]
         if own["beam_score"] is not None and not any(c is own for c in kept):
             kept.append(own)
         group.candidates = kept
@@ -3102,10 +3094,6 @@ def gold_first(c):
     return -c["gt_prob"] if c["gt_prob"] is not None else math.inf
 
 
-def beam_first(c):
-    return c["beam_score"] if c["beam_score"] is not None else -math.inf
-
-
 def take_gold(c, value, query):
     value = float(value)
     if not 0 <= value <= 1:
@@ -3127,11 +3115,11 @@ def pad_pointers(groups):
     """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
     lists = max(len(group) for group in groups)
     choices = max(len(c["pointer"]) for group in groups for c in group)
-    found = torch.full((len(groups), lists, choices), -1)
+    padded = torch.full((len(groups), lists, choices), -1)
     for i, group in enumerate(groups):
         for j, c in enumerate(group):
-            found[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
-    return found
+            padded[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
+    return padded
 
 
 def pad_columns(rows, fill=0.0, dtype=torch.float32):
@@ -3310,8 +3298,7 @@ def test_policies(trainer):
     figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
     text = json.dumps(figures, indent=1) + "\n"
     write_whole(trainer.run.folder / "eval_test.json", lambda tmp: tmp.write_text(text))
-    for line in test_lines(figures):
-        trainer.run.say(line)
+    trainer.run.say(test_lines(figures))
     draw_results(figures, trainer.run.folder / "icl_results.png", trainer.run.title)
 
 
@@ -3377,18 +3364,19 @@ def test_figures(results, name):
 
 
 def test_lines(figures):
-    """Lines for the terminal."""
+    """A table for the terminal."""
+    of_shots = figures["shots"]
     lines = [f"Test accuracy, {figures['queries']} queries:"]
-    lines.append(f"  {'shots':20}" + "".join(f"{shots:>8}" for shots in figures["shots"]))
-    of_shots = figures["shots"].values()
-    for method in next(iter(of_shots))["accuracy"]:
-        lines.append(f"  {method:20}" + "".join(f"{each['accuracy'][method]:8.3f}" for each in of_shots))
-    for shots, each in figures["shots"].items():
+    lines.append(f"  {'shots':20}" + "".join(f"{shots:>8}" for shots in of_shots))
+    for method in next(iter(of_shots.values()))["accuracy"]:
+        cells = "".join(f"{each['accuracy'][method]:8.3f}" for each in of_shots.values())
+        lines.append(f"  {method:20}{cells}")
+    for shots, each in of_shots.items():
         low, high = each["intervals_of_gains"]["similarity"]
         gain = f"{each['gain_over_similarity']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
         share = f"{each['share_of_gap'] or 0:.0%} of the way to the oracle"
         lines.append(f"  {figures['policy']} over similarity at {shots} shots: {gain}, {share}")
-    return lines
+    return "\n".join(lines)
 
 
 def draw_results(figures, path, title):

@@ -182,7 +182,7 @@ MUTANTS = [
     (ICL, "        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)",
      "        self.chats = bool(tokenizer.chat_template)",
      IN_ICL + "a_chat_is_the_readers_own_template_around_the_prompt"),
-    (ICL, "            check_reader(self.reader, self.corpus.asked_first(queries[:8]), self.run.say)\n", "",
+    (ICL, "            check_reader(self.reader, some, self.run.say)\n", "",
      IN_ICL + "a_whole_run_with_a_language_model_for_a_reader"),
     (ICL, "    if max(scored, often) > 0.1 and 4 *", "    if max(scored, often) > 2 and 4 *",
      IN_ICL + "gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_token"),
