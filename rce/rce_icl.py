@@ -388,7 +388,7 @@ class ICLTrainer:
         self.reader = self.load_reader()
         self.told = {}  # (query's id, demonstrations' numbers): what the reader answered
         self.load_policy()
-        self.miner = Miner(self.corpus, self.policy, self.reader, self.run.say)
+        self.miner = Miner(self.corpus, self.policy, self.reader)
         # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
         # begin the step at which the stage began, candidates the digest of the file that is trained on
         self.state = SimpleNamespace(
@@ -2931,11 +2931,10 @@ def query_stream(query, use):
 class Miner:
     """Proposes lists and asks the reader about them."""
 
-    def __init__(self, corpus, policy, reader, say):
+    def __init__(self, corpus, policy, reader):
         self.corpus = corpus
         self.policy = policy
         self.reader = reader
-        self.say = say
 
     @torch.no_grad()
     def mine(self, queries, shots):

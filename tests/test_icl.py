@@ -614,7 +614,7 @@ def test_a_masked_candidate_is_never_chosen(icl):
 def test_minings_log_probabilities_equal_trainings(trained):
     script, trainer, folder = trained
     policy = script.load_pointer(folder / "rce/policy", trainer.corpus.sizes)
-    miner = script.Miner(trainer.corpus, policy, trainer.reader, print)
+    miner = script.Miner(trainer.corpus, policy, trainer.reader)
     groups = miner.mine(trainer.splits["train"][:7], 2)
     trainer.policy.load_state_dict(policy.state_dict())
     rows = [{"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
