@@ -46,9 +46,7 @@ A constant is one more line above; _LIMITS may hold its range.
 import hashlib
 import math
 import os
-import shutil
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -3697,7 +3695,9 @@ def check_up(groups, proposed, path, say):
 
 
 # ================================================================ candidates: tensors, tokens, files
-from collections import Counter, defaultdict
+import json
+import re
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq

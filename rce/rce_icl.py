@@ -44,7 +44,6 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -2416,6 +2415,7 @@ import csv
 import hashlib
 import itertools
 from collections import Counter, defaultdict
+from functools import partial
 from operator import index
 
 

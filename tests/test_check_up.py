@@ -133,12 +133,14 @@ def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_pat
 def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
     lists = [{name: c.get(key) for key, name in icl._FIELDS.items()} for c in drawn(1)[0]]
-    records = [("7", {"pointer_candidates": lists, "proposed": 60})]
+    of_source = {"pointer": [3], "gen_method": "beam", "temperature": None, "vqa_correct": 1}
+    records = [("7", {"pointer_candidates": [*lists, of_source], "proposed": 60})]
     icl.write_candidates(records, tmp_path / "candidates.json", {})
     groups, proposed = tool.read_groups(tmp_path / "candidates.json")
-    assert proposed == 60 and [c["soft"] for c in groups[0]] == [c["soft"] for c in drawn(1)[0]]
-    tool.main(str(tmp_path / "candidates.json"), "REWARD_MODE=hard_plus_gtprob")
-    assert "REWARD_MODE = hard_plus_gtprob\n" in capsys.readouterr().out
+    assert proposed == 60 and groups[0].pop()["source"] == ["beam"]
+    assert [c["soft"] for c in groups[0]] == [c["soft"] for c in drawn(1)[0]]
+    tool.main(str(tmp_path / "candidates.json"), "REWARD_MODE=hard_only")
+    assert "REWARD_MODE = hard_only\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words, says", [

@@ -66,8 +66,11 @@ def read_groups(path):
     for key, record in json.loads(path.read_text()).items():
         if key != "_meta":
             lists = record["pointer_candidates"]
-            lists = [{NAMES.get(key, key): value for key, value in c.items()} for c in lists]
-            groups.append([{**empty, **c} for c in lists])
+            lists = [empty | {NAMES.get(key, key): value for key, value in c.items()} for c in lists]
+            for c in lists:
+                if not isinstance(c["temperature"], list):  # the source's files have one way of a list
+                    c.update(source=[c.get("gen_method", "given")], temperature=[c["temperature"]])
+            groups.append(lists)
             proposed += record.get("proposed") or len(lists)
     return groups, proposed
 
