@@ -1570,7 +1570,9 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        shares = exchange(share)
+        counts, shares = zip(*exchange((len(parts), share)))
+        if len(set(counts)) > 1:
+            raise UserError(f"the processes cut one optimizer step into {sorted(set(counts))} micro-batches")
         measured += shares
         for parameter, total in zip(parameters, totals):
             gradients = [torch.empty_like(total) for _ in shares]

@@ -11,16 +11,15 @@ A prompt x has scored candidates y_1 .. y_n. The policy is fitted to them, the b
     1. mine      propose from a greedy response, beams, samples at several temperatures and, if wanted, the
                  data's own solution; merge equal ones; score all with the cheap signal, verify the best and
                  some others with the reward (compute_rewards)
-    2. check up  what the candidates are worth, in a table, a CSV and a picture, with a verdict: mine more,
-                 fix the reward, or train
+    2. check up  what the candidates are worth; tools/check_up.py adds a picture and a verdict: mine more, fix
+                 the reward, or train
     3. train     on the prompts whose candidates' rewards differ; a fifth of the prompts is kept to validate
     ROUNDS > 1   mine again with the policy so far, from further prompts
 
 gt_prob of a candidate is the probability the policy gives to the gold answer after the candidate's own
-working (up to ANSWER_FORM's mark): teacher-forced, the product over the answer's tokens and what ends it, not
-their geometric mean; summed over distinct gold answers with their weights. What ends each makes them exclude
-one another, so it is never above 1. A token that holds the mark's end and the answer's beginning, such as
-`{-`, counts as the answer's, and the working ends before it.
+working (up to ANSWER_FORM's mark): the product over the answer's tokens and what ends it, not their geometric
+mean; summed over distinct gold answers with their weights. What ends each makes them exclude one another, so
+it is never above 1.
 Deliberate choices:
 - validation is the accuracy of the policy's own pick, its likeliest candidate, on the first round's held-back
   prompts; best/ follows it;
@@ -29,10 +28,10 @@ Deliberate choices:
 - rewards are normalised at most once (WEIGHT_REWARDS).
 
     python rce/rce.py                                   # edit the constants below, or override: KEY=VALUE
-    python rce/rce.py STAGE=mine, then STAGE=check, then STAGE=train
+    python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
     python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy      # go on with GRPO
 
-Writes into OUTPUT_DIR: candidates_round_N.parquet, .csv and .png, training_config.json, logs/
+Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/
 (training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/,
 training_metrics_detailed.png and rce_metrics_with_entropy.png. docs/reference.md defines every metric.
 
@@ -41,15 +40,13 @@ the loss      rce_loss, RCETrainer.update                the data      TRAIN_DAT
 the weights   TAU, WEIGHT_REWARDS; rce_weights           a metric      update, record, measure, evaluate
 the reward    REWARD_FUNCTIONS, REWARD_MODE;             a plot        self.run.panels; draw_plot
               compute_rewards, shaped_rewards            the schedule  learning_rate_scale, plan_steps
-what is mined propose, choose_verified; sampling_logprobs  the verdict find_verdict
+what is mined propose, choose_verified; sampling_logprobs
 A constant is one more line above; _LIMITS may hold its range.
 """
 import hashlib
 import math
 import os
-import shutil
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +64,7 @@ import rewards  # noqa: E402
 # ================================================================ constants
 
 # What to do
-STAGE = "all"  # all | mine | check | train: check reads the newest candidates, train those of the first round
+STAGE = "all"  # all | mine | train: train takes the candidates of the first round
 ROUNDS = 2  # times to mine and train
 CANDIDATES: str | None = None  # a parquet of candidates to use in the first round instead of mining
 
@@ -178,7 +175,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "LORA_ALPHA": (1e-6, 1e6),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
-    "STAGE": ["all", "mine", "check", "train"],
+    "STAGE": ["all", "mine", "train"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -197,15 +194,6 @@ def sampling_logprobs(logits, temperature):
     return full_logprobs(logits, temperature)
 
 
-def rce_weights(r, tau, kind="raw"):
-    """Weights of one prompt's candidates, (candidates,): softmax(r / tau) of their rewards r; zscore scales
-    those to deviation 1 first, ddof 1."""
-    r = torch.as_tensor(r, dtype=torch.float64)
-    if kind == "zscore":
-        r = (r - r.mean()) / (r.std() + 1e-4)
-    return (r / tau).softmax(0)
-
-
 def rce_loss(logprobs, mask, weights, prompts, length_normalise):
     """Part of the step's loss that these rows are: sum of weight * -log pi(row) / prompts; logprobs, mask
     (rows, R), weights (rows,); prompts is how many the whole step has."""
@@ -215,50 +203,16 @@ def rce_loss(logprobs, mask, weights, prompts, length_normalise):
     return -(weights * row_logprobs).sum() / prompts
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over the distinct gold answers of a prompt, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def shaped_rewards(candidates):
     """r of one prompt's candidates: REWARD_MODE, with SIMILARITY added to wrong ones."""
-    score = HYBRID_SCORE if HYBRID_SCORE == "logprob" else f"reward/{HYBRID_SCORE}"
-    similarity = SIMILARITY if SIMILARITY == "logprob" else f"reward/{SIMILARITY}"
-    needed = {
-        "soft": REWARD_MODE in ("soft_only", "hard_plus_soft", "hard_plus_soft_v2", "separated"),
-        "gt_prob": "gtprob" in REWARD_MODE,
-        "hard": REWARD_MODE != "soft_only",
-        score: REWARD_MODE == "hybrid"}
-    needed[similarity] = needed.get(similarity) or SIMILARITY_WEIGHT > 0
-    for key, is_needed in needed.items():
-        if is_needed and any(c.get(key) is None for c in candidates):
-            mode = f"REWARD_MODE = {REWARD_MODE!r}, SIMILARITY_WEIGHT = {SIMILARITY_WEIGHT}"
-            todo = "the data needs answers, or the reward that part"
-            raise UserError(f"{mode}: candidates have no {key}; {todo}")
-
-    def column(key):
-        return [c.get(key) or 0.0 for c in candidates]
-
-    shaped = getattr(rewards, REWARD_MODE)(column("hard"), column("soft"), column("gt_prob"), column(score))
+    mixed, similarity = (key if key == "logprob" else f"reward/{key}" for key in (HYBRID_SCORE, SIMILARITY))
+    shaped = rewards_by_mode(candidates, mixed)
     if SIMILARITY_WEIGHT > 0:
-        shaped = rewards.shape_wrong(shaped, column("hard"), column(similarity), SIMILARITY_WEIGHT)
+        if any(c.get(similarity) is None for c in candidates):
+            raise UserError(f"SIMILARITY = {SIMILARITY!r}: candidates lack {similarity}: name a known part")
+        hard, grades = ([c[key] for c in candidates] for key in ("hard", similarity))
+        shaped = rewards.shape_wrong(shaped, hard, grades, SIMILARITY_WEIGHT)
     return shaped
-
-
-def is_flat(values):
-    return max(values) - min(values) < 1e-6
-
-
-def usable(candidates):
-    """Those that were verified and did not fail."""
-    return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
-
-
-def tau_at(step, total):
-    """TAU, on its way to TAU_END by equal factors."""
-    if TAU_END is None:
-        return TAU
-    return TAU * (TAU_END / TAU) ** (step / max(1, total - 1))
 
 
 # ================================================================ the trainer
@@ -270,13 +224,8 @@ class RCETrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        if STAGE == "check":  # reads files alone: no model, no lock, nothing to resume
-            self.run = SimpleNamespace(stop_signal=None)
-            return
-        for value in SAMPLE_TEMPERATURES or [None]:
-            if not isinstance(value, (int, float)) or not 1e-3 <= value <= 1e3:
-                takes = "it takes one or more numbers from 0.001 to 1000"
-                raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: {takes}")
+        if not SAMPLE_TEMPERATURES or not all(1e-3 <= value <= 1e3 for value in SAMPLE_TEMPERATURES):
+            raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
         if ANSWER_FORM.count("{answer}") != 1:
             raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
         self.rounds = 1 if STAGE == "train" else ROUNDS
@@ -298,8 +247,7 @@ class RCETrainer:
         check_models(self.readers, self.train_rows, self.pad_id)
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
-            why = "two data sets have the same file name, so candidates could not tell their prompts apart"
-            raise UserError(f"TRAIN_DATASETS: {why}: rename one")
+            raise UserError("TRAIN_DATASETS: two files have one name, and candidates go by it: rename one")
         # What a checkpoint keeps beside weights, optimizers and generators. order is this epoch's
         # permutation; to_train is how many prompts the round trains on, until it is mined a guess; candidates
         # has the digest of each round's file, responses is how many were proposed
@@ -331,8 +279,6 @@ class RCETrainer:
 
     def train(self):
         """Each round: mine, check up, train. Returns the last evaluation."""
-        if STAGE == "check":
-            return check_newest_candidates()
         with self.run.opened(self.introduction()):
             if self.run.checkpoint and rank() == 0:  # perhaps an earlier one: its future is given up
                 move_aside(candidates_after(self.state.round), OUTPUT_DIR, self.run.say)
@@ -352,7 +298,7 @@ class RCETrainer:
         return self.run.evaluation
 
     def prepare_round(self):
-        """Candidates of this round, mined or found; when they are new, their check-up; then what can be
+        """Candidates of this round, mined or given; when they are new, their check-up; then what can be
         trained. False where a signal stopped the mining."""
         path = candidates_path(self.state.round)
         number = str(self.state.round)
@@ -369,34 +315,36 @@ class RCETrainer:
             raise UserError(f"{path} is not the file this run was trained on: {todo}")
         groups = read_candidates(path, self.rows, known_ids(self.actor))
         self.split(groups if self.state.round == 1 else self.first_round())
-        skipped = self.choose_rows(groups)
+        self.choose_rows(groups)
         if new:
-            self.check_up_round(groups, path.name)
+            self.check_up(path, [candidates for _, candidates in groups])
         if not self.train_rows:
-            why = "no prompt has candidates of different reward, so there is nothing to train on"
-            raise UserError(f"{path}: {why}; see the verdict of the check-up")
+            raise UserError(f"{path}: no prompt has candidates of different reward: nothing to train on")
         self.state.to_train = len(self.train_rows)
         self.plan_steps()
         if new:
             self.state.candidates[number] = digest
-            steps = f"steps {self.run.step + 1} to {self.round_end}"
-            others = f"{skipped} skipped since their rewards are equal, {len(self.validation)} held back"
-            trained = f"{len(self.train_rows)} prompts to train on in {steps}"
-            self.run.say(f"Round {number}: {trained}, {others} to validate")
+            steps = f"in steps {self.run.step + 1} to {self.round_end}, {len(self.validation)} to validate"
+            self.run.say(f"Round {number}: {len(self.train_rows)} prompts to train on {steps}")
         return True
+
+    def check_up(self, path, groups):
+        proposed = sum(len(c["source"]) for group in groups for c in group)
+        self.state.responses += proposed
+        figures = check_up(groups, proposed, path, self.run.say)
+        counts = {"round": self.state.round, "responses": self.state.responses}
+        self.run.write_metrics("mine", {**counts, **figures})
 
     def choose_rows(self, groups):
         """What is trained on: prompts that are not held back and whose candidates' rewards differ. Where they
-        are equal all candidates weigh alike, and nothing says which to prefer. How many were skipped."""
+        are equal all candidates weigh alike, and nothing says which to prefer."""
         self.train_rows = []
-        groups = [group for group in groups if transcript(group[0]["prompt"]) not in self.held_back]
         for row, candidates in groups:
             candidates = usable(candidates)
-            if len(candidates) > 1:
+            if transcript(row["prompt"]) not in self.held_back and len(candidates) > 1:
                 shaped = shaped_rewards(candidates)
                 if not is_flat(shaped):
                     self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
-        return len(groups) - len(self.train_rows)
 
     def next_batch(self):
         """The next prompts' candidates with their weights; those that weigh nothing are left out."""
@@ -473,53 +421,17 @@ class RCETrainer:
         texts = list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
         self.held_back = {texts[i] for i in order[:int(VALIDATION_FRACTION * len(texts))]}
-        self.validation = []
-        for row, candidates in groups:
-            if transcript(row["prompt"]) in self.held_back and usable(candidates):
-                self.validation.append((row, usable(candidates)))
-
-    def check_up_round(self, groups, name):
-        number = self.state.round
-        beside = Path(OUTPUT_DIR) / f"candidates_round_{number}.csv"
-        title = f"Round {number}, check-up of {name}"
-        figures = write_check_up([candidates for _, candidates in groups], beside, title, self.run.say)
-        self.state.responses += figures["proposed"]
-        self.run.write_metrics("mine", {"round": number, "responses": self.state.responses, **figures})
+        held_back = [group for group in groups if transcript(group[0]["prompt"]) in self.held_back]
+        self.validation = [(row, usable(candidates)) for row, candidates in held_back if usable(candidates)]
 
     # ------------------------------------------------------------ mining
 
     def mine(self, path):
-        """Mine this round's prompts into `path`, BATCH_SIZE at a time. Each part is whole on disk before the
-        next is begun, and depends on nothing but the policy and the constants, so a killed run goes on where
-        it was. False when a signal stopped it."""
+        """Mine this round's prompts into `path`; False when a signal stopped it."""
         rows = self.round_rows()
-        folder = path.with_suffix(".parts")
-        facts = mining_facts()
-        records = []
-        started = time.perf_counter()
-        folder.mkdir(parents=True, exist_ok=True)
-        for i in range(0, len(rows), BATCH_SIZE * processes()):
-            done = min(i + BATCH_SIZE * processes(), len(rows))
-            parts = {n: folder / f"{n:08d}.parquet" for n in range(i, done, BATCH_SIZE)}
-            found = first_says(lambda: {n: read_part(parts[n], facts, self.run.say) for n in parts})
-            lacking = [n for n in parts if found[n] is None]
-            with whole(self.actor, self.reward_model):
-                mined_now = dealt(lacking, lambda n: self.mine_part(rows[n:n + BATCH_SIZE]))
-            for n, mined in zip(lacking, mined_now):
-                found[n] = mined
-                warn_of_failures(mined, self.run.say)
-                first_says(lambda: write_parquet(mined, parts[n], facts))
-            records += [c for n in parts for c in found[n]]
-            right = len({c["prompt_id"] for c in records if c["hard"]})
-            left = (time.perf_counter() - started) / done * (len(rows) - done)
-            mined = f"mined {done}/{len(rows)} prompts, {len(records)} candidates"
-            line = f"Round {self.state.round}: {mined}, {right} prompts with a right one"
-            self.run.show(line, f"{tqdm.format_interval(left)} left in mining")
-            if self.run.listen():
-                return False
-        first_says(lambda: write_parquet(records, path, facts))
-        first_says(lambda: shutil.rmtree(folder))
-        return True
+        with whole(self.actor, self.reward_model):
+            return mine_by_parts(
+                self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_part, read_parquet, write_parquet)
 
     def round_rows(self):
         """The prompts of this round: the first MINE_PROMPTS of a permutation; later rounds go on in it,
@@ -527,12 +439,12 @@ class RCETrainer:
         rows = list(self.rows.values())
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
         rows = [rows[i] for i in order]
-        first = rows[:MINE_PROMPTS]
         if self.state.round == 1:
-            return first
+            return rows[:MINE_PROMPTS]
         self.split(self.first_round())
-        rows = [row for row in rows if transcript(row["prompt"]) not in self.held_back]
-        count = len([row for row in first if transcript(row["prompt"]) not in self.held_back])
+        is_free = [transcript(row["prompt"]) not in self.held_back for row in rows]
+        count = sum(is_free[:MINE_PROMPTS])
+        rows = [row for row, free in zip(rows, is_free) if free]
         start = (self.state.round - 1) * count
         return [rows[(start + i) % len(rows)] for i in range(min(count, len(rows)))]
 
@@ -620,10 +532,8 @@ class RCETrainer:
         """Mark the candidates that the reward is asked about: VERIFY_TOP by the cheap signal, VERIFY_RANDOM
         of the others, and the greedy response."""
         if group[0][CHEAP_SIGNAL] is None:
-            todo = 'give it an "output" column, or take CHEAP_SIGNAL=logprob'
-            raise UserError(f"CHEAP_SIGNAL = 'gt_prob' needs gold answers, and a data set has none: {todo}")
-        signals = [-c[CHEAP_SIGNAL] for c in group]
-        ranked = sorted(range(len(group)), key=signals.__getitem__)  # ties keep the order of proposal
+            raise UserError("CHEAP_SIGNAL = 'gt_prob' needs gold answers: name their column, or take logprob")
+        ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
         others = ranked[VERIFY_TOP:] if VERIFY_TOP else []
         order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
         chosen = {*ranked[:VERIFY_TOP], *(others[i] for i in order[:VERIFY_RANDOM])}
@@ -638,15 +548,15 @@ class RCETrainer:
         if not candidates:
             return
         try:
-            found = self.parts_of(candidates, by_id)
+            every = self.parts_of(candidates, by_id)
         except Exception:  # a reward function may raise anything
-            found = [part_or_failure(c, self.parts_of, by_id) for c in candidates]
-        for c, parts in zip(candidates, found):
+            every = [part_or_failure(c, self.parts_of, by_id) for c in candidates]
+        for c, parts in zip(candidates, every):
             if parts is not None:
                 take_parts(c, parts)
-        failed = [c["eval_error"] for c in candidates if c["eval_failed"]]
-        if len(failed) == len(candidates):
-            raise UserError(f"the reward failed for every one of {len(failed)} candidates: {failed[0]}")
+        if all(c["eval_failed"] for c in candidates):
+            why = candidates[0]["eval_error"]
+            raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
 
     def parts_of(self, candidates, by_id):
         """[{name: value}] of the reward's parts, one a candidate; what the reward raises comes through."""
@@ -660,26 +570,20 @@ class RCETrainer:
 
     def score_gold(self, by_id, candidates, prompts):
         """gt_prob of each candidate; None where the row has no gold answer."""
-        eos = self.eos_ids.tolist()
-        golds = {key: gold_ids(self.tokenizer, row) for key, row in by_id.items()}
-        cuts = {key: mark_cut(self.tokenizer, row) for key, row in by_id.items()}
         rows = []  # (candidate's number, its working, a gold answer's ids, their weight)
         for i, c in enumerate(candidates):
-            key = c["prompt_id"]
-            before = working(self.tokenizer, eos, c["token_ids"], cuts[key])
-            rows += [(i, before, ids, weight) for ids, weight in golds[key]]
-            c["gt_prob"] = 0.0 if golds[key] else None
+            c["gt_prob"] = None
+            before, golds = gold_after_working(self.tokenizer, by_id[c["prompt_id"]], c["token_ids"])
+            rows += [(i, before, ids, weight) for ids, weight in golds]
         if not rows:
             return
         responses = [before + ids for _, before, ids, _ in rows]
         logprobs = self.token_logprobs([prompts[i] for i, *_ in rows], responses).double()
-        sums = defaultdict(list)
-        weights = defaultdict(list)
+        terms = defaultdict(list)  # of each candidate: (log-probability, weight) of each gold answer
         for (i, before, ids, weight), row in zip(rows, logprobs):
-            sums[i].append(row[len(before):len(before) + len(ids)].sum().item())
-            weights[i].append(weight)
-        for i in sums:
-            candidates[i]["gt_prob"] = gold_probability(sums[i], weights[i])
+            terms[i].append((row[len(before):len(before) + len(ids)].sum().item(), weight))
+        for i, of_candidate in terms.items():
+            candidates[i]["gt_prob"] = gold_probability(*zip(*of_candidate))
 
     # ------------------------------------------------------------ rewards
 
@@ -797,10 +701,17 @@ class RCETrainer:
             "weighted_reward": (batch.weights.cpu() * row_rewards).sum().item() / batch.prompts,
             "candidates": len(batch.rows),
             "response_length": lengths.mean().item()}
+        samples = []
+        for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+            row, c = batch.rows[i], batch.candidates[i]
+            samples.append({
+                "id": row["id"], "prompt": transcript(row["prompt"]), "response": c["text"],
+                "answer": row["answer"], **{key: c.get(key) for key in ("source", "hard", "soft", "gt_prob")},
+                "reward": batch.rewards[i], "weight": batch.weights[i].item()})
         line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
                 "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}")
         line = line.format(epochs=NUM_EPOCHS * self.rounds, **metrics)
-        self.run.record(metrics, lengths.sum().item(), candidate_records(batch), line)
+        self.run.record(metrics, lengths.sum().item(), samples, line)
 
 
 # ==== block: language models
@@ -1678,7 +1589,9 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        shares = exchange(share)
+        counts, shares = zip(*exchange((len(parts), share)))
+        if len(set(counts)) > 1:
+            raise UserError(f"the processes cut one optimizer step into {sorted(set(counts))} micro-batches")
         measured += shares
         for parameter, total in zip(parameters, totals):
             gradients = [torch.empty_like(total) for _ in shares]
@@ -2919,10 +2832,145 @@ class Run:
 # ==== end of block: the run
 
 
+# ==== block: mining and check-up
+# Candidates: their weights, the parts they are mined in, what they are worth. Edit it freely in a copy of
+# your own; the repository keeps it byte-identical in the trainers that mine (tests/blocks.py).
+import json
+import math
+import shutil
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+
+def rce_weights(r, tau, kind="raw"):
+    """Weights of one prompt's candidates, (candidates,): softmax(r / tau) of their rewards r; zscore scales
+    those to deviation 1 first, ddof 1."""
+    r = torch.as_tensor(r, dtype=torch.float64)
+    if kind == "zscore":
+        r = (r - r.mean()) / (r.std() + 1e-4)
+    return (r / tau).softmax(0)
+
+
+def tau_at(step, total):
+    """TAU at a step (or epoch) of so many, on its way to TAU_END by equal factors."""
+    return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
+
+
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
+
+
+def rewards_by_mode(candidates, score=None):
+    """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
+    keys = ("hard", "soft", "gt_prob", score)
+    columns = [[c.get(key) for c in candidates] for key in keys]
+    try:
+        return getattr(rewards, REWARD_MODE)(*columns)
+    except TypeError:  # arithmetic with None
+        lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
+        todo = "take another mode, or mine what it needs"
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+
+
+def usable(candidates):
+    """Those that were verified and did not fail."""
+    return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
+
+
+def is_flat(values):
+    return max(values) - min(values) < 1e-6
+
+
+def mining_facts(**facts):
+    """What candidates depend on, as JSON has it: `facts` and the constants in _MINING."""
+    facts |= {key: constants()[key] for key in _MINING}
+    return json.loads(json.dumps(facts, default=plain_name))
+
+
+def check_facts(path, mined_with, facts, keys, todo):
+    """Refuse a file that was mined under another value of one of the keys."""
+    for key in keys:
+        if mined_with.get(key) != facts[key]:
+            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
+            raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
+
+
+def read_part(path, facts, read, say):
+    """The records of a part that an earlier start mined; None where there is none or it is broken."""
+    if not path.exists():
+        return None
+    try:
+        records, mined_with = read(path)
+    except UserError as error:
+        say(f"WARNING: {error}; mining it again")
+        return None
+    check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
+    return records
+
+
+def mine_by_parts(run, path, rows, size, facts, mine, read, write):
+    """Whether `path` has what mine(rows) gives; False after a signal. Each part, of `size` rows, is whole on
+    disk before the next is begun and depends on policy and constants alone, so a killed run goes on."""
+    folder = path.with_suffix(".parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    started = time.perf_counter()
+    for i in range(0, len(rows), size * processes()):
+        done = min(i + size * processes(), len(rows))
+        parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
+        found = first_says(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
+        lacking = [n for n in parts if found[n] is None]
+        for n, mined in zip(lacking, dealt(lacking, lambda n: mine(rows[n:n + size]))):
+            found[n] = mined
+            first_says(lambda: write(mined, parts[n], facts))
+        records += [record for n in parts for record in found[n]]
+        left = tqdm.format_interval((time.perf_counter() - started) / done * (len(rows) - done))
+        run.show(f"{path.stem}: mined {done}/{len(rows)}", f"{left} left in mining")
+        if run.listen():
+            return False
+    first_says(lambda: write(records, path, facts))
+    first_says(lambda: shutil.rmtree(folder))
+    return True
+
+
+def own_pick(candidates):
+    """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
+    def preference(c):
+        scores = [c.get("beam_score"), c.get("logprob")]  # 0.0 is a log-probability too
+        return "greedy" in c["source"], *(-math.inf if x is None else x for x in scores)
+
+    return max(range(len(candidates)), key=lambda i: preference(candidates[i]))
+
+
+def check_up(groups, proposed, path, say):
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
+    tools/check_up.py makes a picture and a verdict too."""
+    good = [usable(group) for group in groups if usable(group)]
+    right = [[c["hard"] for c in group] for group in good]
+    shares = {
+        "positive rate": sum(right, []),
+        "prompts without a positive": [not any(hard) for hard in right],
+        "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
+        "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
+        "accuracy of the oracle": [any(hard) for hard in right]}
+    figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
+    figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
+    table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
+    say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
+    if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
+        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
+        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+    return figures
+# ==== end of block: mining and check-up
+
+
 # ================================================================ candidates: tensors, tokens, files
-import bisect
-import csv
-from collections import Counter, defaultdict
+import json
+import re
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -2943,20 +2991,6 @@ def pack(prompts, responses, pad_id, device):
 def response_lists(batch):
     """The ids of each response, a list, without what pads it."""
     return [ids[:n] for ids, n in zip(batch.response_ids.tolist(), batch.response_lengths.tolist())]
-
-
-def candidate_records(batch):
-    """LOG_SAMPLES of a step's candidates for samples.jsonl."""
-    records = []
-    for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
-        row = batch.rows[i]
-        c = batch.candidates[i]
-        records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": c["text"],
-            "answer": row["answer"], "source": c["source"], "hard": c["hard"], "soft": c.get("soft"),
-            "gt_prob": c.get("gt_prob"),
-            "reward": batch.rewards[i], "weight": batch.weights[i].item()})
-    return records
 
 
 # ---------------------------------------------------------------- proposals and what the reward says of them
@@ -2988,44 +3022,37 @@ def solutions(tokenizer, row):
     """The ids of the data's own solutions that MAX_NEW_TOKENS has room for."""
     texts = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     texts = [text for text in texts if text is not None]
-    every = [text_ids(tokenizer, text) + [tokenizer.eos_token_id] for text in texts]
+    every = [tokenizer(x, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for x in texts]
     return [ids for ids in every if len(ids) <= MAX_NEW_TOKENS]
 
 
 def check_logprobs(candidates):
     """Refuse a policy whose log-probabilities are not finite, or not what the sampler said of the greedy
     responses: no reward could be trusted."""
-    apart = []  # nats a token
+    apart = []  # nats per token
     for c in candidates:
         if not math.isfinite(c["logprob"]):
             gives = f"gives {c['prompt_id']} a response with log-probability {c['logprob']}"
             raise UserError(f"the policy {gives}: its weights are broken, or DTYPE does not suit it")
         if "greedy" in c["source"]:
-            difference = abs(c.pop("sampler_logprob") - c["logprob"])
-            apart.append(difference / max(10, len(c["token_ids"])))
-            if DTYPE == "float32" and apart[-1] > 1e-3:
-                what = f"scores a response otherwise than it gave it ({c['prompt_id']})"
-                raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {what}: no reward could be trusted")
-    mean = sum(apart) / max(1, len(apart))
-    if mean > 0.05:
-        what = f"greedy responses are {mean:.2g} nats a token less or more likely when they are scored"
-        raise UserError(f"{what}: DTYPE = {DTYPE!r} does not suit ACTOR_MODEL")
+            apart.append(abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])))
+    if apart and sum(apart) / len(apart) > (1e-3 if DTYPE == "float32" else 0.05):
+        what = f"scores responses {sum(apart) / len(apart):.2g} nats per token from what it gave them"
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {what} (DTYPE = {DTYPE}): no reward could be trusted")
 
 
 def take_parts(c, parts):
     """Enter the reward's parts, {name: value}, into a candidate; its hard and soft reward are two of them."""
     for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
         if name not in parts:
-            has = f"it has {', '.join(parts)}"
-            raise UserError(f"{constant} = {name!r} is no part of the reward: {has}")
+            raise UserError(f"{constant} = {name!r} is no part of the reward: it has {', '.join(parts)}")
     c.update({f"reward/{name}": value for name, value in parts.items()})
-    c["eval_mode"] = "verified"
-    c["hard"] = parts[HARD_REWARD]
-    c["soft"] = parts[SOFT_REWARD]
+    soft = parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":
-        c["soft"] = 1 / (1 + math.exp(min(700.0, -c["soft"])))
-    if c["hard"] not in (0, 1) or not 0 <= c["soft"] <= 1:
-        gave = f"{HARD_REWARD} gave {c['hard']:g}, {SOFT_REWARD} {c['soft']:g}"
+        soft = 1 / (1 + math.exp(min(700.0, -soft)))
+    c.update(eval_mode="verified", hard=parts[HARD_REWARD], soft=soft)
+    if c["hard"] not in (0, 1) or not 0 <= soft <= 1:
+        gave = f"{HARD_REWARD} gave {c['hard']:g}, {SOFT_REWARD} {soft:g}"
         raise UserError(f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {gave}")
 
 
@@ -3041,101 +3068,32 @@ def part_or_failure(c, parts_of, by_id):
         return None
 
 
-# ---------------------------------------------------------------- where gt_prob puts the gold answer
+def gold_after_working(tokenizer, row, token_ids):
+    """(ids, [(ids, weight)]): a response's working, up to the last of ANSWER_FORM's mark, and each distinct
+    gold answer of the row after it, with what ends it: the rest of ANSWER_FORM, else EOS.
 
-def text_ids(tokenizer, text):
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        #### {answer}     "2 + 3 = 6\n#### 6", gold 5           "2 + 3 = 6\n####"     " 5<eos>"
+        #### {answer}     "2 + 3 = 5", gold 5                   "2 + 3 = 5\n####"     " 5<eos>"
+        \\boxed{{answer}}  "\\boxed{4}", golds 5 and -5          "\\boxed"             "{5}" and "{-5}"
 
-
-def gold_texts(row):
-    """[ANSWER_FORM filled in] with each of a row's gold answers, repeats kept."""
+    In the last line a token, `{-`, holds the mark's end and an answer's beginning: the working ends before
+    it, for all answers of the row, so that their probabilities are of one place and exclude one another."""
+    mark, rest = ANSWER_FORM.split("{answer}")
+    mark = mark.rstrip()
     golds = rewards.gold_answers(row["answer"]) if row["answer"] is not None else []
-    return [ANSWER_FORM.replace("{answer}", gold.strip()) for gold in golds if gold.strip()]
-
-
-def answer_mark():
-    """What stands before the answer in ANSWER_FORM."""
-    return ANSWER_FORM.split("{answer}")[0].rstrip()
-
-
-def token_ends(tokenizer, text, limit):
-    """The ids of a text, and {characters: ids} where so many ids are exactly so many of its first characters,
-    up to `limit`."""
-    ids = text_ids(tokenizer, text)
-    ends = {}
-    for n in range(len(ids) + 1):
-        decoded = tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
-        if len(decoded) > limit:
-            break
-        if text.startswith(decoded):  # not in the middle of a character of several tokens
-            ends.setdefault(len(decoded), n)
-    return ids, ends
-
-
-def mark_cut(tokenizer, row):
-    """How many characters of ANSWER_FORM's mark stand before a row's gold ids. All of them, but where a token
-    holds the mark's end and an answer's beginning, such as `{-` of \\boxed{-5}: then the mark is cut before
-    that token, for all answers of the row, so that their probabilities are of one place and exclude one
-    another."""
-    mark = answer_mark()
-    texts = gold_texts(row)
-    shared = {len(mark)}
-    if texts:
-        ends = [set(token_ends(tokenizer, text, len(mark))[1]) for text in texts]
-        shared = set.intersection(*ends)
-    if mark and max(shared) == 0:
-        golds = f"the gold answers of {row.get('id', 'a prompt')}, {', '.join(texts)[:80]!r}"
-        why = f"ACTOR_MODEL's tokenizer has no place to cut between the mark and {golds}"
-        todo = "put a space or a line end before {answer}"
-        raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r}: {why}: {todo}")
-    return max(shared)
-
-
-def gold_ids(tokenizer, row):
-    """[(ids, weight)] of a row's distinct gold answers as they follow ANSWER_FORM's mark (see mark_cut), with
-    what ends them: the rest of ANSWER_FORM, or EOS."""
-    end = () if ANSWER_FORM.split("{answer}")[1] else (tokenizer.eos_token_id,)
-    cut = mark_cut(tokenizer, row)
-    counts = Counter()
-    for text in gold_texts(row):
-        ids, ends = token_ends(tokenizer, text, cut)
-        counts[tuple(ids[ends[cut]:]) + end] += 1
-    return [(list(ids), min(1.0, count / GOLD_FULL_COUNT)) for ids, count in counts.items()]
-
-
-def working(tokenizer, eos, token_ids, cut=None):
-    """A candidate's ids up to and with ANSWER_FORM's mark, of which only `cut` characters are wanted (None:
-    all); a candidate without the mark gets it on a line of its own. Never a part of the candidate's own
-    answer: a token that holds the mark's end and more is left out, and the characters of the mark that it
-    held are spelt anew."""
-    mark = answer_mark()
-    if not mark:
-        return []
-    wanted = mark[:cut]
-    ids = token_ids[:-1] if token_ids[-1] in eos else token_ids
-
-    def decoded(n):
-        return tokenizer.decode(ids[:n], skip_special_tokens=True)
-
-    def characters(n):
-        return len(decoded(n))
-
-    text = decoded(len(ids))
-    position = text.rfind(mark)
-    if position < 0:
-        return list(ids) + text_ids(tokenizer, f"\n{wanted}")
-    end = position + len(wanted)
-    n = bisect.bisect_left(range(len(ids)), end, key=characters)  # the fewest ids that reach that end
-    while not text.startswith(decoded(n)):  # in the middle of a character of several tokens
-        n += 1
-    if characters(n) == end:
-        return ids[:n]
-    while characters(n) > end or not text.startswith(decoded(n)):
-        n -= 1
-    begun = characters(n) - position  # how much of the mark stands before the token that goes beyond it
-    form, ends = token_ends(tokenizer, wanted, len(wanted))
-    rest = form[ends[begun]:] if begun in ends else text_ids(tokenizer, text[position + begun:end])
-    return ids[:n] + rest
+    golds = [ANSWER_FORM.replace("{answer}", gold.strip()) for gold in golds if gold.strip()]
+    if not golds:
+        return [], []
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    place = text.rfind(mark)
+    head = "" if not mark else text[:place] if place >= 0 else text + "\n"
+    texts = [head + mark, *(head + gold for gold in golds)]
+    base, *forms = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    border = min(len(os.path.commonprefix([base, ids])) for ids in forms)
+    end = [] if rest else [tokenizer.eos_token_id]
+    counts = Counter(tuple(ids[border:]) for ids in forms)
+    weights = [(list(ids) + end, min(1.0, count / GOLD_FULL_COUNT)) for ids, count in counts.items()]
+    return base[:border], weights
 
 
 # ---------------------------------------------------------------- files
@@ -3167,12 +3125,6 @@ _COLUMNS = pa.schema([
 ])
 
 
-def mining_facts():
-    """The constants in _MINING, as JSON has them."""
-    facts = {key: constants()[key] for key in _MINING}
-    return json.loads(json.dumps(facts, default=plain_name))
-
-
 def candidates_path(number):
     """The candidates of round `number`, from 1."""
     if CANDIDATES and number == 1:
@@ -3180,15 +3132,10 @@ def candidates_path(number):
     return Path(OUTPUT_DIR) / f"candidates_round_{number}.parquet"
 
 
-def round_of(path):
-    """N of a file candidates_round_N.*, 0 of another."""
-    number = path.name.removeprefix("candidates_round_").partition(".")[0]
-    return int(number) if number.isdecimal() else 0
-
-
 def candidates_after(number):
     """The files of later rounds' candidates."""
-    return [path for path in Path(OUTPUT_DIR).glob("candidates_round_*") if round_of(path) > number]
+    files = Path(OUTPUT_DIR).glob("candidates_round_*")
+    return [path for path in files if int("0" + re.sub(r"\D", "", path.name)) > number]
 
 
 def write_parquet(records, path, facts):
@@ -3210,216 +3157,31 @@ def read_parquet(path):
         raise UserError(f"{path} cannot be read as parquet ({first_line(error)})") from None
 
 
-def warn_of_failures(candidates, say):
-    failed = [c["eval_error"] for c in candidates if c["eval_failed"]]
-    if failed:
-        many = f"{len(failed)} of {len(candidates)} candidates, kept but not trained on"
-        say(f"WARNING: the reward failed for {many}: {failed[0]}")
-
-
-def read_part(path, facts, say):
-    """The records of a part that an earlier start mined, None where there is none or it is broken."""
-    if not path.exists():
-        return None
-    try:
-        records, mined_with = read_parquet(path)
-    except UserError as error:
-        say(f"WARNING: {error}; mining it again")
-        return None
-    for key in facts:
-        if mined_with.get(key) != facts[key]:
-            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
-            raise UserError(f"{path} was mined with {change}: set it back, or start afresh with RESUME=no")
-    return records
-
-
 def read_candidates(path, rows, vocabulary):
     """[(row, its candidates)] in the file's order. The mapping is strict: a prompt or token id that is not
     known is an error."""
     groups = {}
-    needed = ("prompt_id", "prompt", "token_ids", "hard", "eval_failed")
     for number, record in enumerate(read_parquet(path)[0], 1):
-        where = f"{path} row {number}"
-        missing = [column for column in needed if column not in record]
-        if missing:
-            have = f"candidates have {', '.join(needed)} and, if they are known, the others of docs/rce.md"
-            raise UserError(f"{path}: there is no column {missing[0]!r}; {have}")
-        key = record["prompt_id"]
-        ids = record["token_ids"]
-        hard = record["hard"]
-        if key not in rows or transcript(rows[key]["prompt"]) != record["prompt"]:
-            todo = "give the data the candidates were made for"
-            raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS: {todo}")
-        if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-            must = f"must be 1 or more ids below {vocabulary}, those of ACTOR_MODEL's tokenizer"
-            raise UserError(f"{where}: token_ids {must}")
-        if hard not in (0, 1) and not (record["eval_failed"] or hard is None):
-            raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
+        try:
+            key, ids, hard = record["prompt_id"], record["token_ids"], record["hard"]
+            told, failed = record["prompt"], record["eval_failed"]
+        except KeyError as error:
+            raise UserError(f"{path}: there is no column {error}; docs/rce.md lists those it takes") from None
+        if key not in rows or transcript(rows[key]["prompt"]) != told:
+            fault = f"prompt_id {key!r} with this prompt is not in TRAIN_DATASETS"
+        elif not ids or min(ids) < 0 or max(ids) >= vocabulary:
+            fault = f"token_ids must be 1 or more ids below {vocabulary}, those of ACTOR_MODEL's tokenizer"
+        elif hard not in (0, 1, None) and not failed:
+            fault = f"hard is {hard}; it takes 0, 1 or, where it was not verified, null"
+        else:
+            fault = None
+        if fault:
+            raise UserError(f"{path} row {number}: {fault}")
         candidate = {"text": "", "source": ["given"], "temperature": [None], **record}
         groups.setdefault(key, []).append(candidate)
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
     return [(rows[key], candidates) for key, candidates in groups.items()]
-
-
-# ---------------------------------------------------------------- the check-up
-
-def spearman(a, b):
-    """Rank correlation, equal values sharing their mean rank; NaN where one side does not vary."""
-    ranks = []
-    for values in (a, b):
-        found = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
-        _, which, counts = found
-        ranks.append((counts.cumsum() - (counts - 1) / 2)[which])
-    varies = all(len(set(rank)) > 1 for rank in ranks)
-    return float(np.corrcoef(ranks)[0, 1]) if varies else math.nan
-
-
-def mean_of(values):
-    return float(np.mean(values)) if len(values) else math.nan
-
-
-def own_pick(candidates):
-    """The number of the one that the policy takes by itself: its greedy response, else its likeliest."""
-    def preference(i):
-        logprob = candidates[i].get("logprob")  # 0.0 is a log-probability too
-        return "greedy" in candidates[i]["source"], -math.inf if logprob is None else logprob
-
-    return max(range(len(candidates)), key=preference)
-
-
-def check_up(groups):
-    """Figures and a verdict on groups of candidates, one list a prompt. Shares are of what was verified and
-    did not fail."""
-    every = [c for group in groups for c in group]
-    good = [usable(group) for group in groups if usable(group)]
-    verified = [c for group in good for c in group]
-    right = [sum(c["hard"] for c in group) for group in good]
-    shaped = [shaped_rewards(group) for group in good]
-    picks = [own_pick(group) for group in good]
-    gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
-    proposed = sum(len(c["source"]) for c in every)
-    figures = {
-        "prompts": len(groups),
-        "candidates": len(every),
-        "proposed": proposed,
-        "duplicate rate": 1 - len(every) / proposed,
-        "verified": len(verified),
-        "positive rate": mean_of([c["hard"] for c in verified])}
-    sources = defaultdict(list)
-    for c in verified:
-        for name, temperature in zip(c["source"], c["temperature"]):
-            sources[name if temperature is None else f"{name} at {temperature:g}"].append(c["hard"])
-    for name, values in sorted(sources.items()):
-        figures[f"positive rate, {name}"] = mean_of(values)
-    for name, percent in (("min", 0), ("p25", 25), ("median", 50), ("p75", 75), ("max", 100)):
-        value = float(np.percentile(right, percent)) if right else math.nan
-        figures[f"positives a prompt, {name}"] = value
-    figures["prompts without a positive"] = mean_of([n == 0 for n in right])
-    figures["prompts with flat reward"] = mean_of([is_flat(r) for r in shaped])
-    for key in ("gt_prob", "soft"):
-        pairs = [(c[key], c["hard"]) for c in verified if c.get(key) is not None]
-        figures[f"Spearman of {key} with hard"] = spearman(*zip(*pairs)) if pairs else math.nan
-    figures["accuracy of the policy's pick"] = mean_of([group[i]["hard"] for group, i in zip(good, picks)])
-    figures["accuracy of the oracle"] = mean_of([n > 0 for n in right])
-    figures["oracle's reward above the pick's, mean"] = mean_of(gaps)
-    figures["oracle above the pick by .2, prompts"] = mean_of([x > 0.2 for x in gaps])
-    modes = Counter("failed" if c["eval_failed"] else c.get("eval_mode") or "given" for c in every)
-    for mode, count in sorted(modes.items()):
-        figures[f"eval mode {mode}"] = count / len(every)
-    return figures, find_verdict(figures)
-
-
-def find_verdict(figures):
-    """What to do next, in a sentence: fix the reward, mine more, or train."""
-    failed = figures.get("eval mode failed", 0)
-    without = figures["prompts without a positive"]
-    flat = figures["prompts with flat reward"]
-    oracle = figures["accuracy of the oracle"]
-    pick = figures["accuracy of the policy's pick"]
-    graded_by = "gt_prob" if "gtprob" in REWARD_MODE else "soft" if "soft" in REWARD_MODE else None
-    correlation = figures.get(f"Spearman of {graded_by} with hard", 1.0)
-    if failed > 0.1:
-        return f"fix the reward: scoring failed for {failed:.0%} of the candidates"
-    if correlation < 0.1:
-        what = f"{graded_by} hardly goes with being right (Spearman {correlation:.2f})"
-        return f"fix the reward: {what}; another SOFT_REWARD or REWARD_MODE"
-    if not without <= 0.5:
-        what = f"{without:.0%} of the prompts have no right candidate"
-        return f"mine more: {what}; raise GROUP_SIZE, or INCLUDE_REFERENCE=True"
-    if oracle - pick < 0.02:
-        what = "the candidates are hardly better than the policy's own pick"
-        return f"mine more: {what}; take harder prompts or higher SAMPLE_TEMPERATURES"
-    if flat > 0.5:
-        what = f"{flat:.0%} of the prompts have equal rewards and teach nothing"
-        return f"fix the reward: {what}; take a REWARD_MODE that grades"
-    best = f"the best candidate is right for {oracle:.0%} of the prompts"
-    return f"train: {best}, the policy's own pick for {pick:.0%}"
-
-
-def write_check_up(groups, path, title, say):
-    """Print the check-up and save it at `path`, as .csv and .png."""
-    figures, verdict = check_up(groups)
-    table = []
-    for key, value in figures.items():
-        shown = f"{value:>8,}" if isinstance(value, int) else f"{value:>8.3f}"
-        table.append(f"    {key:<40} {shown}")
-    say("\n".join([title, *table, f"  Verdict: {verdict}"]))
-    if rank() > 0:
-        return figures
-    text = io.StringIO()
-    csv.writer(text).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-    write_whole(path.with_suffix(".csv"), lambda tmp: tmp.write_text(text.getvalue(), newline=""))
-    draw_check_up([usable(group) for group in groups], figures, f"{title}\n{verdict}", path)
-    return figures
-
-
-def draw_check_up(groups, figures, title, path):
-    """Right candidates a prompt, shares of right ones by source, gt_prob and soft of right and wrong ones."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 8), layout="constrained")
-    figure.suptitle(title)
-    (counts, shares), graded = figure.subplots(2, 2)
-    right = [int(sum(c["hard"] for c in group)) for group in groups]
-    counts.hist(right, bins=np.arange(max(right, default=0) + 2) - 0.5, color="C0", edgecolor="white")
-    counts.set(xlabel="right candidates a prompt", ylabel="prompts")
-    counts.xaxis.get_major_locator().set_params(integer=True)
-    named = [key for key in figures if key.startswith("positive rate, ")]
-    shares.barh([key.split(", ")[1] for key in named], [figures[key] for key in named], color="C0")
-    every = figures["positive rate"]
-    shares.axvline(every, color="C1", linestyle="--", label="all candidates, each once")
-    shares.set(xlabel="share of right candidates", xlim=(0, 1))
-    shares.legend(fontsize=8)
-    for axis, key in zip(graded, ("gt_prob", "soft")):
-        known = [c for group in groups for c in group if c.get(key) is not None]
-        for color, (hard, name) in enumerate(((1, "right"), (0, "wrong"))):
-            values = [c[key] for c in known if c["hard"] == hard]
-            axis.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, color=f"C{color}", label=name)
-        axis.set(xlabel=key, ylabel="candidates (log)", yscale="log")
-        axis.legend(fontsize=8)
-    for axis in (counts, shares, *graded):
-        axis.grid(alpha=0.3)
-    write_whole(path.with_suffix(".png"), partial(figure.savefig, format="png", dpi=100))
-
-
-def check_newest_candidates():
-    """The check-up of CANDIDATES, or of the newest candidates in OUTPUT_DIR."""
-    if processes() > 1:
-        raise UserError("STAGE=check runs as one process: start it with python, not torchrun")
-    found = sorted(Path(OUTPUT_DIR).glob("candidates_round_*.parquet"), key=round_of)
-    path = Path(CANDIDATES) if CANDIDATES else found[-1] if found else None
-    if path is None or not path.is_file():
-        todo = "run STAGE=mine first, or set CANDIDATES to a parquet file"
-        raise UserError(f"there are no candidates at {path or OUTPUT_DIR}: {todo}")
-    rows = {row["id"]: row for row in load_rows(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)}
-    Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
-    groups = [candidates for _, candidates in read_candidates(path, rows, math.inf)]
-    return write_check_up(groups, Path(OUTPUT_DIR) / path.name, f"Check-up of {path.name}", say_plainly)
-
-
-def say_plainly(text):
-    print(text, flush=True)
 
 
 def train_main():

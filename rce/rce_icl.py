@@ -11,7 +11,7 @@ the other; a candidate's vector is that of its text and that of its answer, whic
     1. mine      lists from the policy's beams and samples, from retrieval and at random; the best by gt_prob
                  (the probability the reader gives to the gold answers) are recombined; the best and a few
                  others are then answered and marked
-    2. check up  what they are worth, with a verdict
+    2. check up  what they are worth; tools/check_up.py has a verdict
     3. RCE       w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)
                  L = mean over queries of sum_i w_i * -log pi(d^i | x)
     4. GRPO      (GRPO_EPOCHS > 0) A = (r - mean) / deviation, once, within a query's lists; rho = pi / pi_old
@@ -19,18 +19,18 @@ the other; a candidate's vector is that of its text and that of its answer, whic
 
 Deviations from the source (Lever-Plus v3), whose documents report that GRPO hurt what RCE had reached:
 - pi_old is what GRPO starts from, not the policy that mined before RCE; no dropout in either;
-- every list counts: no five best are picked before rewards are normalised, and they are so once, not twice;
+- every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
-- a list whose answering failed is left out, not taken for wrong; a broken checkpoint is an error;
+- a list whose answering failed is left out, not taken for wrong;
 - gt_prob is a product over the answer's tokens and P(it ends there), so distinct golds sum to 1 at most;
-- mined lists are recombined ("local"); a new network mines, no supervised one; docs/rce_icl.md has the rest.
+- mined lists are recombined ("local"); docs/rce_icl.md has the rest.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
-    python rce/rce_icl.py STAGE=mine, then STAGE=check, then STAGE=train
+    python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
-Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, .csv and .png, test_candidates_*.json,
+Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json,
 rce/policy/ (where GRPO follows), best/policy/, eval_test.json, icl_results.png, logs/, step_N/ checkpoints,
 training_metrics_detailed.png and rce_icl_metrics_with_entropy.png. docs/rce_icl.md defines every metric.
 
@@ -44,7 +44,6 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,7 +63,7 @@ import rewards  # noqa: E402
 # ================================================================ constants
 
 # What to do
-STAGE = "all"  # all | mine | check | train
+STAGE = "all"  # all | mine | train
 CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in place of mining
 
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, "image" (a column of paths)
@@ -156,7 +155,6 @@ FREEZE = True  # attention, norms and gate alone are trained
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
 RERANK = 0  # the reader picks, by gt_prob, among so many beams: an upper bound, as it needs the golds; 0: off
-IMITATION = False  # trains another policy on each query's best list alone, for comparison
 BOOTSTRAP = 2000  # resamples of the paired intervals
 
 # Bookkeeping
@@ -174,7 +172,7 @@ WANDB_PROJECT = "hackable-rlhf"
 
 _MODES = (
     "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
-    "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel legacy").split()
+    "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel").split()
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
@@ -187,7 +185,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
     "DROPOUT": (0, 0.9),
     "MAX_GRAD_NORM": (1e-12, 1e12),
-    "STAGE": ["all", "mine", "check", "train"],
+    "STAGE": ["all", "mine", "train"],
     "EMBEDDING_POOLING": ["mean", "pooled"],
     "GOLDS": ["aliases", "annotators"],
     "POOL": ["random", "similarity"],
@@ -200,15 +198,6 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
 }
 
 # ================================================================ the maths of RCE and GRPO
-
-
-def rce_weights(r, tau, kind="raw"):
-    """Weights of one query's lists, (lists,): softmax(r / tau) of their rewards r; zscore scales those to
-    deviation 1 first, ddof 1."""
-    r = torch.as_tensor(r, dtype=torch.float64)
-    if kind == "zscore":
-        r = (r - r.mean()) / (r.std() + 1e-4)
-    return (r / tau).softmax(0)
 
 
 def rce_loss(logprobs, weights):
@@ -243,47 +232,9 @@ def adapt_kl_coef(coef, kl, target):
     return coef * (1 + 0.1 * max(-0.2, min(0.2, kl / target - 1)))
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over the distinct gold answers of a query, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def shaped_rewards(candidates):
     """r of one query's lists by REWARD_MODE."""
-    score = {"hybrid": HYBRID_MIX_SCORE, "hard_plus_gtprob_plus_rel": "relevance", "legacy": "beam_score"}
-    score = score.get(REWARD_MODE)
-    needed = {
-        "hard": REWARD_MODE not in ("soft_only", "legacy"),
-        "soft": REWARD_MODE in ("soft_only", "hard_plus_soft", "hard_plus_soft_v2", "separated"),
-        "gt_prob": "gtprob" in REWARD_MODE,
-        score: score is not None}
-    for key, is_needed in needed.items():
-        if is_needed and any(c.get(key) is None for c in candidates):
-            todo = "take a REWARD_MODE that these candidates have the parts of, or mine them anew"
-            raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: a candidate has no {key}; {todo}")
-
-    def column(key):
-        return [c.get(key) or 0.0 for c in candidates]
-
-    return getattr(rewards, REWARD_MODE)(column("hard"), column("soft"), column("gt_prob"), column(score))
-
-
-def is_flat(values):
-    return max(values) - min(values) < 1e-6
-
-
-def usable(candidates):
-    """Those that were answered and did not fail; with REWARD_MODE = legacy a score is enough."""
-    if REWARD_MODE == "legacy":
-        return [c for c in candidates if not c["eval_failed"]]
-    return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
-
-
-def tau_at(epoch):
-    """TAU of an epoch from 0, on its way to TAU_END by equal factors."""
-    if TAU_END is None:
-        return TAU
-    return TAU * (TAU_END / TAU) ** (min(epoch, RCE_EPOCHS - 1) / max(1, RCE_EPOCHS - 1))
+    return rewards_by_mode(candidates, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
 
 
 # ================================================================ the pointer network
@@ -423,9 +374,6 @@ class ICLTrainer:
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         check_lists()
-        if STAGE == "check":  # reads files alone: no model, no lock, nothing to resume
-            self.run = SimpleNamespace(stop_signal=None)
-            return
         self.device = find_device()
         made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
         made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
@@ -439,7 +387,7 @@ class ICLTrainer:
         self.reader = self.load_reader()
         self.told = {}  # (query's id, demonstrations' numbers): what the reader answered
         self.load_policy()
-        self.miner = Miner(self.corpus, self.policy, self.reader, self.run.say)
+        self.miner = Miner(self.corpus, self.policy, self.reader)
         # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
         # begin the step at which the stage began, candidates the digest of the file that is trained on
         self.state = SimpleNamespace(
@@ -455,7 +403,7 @@ class ICLTrainer:
         self.plan_steps()
 
     def load_reader(self):
-        """Override to give a reader of your own: answer() and gold_probability() are all it needs."""
+        """Override to give a reader of your own: answers() and gold_probabilities() are all it needs."""
         return load_reader(READER, self.demos, self.device)
 
     def load_policy(self):
@@ -474,8 +422,6 @@ class ICLTrainer:
 
     def train(self):
         """Mine, check up, RCE, GRPO, test. Returns the last evaluation."""
-        if STAGE == "check":
-            return check_candidates()
         with self.run.opened(self.introduction()):
             self.run.save()  # what mines
             if self.prepare() and STAGE != "mine":
@@ -495,7 +441,7 @@ class ICLTrainer:
             self.record(batch, self.update(batch))
 
     def prepare(self):
-        """Candidates mined or found; when they are new, their check-up; then what can be trained on. False
+        """Candidates mined or given; when they are new, their check-up; then what can be trained on. False
         where a signal stopped the mining."""
         path = candidates_path()
         new = not self.state.candidates
@@ -504,21 +450,22 @@ class ICLTrainer:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
-            check_reader(self.reader, self.corpus.asked_first(queries[:8]), self.run.say)
+            some = [(q, [self.demos[j] for j in self.corpus.pool_of(q)[:SHOTS]]) for q in queries[:8]]
+            check_reader(self.reader, some, self.run.say)
             if not self.mine(path, queries, SHOTS):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
         if not new and digest != self.state.candidates:
             todo = "put it back, or start afresh with RESUME=no"
             raise UserError(f"{path} is not the file this run was trained on: {todo}")
-        groups = read_candidates(path, self.splits, self.demos, self.run.say)
+        groups = read_candidates(path, self.splits, self.demos)
         if new:
-            figures = write_check_up(groups, Path(OUTPUT_DIR) / "candidates", self.run.say)
+            proposed = sum(group.proposed for group in groups)
+            figures = check_up([group.candidates for group in groups], proposed, path, self.run.say)
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
-            why = "no query has lists of different reward, so there is nothing to train on"
-            raise UserError(f"{path}: {why}; see the verdict of the check-up")
+            raise UserError(f"{path}: no query has lists of different reward: nothing to train on")
         self.state.candidates = digest
         self.state.queries = len(self.train_rows)
         self.plan_steps()
@@ -558,7 +505,7 @@ class ICLTrainer:
         batch.rewards = found
         batch.pointers = pad_pointers(batch.lists).to(self.device)
         batch.present = pad_columns([[1.0] * len(r) for r in found]).to(self.device)
-        tau = tau_at(self.state.epoch - 1)
+        tau = tau_at(self.state.epoch - 1, RCE_EPOCHS)
         weights = [rce_weights(r, tau, WEIGHT_REWARDS) for r in found]
         batch.weights = pad_columns(weights).to(self.device)
         batch.advantages = pad_columns([group_advantages(r) for r in found]).to(self.device)
@@ -685,33 +632,12 @@ class ICLTrainer:
     # ------------------------------------------------------------ mining
 
     def mine(self, path, queries, shots):
-        """Mine lists for queries into `path`, MINE_BATCH_SIZE at a time. Each part is whole on disk before
-        the next is begun, and depends on nothing but the policy and the constants, so a killed run goes on
-        where it was. False when a signal stopped it."""
-        folder = path.with_suffix(".parts")
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = mining_facts(queries, shots)
-        parts = []
-        right = 0
-        started = time.perf_counter()
-        for i in range(0, len(queries), MINE_BATCH_SIZE):
-            part = folder / f"{i:08d}.json"
-            found = read_part(part, facts, self.run.say)
-            if found is None:
-                groups = self.miner.mine(queries[i:i + MINE_BATCH_SIZE], shots)
-                found = {str(group.query["number"]): group_record(group, self.demos) for group in groups}
-                write_candidates(part, found, facts)
-            parts.append(part)
-            right += sum(any(c["vqa_correct"] for c in x["pointer_candidates"]) for x in found.values())
-            done = min(i + MINE_BATCH_SIZE, len(queries))
-            left = (time.perf_counter() - started) / done * (len(queries) - done)
-            if done % (10 * MINE_BATCH_SIZE) == 0 or done == len(queries):
-                line = f"Mined {done}/{len(queries)} queries of {path.stem}, {right} with a right list"
-                self.run.show(line, f"{tqdm.format_interval(left)} left in mining")
-            if self.run.listen():
-                return False
-        join_parts(path, parts, facts)
-        return True
+        """Mine lists for queries into `path`; False when a signal stopped it."""
+        def mine(some):
+            return [group_record(group, self.demos) for group in self.miner.mine(some, shots)]
+
+        files = list_facts(queries, shots), mine, read_json, write_candidates
+        return mine_by_parts(self.run, path, queries, MINE_BATCH_SIZE, *files)
 
     # ------------------------------------------------------------ evaluation and what is logged
 
@@ -735,10 +661,7 @@ class ICLTrainer:
         keys = [(query["id"], tuple(numbers)) for query, numbers in zip(queries, lists)]
         new = [n for n, key in enumerate(keys) if key not in self.told]
         asked = [(queries[n], [self.demos[j] for j in lists[n]]) for n in new]
-        if hasattr(self.reader, "answers"):
-            texts = self.reader.answers(asked) if asked else []
-        else:
-            texts = [self.reader.answer(query, demonstrations) for query, demonstrations in asked]
+        texts = self.reader.answers(asked) if asked else []
         self.told.update(zip([keys[n] for n in new], texts))
         return np.array([answer_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
 
@@ -1794,28 +1717,158 @@ class Run:
 # ==== end of block: the run
 
 
+# ==== block: mining and check-up
+# Candidates: their weights, the parts they are mined in, what they are worth. Edit it freely in a copy of
+# your own; the repository keeps it byte-identical in the trainers that mine (tests/blocks.py).
+import json
+import math
+import shutil
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+
+def rce_weights(r, tau, kind="raw"):
+    """Weights of one prompt's candidates, (candidates,): softmax(r / tau) of their rewards r; zscore scales
+    those to deviation 1 first, ddof 1."""
+    r = torch.as_tensor(r, dtype=torch.float64)
+    if kind == "zscore":
+        r = (r - r.mean()) / (r.std() + 1e-4)
+    return (r / tau).softmax(0)
+
+
+def tau_at(step, total):
+    """TAU at a step (or epoch) of so many, on its way to TAU_END by equal factors."""
+    return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
+
+
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
+
+
+def rewards_by_mode(candidates, score=None):
+    """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
+    keys = ("hard", "soft", "gt_prob", score)
+    columns = [[c.get(key) for c in candidates] for key in keys]
+    try:
+        return getattr(rewards, REWARD_MODE)(*columns)
+    except TypeError:  # arithmetic with None
+        lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
+        todo = "take another mode, or mine what it needs"
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+
+
+def usable(candidates):
+    """Those that were verified and did not fail."""
+    return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
+
+
+def is_flat(values):
+    return max(values) - min(values) < 1e-6
+
+
+def mining_facts(**facts):
+    """What candidates depend on, as JSON has it: `facts` and the constants in _MINING."""
+    facts |= {key: constants()[key] for key in _MINING}
+    return json.loads(json.dumps(facts, default=plain_name))
+
+
+def check_facts(path, mined_with, facts, keys, todo):
+    """Refuse a file that was mined under another value of one of the keys."""
+    for key in keys:
+        if mined_with.get(key) != facts[key]:
+            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
+            raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
+
+
+def read_part(path, facts, read, say):
+    """The records of a part that an earlier start mined; None where there is none or it is broken."""
+    if not path.exists():
+        return None
+    try:
+        records, mined_with = read(path)
+    except UserError as error:
+        say(f"WARNING: {error}; mining it again")
+        return None
+    check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
+    return records
+
+
+def mine_by_parts(run, path, rows, size, facts, mine, read, write):
+    """Whether `path` has what mine(rows) gives; False after a signal. Each part, of `size` rows, is whole on
+    disk before the next is begun and depends on policy and constants alone, so a killed run goes on."""
+    folder = path.with_suffix(".parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    started = time.perf_counter()
+    for i in range(0, len(rows), size * processes()):
+        done = min(i + size * processes(), len(rows))
+        parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
+        found = first_says(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
+        lacking = [n for n in parts if found[n] is None]
+        for n, mined in zip(lacking, dealt(lacking, lambda n: mine(rows[n:n + size]))):
+            found[n] = mined
+            first_says(lambda: write(mined, parts[n], facts))
+        records += [record for n in parts for record in found[n]]
+        left = tqdm.format_interval((time.perf_counter() - started) / done * (len(rows) - done))
+        run.show(f"{path.stem}: mined {done}/{len(rows)}", f"{left} left in mining")
+        if run.listen():
+            return False
+    first_says(lambda: write(records, path, facts))
+    first_says(lambda: shutil.rmtree(folder))
+    return True
+
+
+def own_pick(candidates):
+    """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
+    def preference(c):
+        scores = [c.get("beam_score"), c.get("logprob")]  # 0.0 is a log-probability too
+        return "greedy" in c["source"], *(-math.inf if x is None else x for x in scores)
+
+    return max(range(len(candidates)), key=lambda i: preference(candidates[i]))
+
+
+def check_up(groups, proposed, path, say):
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
+    tools/check_up.py makes a picture and a verdict too."""
+    good = [usable(group) for group in groups if usable(group)]
+    right = [[c["hard"] for c in group] for group in good]
+    shares = {
+        "positive rate": sum(right, []),
+        "prompts without a positive": [not any(hard) for hard in right],
+        "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
+        "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
+        "accuracy of the oracle": [any(hard) for hard in right]}
+    figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
+    figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
+    table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
+    say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
+    if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
+        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
+        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+    return figures
+# ==== end of block: mining and check-up
+
+
 # ================================================================ data and embeddings
 import csv
 import hashlib
 import itertools
-import shutil
 from collections import Counter, defaultdict
-
-from tqdm import tqdm
+from functools import partial
+from operator import index
 
 
 def check_lists():
     """Refuse what _LIMITS cannot say before anything is read."""
-    for value in SAMPLE_TEMPERATURES or [None]:
-        if not isinstance(value, (int, float)) or not 1e-3 <= value <= 1e3:
-            takes = "it takes one or more numbers from 0.001 to 1000"
-            raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: {takes}")
-    if not EVAL_SHOTS or any(not isinstance(x, int) or x < 1 for x in EVAL_SHOTS):
+    if not SAMPLE_TEMPERATURES or not all(1e-3 <= value <= 1e3 for value in SAMPLE_TEMPERATURES):
+        raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
+    if not EVAL_SHOTS or not all(isinstance(shots, int) and shots > 0 for shots in EVAL_SHOTS):
         raise UserError(f"EVAL_SHOTS = {EVAL_SHOTS}: it takes one or more whole numbers from 1")
     if POOL_SIZE < max(SHOTS, *EVAL_SHOTS):
-        most = max(SHOTS, *EVAL_SHOTS)
-        fewer = f"holds fewer than the {most} of SHOTS or EVAL_SHOTS"
-        raise UserError(f"POOL_SIZE = {POOL_SIZE} {fewer}: raise it")
+        raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
     if HIDDEN_SIZE % HEADS:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
     if bool(TRAIN_VECTORS) != bool(TEST_VECTORS):
@@ -1876,7 +1929,7 @@ def load_splits(say):
     test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
     asked = rows
     if CANDIDATES:
-        numbers = {int(key) for key in read_json(CANDIDATES) if key.isdecimal()}
+        numbers = {int(key) for key, _ in read_json(CANDIDATES)[0] if key.isdecimal()}
         asked = [row for row in rows if row["number"] in numbers]
     if len(asked) < 5:
         given = f"CANDIDATES = {CANDIDATES!r}" if CANDIDATES else "TRAIN_DATASET"
@@ -1889,8 +1942,6 @@ def load_splits(say):
         asked[i]["split"] = "validation"
     demos = rows if CANDIDATES else [row for row in rows if row["split"] == "train"]
     train = [row for row in asked if row["split"] == "train"]
-    if len(demos) < 2 or len(demos) <= max(SHOTS, *EVAL_SHOTS):
-        raise UserError(f"TRAIN_DATASET has {len(demos)} demonstrations, fewer than SHOTS or EVAL_SHOTS need")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SEED)).tolist()
     held_back = [row for row in asked if row["split"] == "validation"]
     return {"train": [train[i] for i in order], "validation": held_back, "test": test}, demos
@@ -1918,167 +1969,97 @@ class TfidfEmbedder:
     def texts(self, texts):
         return self.svd.transform(self.words.transform(texts))
 
-    def examples(self, examples):
-        return self.texts([example["text"] for example in examples])
-
 
 class HubEmbedder:
-    """A sentence model (its tokens' mean, or its pooled output) or a CLIP model (image and text, summed)."""
+    """A sentence model: the mean over its last layer's tokens, or its own pooled output."""
 
     def __init__(self, name, device):
         from transformers import AutoModel, AutoTokenizer
 
         self.tokenizer = load_pretrained(AutoTokenizer, name, "EMBEDDING")
         self.model = load_pretrained(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
-        self.is_clip = hasattr(self.model, "get_text_features")
         if self.model.config.is_encoder_decoder:  # T5: its encoder reads
             self.model = self.model.get_encoder()
         if self.tokenizer.pad_token_id is None:  # padding is masked, whatever it is
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
-        if self.tokenizer.pad_token_id is None:
-            raise UserError(f"EMBEDDING = {name!r} has a tokenizer without pad, EOS and unknown tokens")
-        self.processor = None
 
     @torch.no_grad()
     def texts(self, texts):
-        found = []
+        vectors = []
         limit = min(512, self.tokenizer.model_max_length)
         for i in range(0, len(texts), READER_BATCH_SIZE):
             read = self.tokenizer(
                 texts[i:i + READER_BATCH_SIZE], padding=True, truncation=True, max_length=limit,
                 return_tensors="pt").to(self.model.device)
-            if self.is_clip:
-                found.append(features(self.model.get_text_features(**read)))
-                continue
             out = self.model(**read)
-            if EMBEDDING_POOLING == "pooled":
-                if getattr(out, "pooler_output", None) is None:
-                    todo = "set EMBEDDING_POOLING=mean"
-                    raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: {todo}")
-                found.append(out.pooler_output)
-            else:
+            if EMBEDDING_POOLING == "mean":
                 mask = read["attention_mask"][..., None].to(out.last_hidden_state.dtype)
-                found.append((out.last_hidden_state * mask).sum(1) / mask.sum(1))
-        return torch.cat(found).float().cpu().numpy()
-
-    @torch.no_grad()
-    def examples(self, examples):
-        vectors = scaled(self.texts([example["text"] for example in examples]))
-        if not self.is_clip or examples[0]["image"] is None:
-            return vectors
-        from PIL import Image
-        from transformers import AutoImageProcessor
-
-        self.processor = self.processor or load_pretrained(AutoImageProcessor, EMBEDDING, "EMBEDDING")
-        for i in range(0, len(examples), READER_BATCH_SIZE):
-            images = [Image.open(e["image"]).convert("RGB") for e in examples[i:i + READER_BATCH_SIZE]]
-            read = self.processor(images=images, return_tensors="pt").to(self.model.device)
-            seen = features(self.model.get_image_features(**read)).float().cpu().numpy()
-            vectors[i:i + len(images)] += scaled(seen)
-        return vectors
+                vectors.append((out.last_hidden_state * mask).sum(1) / mask.sum(1))
+            elif getattr(out, "pooler_output", None) is not None:
+                vectors.append(out.pooler_output)
+            else:
+                raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: set EMBEDDING_POOLING=mean")
+        return torch.cat(vectors).float().cpu().numpy()
 
 
-def features(out):
-    """What a CLIP model gives, a tensor or an output with one."""
-    return out if isinstance(out, torch.Tensor) else out.pooler_output
-
-
-class FileVectors:
-    """Vectors that were given: the rows of a .npy or .pt file are those of the data set's rows."""
-
-    def __init__(self, counts):
-        self.tables = {}
-        for split, constant in (("train", "TRAIN_VECTORS"), ("test", "TEST_VECTORS")):
-            path = globals()[constant]
-            try:
-                is_npy = path.endswith(".npy")
-                table = np.load(path) if is_npy else torch.load(path, weights_only=True).numpy()
-            except Exception as error:  # both raise many kinds
-                why = f"cannot be read as vectors ({first_line(error)})"
-                raise UserError(f"{constant} = {path!r} {why}") from None
-            is_number = table.dtype.kind in "fiu"
-            is_table = is_number and table.ndim == 2 and len(table) >= counts[split] and table.shape[1]
-            if not is_table or not np.isfinite(table).all():
-                must = f"must be {counts[split]} rows of finite numbers, a row of the data each"
-                raise UserError(f"{constant} = {path!r}, of shape {table.shape}, {must}")
-            self.tables[split] = table
-        widths = [table.shape[1] for table in self.tables.values()]
-        if len(set(widths)) > 1:
-            are = f"are of {widths[0]} and {widths[1]} numbers a row"
-            raise UserError(f"TRAIN_VECTORS and TEST_VECTORS {are}: they must be as wide")
-
-    def examples(self, examples):
-        tables = {"train": "train", "validation": "train", "test": "test"}
-        return np.stack([self.tables[tables[e["split"]]][e["number"]] for e in examples])
+def vectors_of_files(examples):
+    """Vectors that were given, (examples, d): the rows of a .npy or .pt file are those of the data set's."""
+    paths = {"train": TRAIN_VECTORS, "validation": TRAIN_VECTORS, "test": TEST_VECTORS}
+    tables = {}
+    for path in (TRAIN_VECTORS, TEST_VECTORS):
+        try:
+            table = np.load(path) if path.endswith(".npy") else torch.load(path, weights_only=True).numpy()
+        except Exception as error:  # both raise many kinds
+            raise UserError(f"{path} cannot be read as vectors ({first_line(error)})") from None
+        count = max(e["number"] for e in examples if paths[e["split"]] == path) + 1
+        if table.ndim != 2 or len(table) < count or not np.isfinite(table).all():
+            raise UserError(f"{path}, of shape {table.shape}, must be {count} rows of finite numbers")
+        tables[path] = table
+    widths = {table.shape[1] for table in tables.values()}
+    if len(widths) > 1:
+        raise UserError(f"TRAIN_VECTORS and TEST_VECTORS must be equally wide, not {widths}")
+    return np.stack([tables[paths[e["split"]]][e["number"]] for e in examples])
 
 
 def scaled(vectors):
-    """Of length 1; a vector of zeros, a text without a known word, stays one."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    """float32 vectors of length 1; a vector of zeros, a text without a known word, stays one."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.maximum(lengths, 1e-9)).astype(np.float32)
 
 
 def embed_splits(splits, demos, device, say):
     """Give each example its "vector", and each demonstration its "candidate_vector", which has that of its
-    answer too. Kept in OUTPUT_DIR under a digest of all that they depend on. Returns what embeds."""
+    answer too. Kept in OUTPUT_DIR under a digest of all that they depend on."""
     every = list({id(e): e for rows in (demos, *splits.values()) for e in rows}.values())
-    every.sort(key=example_order)
+    every.sort(key=lambda e: (e["split"] == "test", e["number"]))
     answers = sorted({demo["answer"] for demo in demos})
-    facts = [EMBEDDING, EMBEDDING_SIZE, EMBEDDING_POOLING, TRAIN_VECTORS, TEST_VECTORS, answers]
-    facts += [[e["id"], e["text"], str(e["image"]), e["split"]] for e in every]
-    for path in filter(None, (TRAIN_VECTORS, TEST_VECTORS)):
-        facts.append(file_digest(path) if Path(path).is_file() else path)
-    digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
-    path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
-    embedder = make_embedder(splits, demos, device) if TRAIN_VECTORS or not path.exists() else None
-    kept = read_arrays(path, say) if embedder is None else None
-    if kept is None:
-        started = time.perf_counter()
-        embedder = embedder or make_embedder(splits, demos, device)
-        kept = {"vectors": scaled(embedder.examples(every)).astype(np.float32), "answers": np.zeros((0, 0))}
-        if hasattr(embedder, "texts"):
-            words = [answer.replace("_", " ") for answer in answers]
-            kept["answers"] = scaled(embedder.texts(words)).astype(np.float32)
-        write_arrays(path, kept)
-        seconds = time.perf_counter() - started
-        size = kept["vectors"].shape[1]
-        say(f"Embedded {len(every)} texts in {seconds:.1f} s: {size} numbers each, {path}")
-    for example, vector in zip(every, kept["vectors"]):
+    if TRAIN_VECTORS:
+        vectors, of_answers = scaled(vectors_of_files(every)), None
+    else:
+        facts = [EMBEDDING, EMBEDDING_SIZE, EMBEDDING_POOLING, answers]
+        facts += [[e["id"], e["text"], e["split"]] for e in every]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
+        if not path.exists():
+            embedder = make_embedder(demos, device)
+            texts = [e["text"] for e in every], [answer.replace("_", " ") for answer in answers]
+            arrays = [scaled(embedder.texts(some)) for some in texts]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
+            say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
+        with np.load(path) as file:
+            vectors, of_answers = file["arr_0"], file["arr_1"]
+    for example, vector in zip(every, vectors):
         example["vector"] = vector
-    number = {answer: n for n, answer in enumerate(answers)}
     for demo in demos:
         demo["candidate_vector"] = demo["vector"]
-        if EMBED_ANSWERS and len(kept["answers"]):
-            of_answer = kept["answers"][number[demo["answer"]]]
+        if EMBED_ANSWERS and of_answers is not None:
+            of_answer = of_answers[answers.index(demo["answer"])]
             demo["candidate_vector"] = np.concatenate([demo["vector"], of_answer])
-    return embedder
 
 
-def example_order(example):
-    return example["split"] == "test", example["number"]
-
-
-def make_embedder(splits, demos, device):
-    if TRAIN_VECTORS:
-        trained = max(e["number"] for e in (*demos, *splits["validation"])) + 1
-        return FileVectors({"train": trained, "test": len(splits["test"])})
+def make_embedder(demos, device):
     return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
-
-
-def read_arrays(path, say):
-    try:
-        with np.load(path) as file:
-            return {"vectors": file["vectors"], "answers": file["answers"]}
-    except Exception as error:  # numpy and zipfile raise many kinds
-        say(f"WARNING: {path} cannot be read ({first_line(error)}); embedding anew")
-
-
-def write_arrays(path, arrays):
-    def fill(tmp):
-        with open(tmp, "wb") as file:  # np.savez gives a name another ending
-            np.savez(file, **arrays)
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, fill)
 
 
 def new_pointer(sizes):
@@ -2094,16 +2075,13 @@ def load_pointer(folder, sizes):
         policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True)
     except Exception as error:  # transformers raises many kinds
         raise UserError(f"{folder} is no policy of this program ({first_line(error)})") from None
-    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found.get(fault):
-            named = ", ".join(sorted(map(str, found[fault]))[:3])
-            what = fault.replace("_keys", "")
-            raise UserError(f"{folder}: {what} weights ({named}): take a policy that this version made")
+    faults = {key: names for key, names in found.items() if names}
+    if faults:
+        raise UserError(f"{folder}: {faults}: take a policy that this version made")
     made = policy.config.query_size, policy.config.candidate_size
     if made != tuple(sizes):
         todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
-        reads = f"reads vectors of {made} numbers, there are vectors of {tuple(sizes)}"
-        raise UserError(f"{folder} {reads}: {todo}")
+        raise UserError(f"{folder} reads vectors of {made} numbers, there are {tuple(sizes)}: {todo}")
     policy.config.dropout = DROPOUT  # a changed constant counts from here on
     policy.config.pointer_temperature = POINTER_TEMPERATURE
     policy.dropout.p = DROPOUT
@@ -2111,9 +2089,8 @@ def load_pointer(folder, sizes):
 
 
 # ================================================================ readers: replace them by your own
-# A reader has answer(query, demonstrations), a text, and gold_probability(query, demonstrations, golds), the
-# probability in [0, 1] of the golds. Query and demonstrations are rows: text, image, golds, answer, vector.
-# It may have answers(asked) and gold_probabilities(asked) too, asked being (query, demonstrations) pairs.
+# A reader has answers(asked), texts, and gold_probabilities(asked), of each query's golds, in [0, 1]. asked
+# is [(query, demonstrations)]; these are rows: text, image, golds, answer, vector.
 
 
 def gold_weights(golds):
@@ -2159,18 +2136,23 @@ class VoteReader:
         weight = PRIOR_STRENGTH * self.prior.get(answer, 0.0) + votes.get(answer, 0.0)
         return weight / (PRIOR_STRENGTH + sum(votes.values()))
 
-    def answer(self, query, demonstrations):
-        votes = self.votes(query, demonstrations)
+    def answers(self, asked):
+        return [self.answer(self.votes(*pair)) for pair in asked]
+
+    def answer(self, votes):
         best = self.commonest
         for answer in votes:
             if self.probability(votes, answer) > self.probability(votes, best):
                 best = answer
         return best
 
-    def gold_probability(self, query, demonstrations, golds):
-        votes = self.votes(query, demonstrations)
-        weights = gold_weights(golds).items()
-        return min(1.0, sum(w * self.probability(votes, gold) for gold, w in weights))
+    def gold_probabilities(self, asked):
+        probabilities = []
+        for query, demonstrations in asked:
+            votes = self.votes(query, demonstrations)
+            weights = gold_weights(query["golds"]).items()
+            probabilities.append(min(1.0, sum(w * self.probability(votes, gold) for gold, w in weights)))
+        return probabilities
 
 
 def reader_prompt(query, demonstrations):
@@ -2195,13 +2177,15 @@ def gold_forms(ids_of, prompt, golds):
     return first, border, [(ids, weight) for ids, weight in found.items() if ids]
 
 
-class HubReader:
-    """What readers of transformers share: greedy generation and the tokens that end an answer."""
+class LanguageReader:
+    """A causal language model: greedy answers, and the probability of the golds after the prompt, which is
+    read once for all of its golds."""
 
-    def __init__(self, name, model, tokenizer, device):
-        from transformers import GenerationConfig
+    def __init__(self, name, device):
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
+        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
         self.model = model.to(device).eval()
         own = model.generation_config
         eos = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
@@ -2218,40 +2202,8 @@ class HubReader:
         self.ends = torch.tensor(sorted(n for n in ends if n < size), dtype=torch.long, device=device)
         if not len(self.ends):
             raise UserError(f"READER = {name!r} has no token for ANSWER_END = {ANSWER_END!r}")
-
-    def write(self, read, heat):
-        """Answers after inputs, greedy ones or as `heat` says."""
-        out = self.model.generate(
-            **read, **(heat or {"do_sample": False}), num_beams=1, max_new_tokens=MAX_ANSWER_TOKENS)
-        said = out[:, read["input_ids"].shape[1]:]
-        return [first_answer(text) for text in self.tokenizer.batch_decode(said, skip_special_tokens=True)]
-
-    def sampled(self, asked):
-        """An answer to each, drawn from the model's own distribution."""
-        return [self.answer(*pair, {"do_sample": True, "top_k": 0}) for pair in asked]
-
-
-class LanguageReader(HubReader):
-    """A causal language model: greedy answers, and the probability of the golds after the prompt, which is
-    read once for all of its golds."""
-
-    def __init__(self, name, device):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
-        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
-        super().__init__(name, model, tokenizer, device)
         self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
         self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-
-    def answer(self, query, demonstrations):
-        return self.answers([(query, demonstrations)])[0]
-
-    def sampled(self, asked):
-        return self.answers(asked, {"do_sample": True, "top_k": 0})
-
-    def gold_probability(self, query, demonstrations, golds):
-        return self.gold_probabilities([({**query, "golds": golds}, demonstrations)])[0]
 
     def prompt(self, query, demonstrations):
         text = reader_prompt(query, demonstrations)
@@ -2278,13 +2230,17 @@ class LanguageReader(HubReader):
         return ids.to(self.model.device), mask.to(self.model.device)
 
     @torch.no_grad()
-    def answers(self, asked, heat=None):
-        found = []
+    def answers(self, asked, **sampling):
+        """Greedy answers, or sampled ones with do_sample=True and what else generate() takes."""
+        answers = []
         for i in range(0, len(asked), READER_BATCH_SIZE):
             rows = self.ids_of([self.prompt(*pair) for pair in asked[i:i + READER_BATCH_SIZE]])
             ids, mask = self.padded(rows, MAX_ANSWER_TOKENS)
-            found += self.write({"input_ids": ids, "attention_mask": mask}, heat)
-        return found
+            options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
+            out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
+            texts = self.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
+            answers += [first_answer(text) for text in texts]
+        return answers
 
     @torch.no_grad()
     def gold_probabilities(self, asked):
@@ -2327,86 +2283,20 @@ class LanguageReader(HubReader):
         return (total + last[:, self.ends].double().logsumexp(-1)).tolist()
 
 
-class VisionReader(HubReader):
-    """An image-text-to-text model: each demonstration's image and text, then the query's, in one message; one
-    prompt at a time, since images differ in size."""
-
-    def __init__(self, name, device):
-        from transformers import AutoModelForImageTextToText, AutoProcessor
-
-        self.processor = load_pretrained(AutoProcessor, name, "READER")
-        model = load_pretrained(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
-        super().__init__(name, model, self.processor.tokenizer, device)
-        if not getattr(self.processor, "chat_template", None):
-            raise UserError(f"READER = {name!r} has no chat template: it must say where images stand")
-
-    def prompt(self, query, demonstrations):
-        """(text, images)."""
-        from PIL import Image
-
-        content = [{"type": "text", "text": INSTRUCTION}] if INSTRUCTION else []
-        images = []
-        for row in [*demonstrations, query]:
-            if row["image"] is not None:
-                images.append(Image.open(row["image"]).convert("RGB"))
-                content.append({"type": "image"})
-            fields = {"text": row["text"]} if row is query else {"text": row["text"], "answer": row["answer"]}
-            text = (QUERY if row is query else DEMONSTRATION).format(**fields)
-            content.append({"type": "text", "text": text})
-        content[-1]["text"] = content[-1]["text"].rstrip()
-        said = [{"role": "user", "content": content}]
-        return self.processor.apply_chat_template(said, add_generation_prompt=True, tokenize=False), images
-
-    def read(self, text, images):
-        """The model's inputs; BOS is not written twice."""
-        bos = self.tokenizer.bos_token
-        options = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-        read = self.processor(text=text, images=images or None, return_tensors="pt", **options)
-        return read.to(self.model.device)
-
-    @torch.no_grad()
-    def answer(self, query, demonstrations, heat=None):
-        return self.write(self.read(*self.prompt(query, demonstrations)), heat)[0]
-
-    @torch.no_grad()
-    def gold_probability(self, query, demonstrations, golds):
-        text, images = self.prompt(query, demonstrations)
-        read = self.read(text, images)
-
-        def ids_of(texts):  # of texts without what stands for images
-            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-        first, border, forms = gold_forms(ids_of, text, golds)
-        stays = read["input_ids"].shape[1] - len(first) + border
-        logprobs = []
-        for ids, _ in forms:
-            given = torch.tensor([ids], device=self.model.device)
-            whole = torch.cat([read["input_ids"][:, :stays], given], 1)
-            others = {}
-            for key, value in read.items():
-                if key not in ("input_ids", "attention_mask"):
-                    of_tokens = value.shape == read["input_ids"].shape  # kinds of tokens: these are text, 0
-                    more = torch.zeros_like(given, dtype=value.dtype)
-                    others[key] = torch.cat([value[:, :stays], more], 1) if of_tokens else value
-            logits = self.model(input_ids=whole, attention_mask=torch.ones_like(whole), **others).logits
-            logits = logits[0, -len(ids) - 1:].float().log_softmax(-1).double()
-            told = logits[:-1].gather(1, given[0, :, None]).sum()
-            logprobs.append((told + logits[-1, self.ends].logsumexp(-1)).item())
-        return gold_probability(logprobs, [weight for _, weight in forms])
-
-
 def check_reader(reader, asked, say):
     """Warn where gt_prob of the reader's own greedy answers is not of the order of how often it gives them
     when it is sampled: it then scores what this reader does not write."""
-    pairs = [(pair, reader.answer(*pair)) for pair in asked] if isinstance(reader, HubReader) else []
-    pairs = [(pair, answer) for pair, answer in pairs if answer]
+    if not isinstance(reader, LanguageReader):
+        return
+    pairs = [(pair, answer) for pair, answer in zip(asked, reader.answers(asked)) if answer]
     if not pairs:
         return
-    scored = np.mean([reader.gold_probability(*pair, [answer]) for pair, answer in pairs])
+    owned = [({**query, "golds": [answer]}, demos) for (query, demos), answer in pairs]
+    scored = np.mean(reader.gold_probabilities(owned))
     repeated = [pair for pair in pairs for _ in range(16)]
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        drawn = reader.sampled([pair for pair, _ in repeated])
+        drawn = reader.answers([pair for pair, _ in repeated], do_sample=True, top_k=0)
     often = np.mean([text == answer for text, (_, answer) in zip(drawn, repeated)])
     if max(scored, often) > 0.1 and 4 * min(scored, often) < max(scored, often):
         gives = f"gives its own greedy answers gt_prob {scored:.4f}, and {often:.0%} of its samples are they"
@@ -2416,10 +2306,7 @@ def check_reader(reader, asked, say):
 
 def load_reader(name, demos, device):
     """The reader that READER names."""
-    if name == "votes":
-        return VoteReader(demos)
-    kind = LanguageReader if demos[0]["image"] is None else VisionReader
-    return kind(name, device)
+    return VoteReader(demos) if name == "votes" else LanguageReader(name, device)
 
 
 # ================================================================ pools and mining
@@ -2432,32 +2319,20 @@ class Corpus:
         self.splits = splits
         self.demos = demos
         self.device = device
-        number = {}
-        asked = [number.setdefault(what_is_asked(demo), len(number)) for demo in demos]
-        self.asked, self.number = torch.tensor(asked), number  # rows that ask the same have one number
-        self.check_pools()
-        self.embedder = embed_splits(splits, demos, device, say)
+        self.number = {}  # rows that ask the same have one
+        self.asked = torch.tensor([self.number.setdefault(what_is_asked(d), len(self.number)) for d in demos])
+        embed_splits(splits, demos, device, say)
+        self.embedder = None  # of new queries
         self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
         self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
 
-    def check_pools(self):
-        """Refuse data of which a query's pool would be smaller than a list."""
-        shots = max(SHOTS, *EVAL_SHOTS)
-        same = Counter(self.asked.tolist())
-        for query in itertools.chain(*self.splits.values()):
-            others = len(self.demos) - same[self.number.get(what_is_asked(query))]
-            if others < shots:
-                todo = "give rows with other texts, or lower SHOTS and EVAL_SHOTS"
-                ask = f"{others} of {len(self.demos)} demonstrations ask anything else than {query['id']}"
-                raise UserError(f"TRAIN_DATASET: {ask}, a list of {shots} needs as many: {todo}")
-
     def embed_query(self, text):
         """The vector of a new query."""
-        self.embedder = self.embedder or make_embedder(self.splits, self.demos, self.device)
-        if not hasattr(self.embedder, "texts"):
+        if TRAIN_VECTORS:
             raise UserError("select() embeds its query: give an EMBEDDING in place of TRAIN_VECTORS")
-        return scaled(self.embedder.texts([text]))[0].astype(np.float32)
+        self.embedder = self.embedder or make_embedder(self.demos, self.device)
+        return scaled(self.embedder.texts([text]))[0]
 
     def pool_of(self, query):
         """Numbers of a query's candidates within the demonstrations, (pool,): never one that asks
@@ -2473,10 +2348,6 @@ class Corpus:
             query["pool"] = order[self.asked[order] != own][:POOL_SIZE]
         return query["pool"]
 
-    def asked_first(self, queries):
-        """[(query, demonstrations)]: the first SHOTS of each pool."""
-        return [(query, [self.demos[j] for j in self.pool_of(query)[:SHOTS]]) for query in queries]
-
     def similarity(self, query, numbers):
         """Cosines of a query and demonstrations, (numbers,)."""
         return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
@@ -2484,12 +2355,6 @@ class Corpus:
     def stack_vectors(self, queries):
         """(queries, d)."""
         return torch.tensor(np.stack([query["vector"] for query in queries])).to(self.device)
-
-    def group_tensors(self, groups):
-        """What the policy reads of groups: vectors, candidates' vectors, pool, pointers."""
-        pool = stack_pools([group.pool for group in groups]).to(self.device)
-        vectors = self.stack_vectors([group.query for group in groups])
-        return vectors, self.vectors, pool, pad_pointers([g.candidates for g in groups]).to(self.device)
 
 
 def what_is_asked(example):
@@ -2507,11 +2372,10 @@ def query_stream(query, use):
 class Miner:
     """Proposes lists and asks the reader about them."""
 
-    def __init__(self, corpus, policy, reader, say):
+    def __init__(self, corpus, policy, reader):
         self.corpus = corpus
         self.policy = policy
         self.reader = reader
-        self.say = say
 
     @torch.no_grad()
     def mine(self, queries, shots):
@@ -2527,8 +2391,11 @@ class Miner:
             group.proposed = sum(len(c["source"]) for c in group.candidates)
             self.choose_kept(group)
         self.verify(groups)
-        inputs = self.corpus.group_tensors(groups)
-        logprobs = list_logprobs(self.policy(*inputs), inputs[-1]).tolist()
+        device = self.corpus.device
+        pointers = pad_pointers([group.candidates for group in groups]).to(device)
+        pool = stack_pools([group.pool for group in groups]).to(device)
+        every = self.policy(self.corpus.stack_vectors(queries), self.corpus.vectors, pool, pointers)
+        logprobs = list_logprobs(every, pointers).tolist()
         for group, values in zip(groups, logprobs):
             for c, value in zip(group.candidates, values):
                 c["logprob"] = value
@@ -2601,58 +2468,48 @@ class Miner:
         others = ranked[KEEP_TOP:]
         order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
         kept += [others[i] for i in order[:KEEP_RANDOM]]
-        own = max(group.candidates, key=beam_first)
+        own = group.candidates[own_pick(group.candidates)]
         if own["beam_score"] is not None and not any(c is own for c in kept):
             kept.append(own)
         group.candidates = kept
 
     def score_gold(self, groups):
         """gt_prob of the lists that have none yet."""
-        pairs = [(g, c) for g in groups for c in usable_by_gold(g.candidates)]
-        self.ask(pairs, "gold_probabilities", "gold_probability", take_gold)
+        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
+        self.ask([x for x in pairs if x[1]["gt_prob"] is None], "gold_probabilities", take_gold)
 
     def verify(self, groups):
         """Answers of the lists, marked."""
         pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
-        self.ask(pairs, "answers", "answer", take_answer)
+        self.ask(pairs, "answers", take_answer)
 
-    def ask(self, pairs, many, one, take):
-        """Ask the reader about (group, candidate) pairs, by its method `many` where it has one, else one by
-        one; a list whose reading raises is marked as failed, and the reader that always raises is named."""
-        groups = {id(group): group for group, _ in pairs}
-        numbers = {key: group.pool.tolist() for key, group in groups.items()}
+    def ask(self, pairs, method, take):
+        """Ask the reader about (group, candidate) pairs, all at once; where that raises, one by one, and
+        lists that raise by themselves are marked as failed."""
+        ask = getattr(self.reader, method)
+        numbers = {id(group): group.pool.tolist() for group, _ in pairs}
         demos = self.corpus.demos
         asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
-        found = [None] * len(pairs)
-        every = hasattr(self.reader, many)
-        if every:
-            try:
-                found = getattr(self.reader, many)(asked)
-            except UserError:
-                raise
-            except Exception:  # a reader may raise anything
-                every = False
-        failed = []
-        for (group, c), (query, demonstrations), value in zip(pairs, asked, found):
-            try:
-                golds = (query["golds"],) if one == "gold_probability" else ()
-                value = value if every else getattr(self.reader, one)(query, demonstrations, *golds)
-                take(c, value, query)
-            except UserError:
-                raise
-            except Exception as error:  # a reader may raise anything
-                c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
-                failed.append(c["eval_error"])
-        if failed and len(failed) == len(pairs):
-            raise UserError(f"the reader's {one}() failed for every one of {len(pairs)} lists: {failed[0]}")
-        if failed:
-            many_ = f"{len(failed)} of {len(pairs)} lists, kept but not trained on"
-            self.say(f"WARNING: the reader's {one}() failed for {many_}: {failed[0]}")
+        try:
+            values = ask(asked) if asked else []
+        except UserError:
+            raise
+        except Exception:  # a reader may raise anything
+            values = [ask_or_failure(ask, c, pair) for (_, c), pair in zip(pairs, asked)]
+        if pairs and all(c["eval_failed"] for _, c in pairs):
+            why = pairs[0][1]["eval_error"]
+            raise UserError(f"the reader's {method}() failed for every one of {len(pairs)} lists: {why}")
+        for (group, c), value in zip(pairs, values):
+            if not c["eval_failed"]:
+                take(c, value, group.query)
 
 
-def usable_by_gold(candidates):
-    """Those that the reader has not been asked about, and did not fail."""
-    return [c for c in candidates if c["gt_prob"] is None and not c["eval_failed"]]
+def ask_or_failure(ask, c, pair):
+    """What the reader says of one list; None where it raises, which is written into the candidate."""
+    try:
+        return ask([pair])[0]
+    except Exception as error:  # a reader may raise anything
+        c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
 
 
 # ================================================================ lists and files
@@ -2677,10 +2534,6 @@ def gold_first(c):
     return -c["gt_prob"] if c["gt_prob"] is not None else math.inf
 
 
-def beam_first(c):
-    return c["beam_score"] if c["beam_score"] is not None else -math.inf
-
-
 def take_gold(c, value, query):
     value = float(value)
     if not 0 <= value <= 1:
@@ -2702,28 +2555,24 @@ def pad_pointers(groups):
     """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
     lists = max(len(group) for group in groups)
     choices = max(len(c["pointer"]) for group in groups for c in group)
-    found = torch.full((len(groups), lists, choices), -1)
+    padded = torch.full((len(groups), lists, choices), -1)
     for i, group in enumerate(groups):
         for j, c in enumerate(group):
-            found[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
-    return found
+            padded[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
+    return padded
 
 
-def pad_columns(rows):
-    """Lists of numbers as float32 (rows, longest), 0 after each end."""
-    longest = max(len(row) for row in rows)
-    found = torch.zeros(len(rows), longest)
+def pad_columns(rows, fill=0.0, dtype=torch.float32):
+    """Lists of numbers as (rows, longest), `fill` after each end."""
+    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=dtype)
     for i, row in enumerate(rows):
-        found[i, :len(row)] = torch.as_tensor(row, dtype=torch.float32)
-    return found
+        padded[i, :len(row)] = torch.as_tensor(row)
+    return padded
 
 
 def stack_pools(pools):
     """(queries, pool), -1 after the end of a shorter one."""
-    found = torch.full((len(pools), max(len(pool) for pool in pools)), -1)
-    for i, pool in enumerate(pools):
-        found[i, :len(pool)] = pool
-    return found
+    return pad_columns(pools, -1, torch.long)
 
 
 def check_room(pool, shots):
@@ -2740,391 +2589,128 @@ _READING = """
     PRIOR_STRENGTH INSTRUCTION DEMONSTRATION QUERY CHAT_TEMPLATE ANSWER_END MAX_ANSWER_TOKENS DTYPE GOLDS POOL
     POOL_SIZE""".split()
 # And which lists there are: parts of one file are never mined under two settings
-_MINING = """
+_MINING = _READING + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
     LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE SEED""".split()
 
 
-def mining_facts(queries, shots):
-    """What the lists of these queries depend on, as JSON has it: SHOTS, how many queries, the constants."""
+def list_facts(queries, shots):
+    """What the lists of these queries depend on."""
     count = "TEST_QUERIES" if queries[0]["split"] == "test" else "MINE_QUERIES"
-    facts = {"program": "rce_icl", "shots": shots, count: len(queries)}
-    facts |= {key: constants()[key] for key in (*_READING, *_MINING)}
-    return json.loads(json.dumps(facts, default=plain_name))
-
-
-def check_facts(path, mined_with, facts, keys, todo):
-    """Refuse a file of this program that was mined under another value of one of the keys."""
-    for key in keys:
-        if mined_with.get(key) != facts[key]:
-            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
-            raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
-
-
-def check_mined(path, mined_with, queries, say):
-    """Refuse a file of this program whose lists were read under other constants; name what else it was mined
-    with."""
-    if mined_with.get("program") == "rce_icl":
-        facts = mining_facts(queries, SHOTS)
-        check_facts(path, mined_with, facts, _READING, "mine anew, in another OUTPUT_DIR")
-        others = [key for key in ("shots", *_MINING) if mined_with.get(key) != facts[key]]
-        if others:
-            then = ", ".join(f"{key} = {mined_with.get(key)!r}" for key in others)
-            say(f"{path} was mined with {then}: its lists stay as they are")
+    return mining_facts(**{"program": "rce_icl", "shots": shots, count: len(queries)})
 
 
 def candidates_path():
     return Path(CANDIDATES) if CANDIDATES else Path(OUTPUT_DIR) / "candidates.json"
 
 
+_FIELDS = {  # of a list: its key in the file, which is the source's
+    "source": "gen_methods", "temperature": "temperatures", "beam_score": "beam_score",
+    "logprob": "logprob_score", "text": "vqa_pred_answer", "hard": "vqa_correct", "soft": "vqa_acc_score",
+    "gt_prob": "vqa_gt_prob", "relevance": "vqa_rel_score", "eval_mode": "vqa_eval_mode",
+    "eval_failed": "eval_failed", "eval_error": "eval_error"}
+
+
 def group_record(group, demos):
-    """A query and its lists as the source's JSON has them; pointers and pool are row numbers of the data."""
+    """(row number, a query and its lists as JSON has them); pointers and pool are row numbers of the data."""
     pool = [demos[j]["number"] for j in group.pool.tolist()]
+    lists = [{"pointer": [pool[j] for j in c["pointer"]], **{name: c[key] for key, name in _FIELDS.items()}}
+             for c in group.candidates]
     query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
-    lists = []
-    for c in group.candidates:
-        sampled = [t for t in c["temperature"] if t is not None]
-        lists.append({
-            "pointer": [pool[j] for j in c["pointer"]],
-            "gen_method": c["source"][0],
-            "gen_methods": c["source"],
-            "temperature": sampled[0] if sampled else None,
-            "temperatures": c["temperature"],
-            "beam_score": c["beam_score"],
-            "logprob_score": c["logprob"],
-            "vqa_pred_answer": c["text"],
-            "vqa_correct": c["hard"],
-            "vqa_acc_score": c["soft"],
-            "vqa_gt_prob": c["gt_prob"],
-            "vqa_rel_score": c["relevance"],
-            "vqa_eval_mode": c["eval_mode"],
-            "eval_failed": c["eval_failed"],
-            "eval_error": c["eval_error"]})
     record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
-    return {**record, "pointer_candidates": lists}
+    return str(group.query["number"]), {**record, "pointer_candidates": lists}
 
 
-def write_candidates(path, records, facts):
-    """{row number: record} and _meta as JSON, there whole or not at all."""
-    write_json(path, {"_meta": facts, **records}, indent=None)
-
-
-def join_parts(path, parts, facts):
-    """One file of all parts, whose folder then goes."""
-    records = {}
-    for part in parts:
-        found = read_json(part)
-        del found["_meta"]
-        records |= found
-    write_candidates(path, records, facts)
-    shutil.rmtree(parts[0].parent)
-
-
-def write_json(path, value, indent=1):
-    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=indent) + "\n"))
+def write_candidates(records, path, facts):
+    """[(row number, record)] and _meta as JSON, there whole or not at all."""
+    text = json.dumps({"_meta": facts, **dict(records)}) + "\n"
+    write_whole(path, lambda tmp: tmp.write_text(text))
 
 
 def read_json(path):
-    """The object of a file of candidates."""
+    """([(row number, record)], what they were mined with) of a file of candidates."""
     try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({first_line(error)})") from None
-    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
-        raise UserError(f"{path}: it must hold an object with an object for each query's row number")
-    return found
+        records = json.loads(Path(path).read_text())
+        mined_with = records.pop("_meta", {})
+        return [*records.items()], mined_with
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as JSON with an object ({first_line(error)})") from None
 
 
-def read_part(path, facts, say):
-    """The records of a part that an earlier start mined, None where there is none or it is broken."""
-    if not path.exists():
-        return None
-    try:
-        records = read_json(path)
-    except UserError as error:
-        say(f"WARNING: {error}; mining it again")
-        return None
-    check_facts(path, records.pop("_meta", {}), facts, facts, "start afresh with RESUME=no")
-    return records
-
-
-def read_candidates(path, splits, demos, say=None):
-    """Groups of a file: this program's, the source's, or the source's older one of id_list and score_list.
-    The mapping is strict: a query or demonstration that is not known, not in the pool, there twice or the
-    query itself is an error that names it. With `say` a file of this program must be mined as it is now."""
-    records = read_json(path)
-    mined_with = records.pop("_meta", {})
-    if say:
-        check_mined(path, mined_with, splits["train"], say)
-    known = {row["number"]: row for row in (*splits["train"], *splits["validation"])}
-    if path.name.startswith("test_candidates_"):
-        known = {row["number"]: row for row in splits["test"]}
-    parsed = []
-    for key, record in records.items():
-        where = f"{path}, query {key}"
-        query = known.get(int(key)) if key.isdecimal() else None
-        told = record.get("query")
-        told = told.get("text") if isinstance(told, dict) else None  # the source's files may not have it
-        if query is None or told not in (None, query["text"]):
-            todo = "give the data that the candidates were mined for"
-            raise UserError(f"{where}: there is no such query in the data: {todo}")
-        pool = record.get("candidate_pool_ids")
-        pool = pool if pool is None else row_numbers(pool, f"{where}: candidate_pool_ids")
-        parsed.append((where, query, pool, parse_lists(record, query, pool, where)))
-    if not parsed:
-        raise UserError(f"{path}: there are no candidates in it")
-    every = sorted({number for _, _, _, lists in parsed for numbers, _ in lists for number in numbers})
+def read_candidates(path, splits, demos):
+    """Groups of a file, this program's or the source's. The mapping is strict: a query or demonstration that
+    is not known, not in the pool, there twice or asking what the query asks is an error that names it."""
+    records, mined_with = read_json(path)
+    if mined_with.get("program") == "rce_icl":
+        check_facts(path, mined_with, mining_facts(), _READING, "mine anew, in another OUTPUT_DIR")
+    of_test = path.name.startswith("test_candidates_")
+    rows = splits["test"] if of_test else splits["train"] + splits["validation"]
+    known = {str(row["number"]): row for row in rows}
     position = {demo["number"]: j for j, demo in enumerate(demos)}
     asking = defaultdict(set)
     for demo in demos:
         asking[what_is_asked(demo)].add(demo["number"])
+    parsed = []
+    for key, record in records:
+        where = f"{path}, query {key}"
+        try:
+            told = record.get("query", {}).get("text")  # the source's files may not have it
+            lists = [parse_list(c) for c in record["pointer_candidates"]]
+            pool = record.get("candidate_pool_ids")
+            pool = pool if pool is None else [index(number) for number in pool]
+            parsed.append((where, known.get(key), pool, lists, index(record.get("proposed") or len(lists))))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise UserError(f"{where}: cannot be read ({fault}); see docs/rce_icl.md") from None
+        if key not in known or told not in (None, known[key]["text"]):
+            raise UserError(f"{where}: there is no such query in the data: give that which was mined")
+    every = sorted({number for _, _, _, lists, _ in parsed for numbers, _ in lists for number in numbers})
     groups = []
-    for where, query, pool, lists in parsed:
-        asks_the_same = asking[what_is_asked(query)]
+    for where, query, pool, lists, proposed in parsed:
+        own = asking[what_is_asked(query)]
         # a file without pools: what any of its lists points to
-        numbers = [n for n in every if n not in asks_the_same] if pool is None else pool
-        place = {number: j for j, number in enumerate(numbers)}
-        for number in numbers:
-            if number not in position:
-                raise UserError(f"{where}: candidate {number} is no demonstration in TRAIN_DATASET")
-            if number in asks_the_same:
-                shows = f"its pool has row {number}, which asks what it asks, with the answer"
-                raise UserError(f"{where}: {shows}: leave it out")
-        if len(place) < len(numbers):
-            raise UserError(f"{where}: its pool names a demonstration twice: leave one out")
+        pool = [number for number in every if number not in own] if pool is None else pool
+        check_numbers(pool, position, own, f"{where}: its pool")
+        place = {number: j for j, number in enumerate(pool)}
         candidates = {}
         for pointer, candidate in lists:
-            for number in pointer:
-                if number in asks_the_same:
-                    shows = f"pointer {pointer} has row {number}, which asks what it asks, with the answer"
-                    raise UserError(f"{where}: {shows}: leave the list out")
-                if number not in place:
-                    has = f"pointer {pointer} has {number}"
-                    raise UserError(f"{where}: {has}, which is not in the query's pool")
+            check_numbers(pointer, place, own, f"{where}: pointer {pointer}")
             candidate["pointer"] = tuple(place[number] for number in pointer)
-            if not pointer or len(set(pointer)) < len(pointer):
-                raise UserError(f"{where}: pointer {pointer} is empty or names a demonstration twice")
             candidates.setdefault(candidate["pointer"], candidate)
-        pool = torch.tensor([position[number] for number in numbers])
-        proposed = records[str(query["number"])].get("proposed", len(lists))
         if candidates:
             groups.append(SimpleNamespace(
-                query=query, pool=pool, candidates=list(candidates.values()),
-                proposed=read_as("number", proposed, f"{where}: proposed")))
+                query=query, pool=torch.tensor([position[number] for number in pool]),
+                candidates=list(candidates.values()), proposed=proposed))
+    if not groups:
+        raise UserError(f"{path}: there are no candidates in it")
     return groups
 
 
-def row_numbers(values, where):
-    """A list of whole numbers from 0."""
-    if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
-        raise UserError(f"{where} must be a list of row numbers from 0, not {repr(values)[:80]}")
-    return values
+def check_numbers(numbers, known, own, where):
+    """Refuse row numbers of a pool or a list that are not known, there twice or ask what the query asks."""
+    for number in numbers:
+        if number in own:
+            raise UserError(f"{where} has row {number}, which asks what the query asks: leave it out")
+        if number not in known:
+            raise UserError(f"{where} has {number}, which is no demonstration of the data or not in the pool")
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise UserError(f"{where} is empty or names a demonstration twice")
 
 
-def parse_lists(record, query, pool, where):
-    """[(row numbers, candidate)] of one query's record."""
-    try:
-        if "id_list" in record:  # the older format, whose lists end with the query itself
-            found = []
-            for numbers, score in zip(record["id_list"], record["score_list"], strict=True):
-                numbers = row_numbers(numbers, f"{where}: id_list")
-                numbers = numbers[:-1] if numbers[-1] == query["number"] else numbers
-                score = float(read_as("number", score, f"{where}: score_list"))
-                found.append((numbers, {**new_candidate((), "beam"), "beam_score": score}))
-            return found
-        return [parse_list(c, pool, where) for c in record["pointer_candidates"]]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        forms = "lists are pointer_candidates, or id_list and score_list; see docs/rce_icl.md"
-        raise UserError(f"{where}: cannot be read ({type(error).__name__}: {error}): {forms}") from None
-
-
-def parse_list(c, pool, where):
+def parse_list(c):
     """(row numbers, candidate) of one list. Where it has pointer_global, the source's newer format, that
     holds the rows, and pointer their places in the pool."""
-
-    def number(key, low=-1e300, high=1e300):
-        value = c.get(key)
-        if value is None or type(value) in (int, float) and low <= value <= high:
-            return value
-        read_as("number", value, f"{where}: {key}")
-        raise UserError(f"{where}: {key} is {value!r}, it takes {low:g} to {high:g}: mend or delete it")
-
-    def text(key):
-        return c.get(key) and read_as("text", c[key], f"{where}: {key}")
-
-    pointer = row_numbers(c["pointer"], f"{where}: pointer")
-    if c.get("pointer_global") is not None:
-        places, pointer = pointer, row_numbers(c["pointer_global"], f"{where}: pointer_global")
-        if pool is not None and [pool[n] if n < len(pool) else None for n in places] != pointer:
-            are = f"pointer {places} gives places in the pool, pointer_global {pointer} rows"
-            raise UserError(f"{where}: {are}, but the pool has other rows there: mend one")
-    mode = text("vqa_eval_mode")
-    failed = bool(c.get("eval_failed")) or SKIP_FALLBACK and mode == "fallback"
-    if not failed and c.get("vqa_correct") not in (0, 1, None):
-        raise UserError(f"{where}: vqa_correct is {c['vqa_correct']!r}, it takes 0 or 1: mend or delete it")
-    sources = c.get("gen_methods") or c.get("gen_method") or "given"
-    sources = read_as("texts", sources, f"{where}: gen_methods")
-    temperatures = c.get("temperatures") or [number("temperature")] * len(sources)
-    if not isinstance(temperatures, list) or len(temperatures) != len(sources):
-        must = "must be a list, one for each of gen_methods: mend or delete it"
-        raise UserError(f"{where}: temperatures {must}")
-    for value in temperatures:
-        value is None or read_as("number", value, f"{where}: temperatures")
-    return pointer, {
-        **new_candidate(()), "source": sources, "temperature": temperatures,
-        "beam_score": number("beam_score"), "logprob": number("logprob_score"),
-        "text": text("vqa_pred_answer") or "", "hard": c.get("vqa_correct"),
-        "soft": number("vqa_acc_score", 0, 1), "gt_prob": number("vqa_gt_prob", 0, 1),
-        "relevance": number("vqa_rel_score", 0, 1), "eval_mode": mode, "eval_failed": failed,
-        "eval_error": text("eval_error")}
-
-
-# ---------------------------------------------------------------- the check-up
-
-
-def spearman(a, b):
-    """Rank correlation, equal values sharing their mean rank; NaN where one side does not vary."""
-    ranks = []
-    for values in (a, b):
-        found = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
-        _, which, counts = found
-        ranks.append((counts.cumsum() - (counts - 1) / 2)[which])
-    varies = all(len(set(rank)) > 1 for rank in ranks)
-    return float(np.corrcoef(ranks)[0, 1]) if varies else math.nan
-
-
-def mean_of(values):
-    return float(np.mean(values)) if len(values) else math.nan
-
-
-def own_pick(candidates):
-    """The number of the list that the policy takes by itself: its likeliest beam, else its likeliest list."""
-    def preference(i):
-        logprob = candidates[i]["logprob"]
-        return beam_first(candidates[i]), -math.inf if logprob is None else logprob
-
-    return max(range(len(candidates)), key=preference)
-
-
-def check_up(groups):
-    """Figures and a verdict on groups of lists. Shares are of what was answered and did not fail."""
-    every = [c for group in groups for c in group.candidates]
-    good = [[c for c in usable(group.candidates) if c["hard"] is not None] for group in groups]
-    good = [group for group in good if group]
-    answered = [c for group in good for c in group]
-    right = [sum(c["hard"] for c in group) for group in good]
-    shaped = [shaped_rewards(group) for group in good]
-    picks = [own_pick(group) for group in good]
-    gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
-    figures = {
-        "queries": len(groups),
-        "lists proposed": sum(group.proposed for group in groups),
-        "lists kept": len(every),
-        "answered": len(answered),
-        "positive rate": mean_of([c["hard"] for c in answered])}
-    sources = defaultdict(list)
-    for c in answered:
-        for name, temperature in zip(c["source"], c["temperature"]):
-            sources[name if temperature is None else f"{name} at {temperature:g}"].append(c["hard"])
-    for name, values in sorted(sources.items()):
-        figures[f"positive rate, {name}"] = mean_of(values)
-    for name, percent in (("min", 0), ("p25", 25), ("median", 50), ("p75", 75), ("max", 100)):
-        figures[f"positives a query, {name}"] = float(np.percentile(right, percent)) if right else math.nan
-    figures["queries without a positive"] = mean_of([n == 0 for n in right])
-    figures["queries with flat reward"] = mean_of([is_flat(r) for r in shaped])
-    pairs = [(c["gt_prob"], c["hard"]) for c in answered if c["gt_prob"] is not None]
-    figures["Spearman of gt_prob with hard"] = spearman(*zip(*pairs)) if pairs else math.nan
-    figures["accuracy of the policy's pick"] = mean_of([group[i]["hard"] for group, i in zip(good, picks)])
-    figures["accuracy of the oracle"] = mean_of([n > 0 for n in right])
-    figures["oracle's reward above the pick's, mean"] = mean_of(gaps)
-    modes = Counter("failed" if c["eval_failed"] else c["eval_mode"] or "given" for c in every)
-    for mode, count in sorted(modes.items()):
-        figures[f"eval mode {mode}"] = count / len(every)
-    return figures, find_verdict(figures)
-
-
-def find_verdict(figures):
-    """What to do next, in a sentence: fix the reward, mine more, or train."""
-    failed = figures.get("eval mode failed", 0)
-    without = figures["queries without a positive"]
-    flat = figures["queries with flat reward"]
-    oracle = figures["accuracy of the oracle"]
-    pick = figures["accuracy of the policy's pick"]
-    correlation = figures["Spearman of gt_prob with hard"] if "gtprob" in REWARD_MODE else 1.0
-    if not figures["answered"]:
-        return "train: there are scores alone, whether they are any good nothing here says"
-    if failed > 0.1:
-        return f"fix the reader: it failed for {failed:.0%} of the lists"
-    if correlation < 0.1:
-        what = f"gt_prob hardly goes with being right (Spearman {correlation:.2f})"
-        return f"fix the reward: {what}; look at ANSWER_END, or take another REWARD_MODE"
-    if not without <= 0.5:
-        return f"mine more: {without:.0%} of the queries have no right list; raise RANDOM, LOCAL or POOL_SIZE"
-    if oracle - pick < 0.02:
-        what = "the lists are hardly better than the policy's own pick"
-        return f"mine more: {what}; raise RANDOM, LOCAL or POOL_SIZE"
-    if flat > 0.5:
-        return f"fix the reward: {flat:.0%} of the queries have equal rewards; take a REWARD_MODE that grades"
-    best = f"the best list is right for {oracle:.0%} of the queries"
-    return f"train: {best}, the policy's own pick for {pick:.0%}"
-
-
-def write_check_up(groups, path, say):
-    """Print the check-up and save it at `path`, as .csv and .png."""
-    figures, verdict = check_up(groups)
-    table = []
-    for key, value in figures.items():
-        shown = f"{value:>10,}" if isinstance(value, int) else f"{value:>10.3f}"
-        table.append(f"    {key:<40} {shown}")
-    title = f"Check-up of {candidates_path().name}"
-    say("\n".join([title, *table, f"  Verdict: {verdict}"]))
-    text = io.StringIO()
-    csv.writer(text).writerows([("figure", "value"), *figures.items(), ("verdict", verdict)])
-    write_whole(path.with_suffix(".csv"), lambda tmp: tmp.write_text(text.getvalue(), newline=""))
-    draw_check_up(groups, figures, f"{title}\n{verdict}", path)
-    return figures
-
-
-def draw_check_up(groups, figures, title, path):
-    """Right lists a query, shares of right ones by source, gt_prob of right and wrong ones."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 5), layout="constrained")
-    figure.suptitle(title)
-    counts, shares, graded = figure.subplots(1, 3)
-    good = [[c for c in group.candidates if c["hard"] is not None] for group in groups]
-    right = [sum(c["hard"] for c in group) for group in good]
-    counts.hist(right, bins=np.arange(max(right, default=0) + 2) - 0.5, color="C0", edgecolor="white")
-    counts.set(xlabel="right lists a query, of those kept", ylabel="queries")
-    named = [key for key in figures if key.startswith("positive rate, ")]
-    shares.barh([key.split(", ")[1] for key in named], [figures[key] for key in named], color="C0")
-    shares.axvline(figures["positive rate"], color="C1", linestyle="--", label="all lists, each once")
-    shares.set(xlabel="share of right lists, of those kept", xlim=(0, 1))
-    shares.legend(fontsize=8)
-    known = [c for group in good for c in group if c["gt_prob"] is not None]
-    for color, (hard, name) in enumerate(((1, "right"), (0, "wrong"))):
-        values = [c["gt_prob"] for c in known if c["hard"] == hard]
-        graded.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, color=f"C{color}", label=name)
-    graded.set(xlabel="gt_prob", ylabel="lists (log)", yscale="log" if known else "linear")
-    graded.legend(fontsize=8)
-    for axis in (counts, shares, graded):
-        axis.grid(alpha=0.3)
-    write_whole(path.with_suffix(".png"), partial(figure.savefig, format="png", dpi=100))
-
-
-def check_candidates():
-    """The check-up of CANDIDATES, or of the candidates in OUTPUT_DIR."""
-    path = candidates_path()
-    if not path.is_file():
-        todo = "run STAGE=mine first, or set CANDIDATES to a JSON file"
-        raise UserError(f"there are no candidates at {path}: {todo}")
-    splits, demos = load_splits(say_plainly)
-    Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
-    return write_check_up(read_candidates(path, splits, demos), Path(OUTPUT_DIR) / "candidates", say_plainly)
-
-
-def say_plainly(text):
-    print(text, flush=True)
+    numbers = [index(number) for number in c.get("pointer_global") or c["pointer"]]
+    candidate = new_candidate(())
+    candidate |= {key: c[name] for key, name in _FIELDS.items() if c.get(name) is not None}
+    if not candidate["source"]:
+        candidate["source"] = [c.get("gen_method") or "given"]
+        candidate["temperature"] = [c.get("temperature")]
+    candidate["eval_failed"] |= SKIP_FALLBACK and candidate["eval_mode"] == "fallback"
+    shares = [candidate[key] for key in ("hard", "soft", "gt_prob", "relevance")]
+    if not all(value is None or 0 <= value <= 1 for value in shares) or candidate["hard"] not in (0, 1, None):
+        raise ValueError(f"vqa_correct takes 0 or 1, the other marks 0 to 1, not {shares}")
+    return numbers, candidate
 
 
 # ---------------------------------------------------------------- the test, figures and pictures
@@ -3136,8 +2722,6 @@ def test_policies(trainer):
     if trainer.state.stage == "grpo":
         before = load_pointer(trainer.run.folder / "rce/policy", trainer.corpus.sizes)
         policies = {"RCE": before, "RCE + GRPO": policies["RCE"]}
-    if IMITATION:
-        policies["imitation"] = imitate(trainer)
     queries = trainer.splits["test"]
     results = {}
     for shots in EVAL_SHOTS:
@@ -3146,17 +2730,16 @@ def test_policies(trainer):
             policy.to(trainer.device)
             found[name] = trainer.accuracy_of(queries, [x[0] for x in trainer.pick(queries, shots, policy)])
         if RERANK:
-            found["rerank by gt_prob"] = rerank(trainer, queries, shots, policies)
+            found["rerank by gt_prob"] = rerank(trainer, queries, shots, list(policies.values())[-1])
         found["oracle"] = test_oracle(trainer, queries, shots)
         if found["oracle"] is None:
             return  # a signal
         results[shots] = found
     figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
-    write_json(trainer.run.folder / "eval_test.json", figures)
-    for line in test_lines(figures):
-        trainer.run.say(line)
-    records = read_metrics(trainer.run.folder / "logs/metrics.jsonl")
-    draw_results(figures, records, trainer.run.folder, trainer.run.title)
+    text = json.dumps(figures, indent=1) + "\n"
+    write_whole(trainer.run.folder / "eval_test.json", lambda tmp: tmp.write_text(text))
+    trainer.run.say(test_lines(figures))
+    draw_results(figures, trainer.run.folder / "icl_results.png", trainer.run.title)
 
 
 def baseline_accuracies(trainer, queries, shots):
@@ -3173,14 +2756,13 @@ def baseline_accuracies(trainer, queries, shots):
     return {name: trainer.accuracy_of(queries, lists) for name, lists in named.items()}
 
 
-def rerank(trainer, queries, shots, policies):
+def rerank(trainer, queries, shots, policy):
     """Of the policy's RERANK beams the one with the highest gt_prob: it needs the golds, so an upper
     bound."""
-    policy = policies.get("RCE + GRPO", policies["RCE"])
     lists = []
     for query, beams in zip(queries, trainer.pick(queries, shots, policy, RERANK)):
-        read = [[trainer.corpus.demos[j] for j in numbers] for numbers in beams]
-        scores = [trainer.reader.gold_probability(query, demos, query["golds"]) for demos in read]
+        asked = [(query, [trainer.demos[j] for j in numbers]) for numbers in beams]
+        scores = trainer.reader.gold_probabilities(asked)
         lists.append(beams[scores.index(max(scores))])
     return trainer.accuracy_of(queries, lists)
 
@@ -3190,34 +2772,12 @@ def test_oracle(trainer, queries, shots):
     path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
     if not path.exists() and not trainer.mine(path, queries, shots):
         return None
-    facts = mining_facts(queries, shots)
-    check_facts(path, read_json(path).get("_meta", {}), facts, facts, "delete it, and it is mined anew")
+    facts = list_facts(queries, shots)
+    check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined anew")
     groups = read_candidates(path, trainer.splits, trainer.demos)
     best = {group.query["id"]: group.candidates for group in groups}
     return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
 
-
-def imitate(trainer):
-    """Another policy, trained as long as RCE on each query's best list alone: imitation."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        policy = new_pointer(trainer.corpus.sizes).to(trainer.device).train()
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        total = RCE_EPOCHS * math.ceil(len(trainer.train_rows) / BATCH_SIZE)
-        state = SimpleNamespace(epoch=0, order=None, cursor=0)
-        for step in range(total):
-            rows = next_rows(trainer.train_rows, state, BATCH_SIZE)
-            groups = []
-            for row in rows:
-                best = row["candidates"][max(range(len(row["rewards"])), key=row["rewards"].__getitem__)]
-                groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=[best]))
-            inputs = trainer.corpus.group_tensors(groups)
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
-            optimizer.zero_grad()
-            (-list_logprobs(policy(*inputs), inputs[-1]).mean()).backward()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-    return policy.eval()
 
 def bootstrap_interval(differences):
     """95% interval of the mean of paired differences (queries,), resampling queries."""
@@ -3244,55 +2804,35 @@ def test_figures(results, name):
 
 
 def test_lines(figures):
-    """Lines for the terminal."""
-    methods = list(next(iter(figures["shots"].values()))["accuracy"])
+    """A table for the terminal."""
+    of_shots = figures["shots"]
     lines = [f"Test accuracy, {figures['queries']} queries:"]
-    lines.append("  " + f"{'shots':20}" + "".join(f"{shots:>8}" for shots in figures["shots"]))
-    for method in methods:
-        cells = [f"{found['accuracy'][method]:8.3f}" for found in figures["shots"].values()]
-        lines.append("  " + f"{method:20}" + "".join(cells))
-    for shots, found in figures["shots"].items():
-        low, high = found["intervals_of_gains"]["similarity"]
-        share = found["share_of_gap"]
-        share = "no gap" if share is None else f"{share:.0%} of the way to the oracle"
-        gain = f"{found['gain_over_similarity']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+    lines.append(f"  {'shots':20}" + "".join(f"{shots:>8}" for shots in of_shots))
+    for method in next(iter(of_shots.values()))["accuracy"]:
+        cells = "".join(f"{each['accuracy'][method]:8.3f}" for each in of_shots.values())
+        lines.append(f"  {method:20}{cells}")
+    for shots, each in of_shots.items():
+        low, high = each["intervals_of_gains"]["similarity"]
+        gain = f"{each['gain_over_similarity']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+        share = f"{each['share_of_gap'] or 0:.0%} of the way to the oracle"
         lines.append(f"  {figures['policy']} over similarity at {shots} shots: {gain}, {share}")
-    return lines
+    return "\n".join(lines)
 
 
-def draw_results(figures, records, folder, title):
-    """icl_results.png: accuracy by shots, pick against oracle over time, the weights' effective number and,
-    where there was one, what GRPO did."""
+def draw_results(figures, path, title):
+    """icl_results.png: test accuracy by shots of the policy and what it is compared with."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    figure.suptitle(title)
-    panels = {  # what is drawn of metrics.jsonl: label, phase, {metric: its name}
-        "accuracy, validation queries": ("eval", {
-            "pick_accuracy": "the policy's pick", "oracle_accuracy": "oracle among the mined"}),
-        "lists that weigh, exp(entropy of the weights)": ("train", {"effective_lists": "lists"}),
-        "weight on the best list": ("train", {"weight_on_best": "weight"}),
-        "KL to the policy of RCE (nats a choice)": ("train", {"kl": "KL"}),
-        "deviation of rewards within a query": ("train", {"advantage_spread": "deviation"})}
-    if not any("kl" in record for record in records):  # no GRPO
-        panels = dict(list(panels.items())[:3])
-    by_shots, *others = figure.subplots(2, (len(panels) + 1) // 2).flatten()
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axis = figure.subplots()
     shots = [int(key) for key in figures["shots"]]
-    for n, method in enumerate(next(iter(figures["shots"].values()))["accuracy"]):
-        values = [found["accuracy"][method] for found in figures["shots"].values()]
-        trained = method.startswith(("RCE", "imitation", "rerank"))
-        by_shots.plot(shots, values, "o-" if trained else "o--", color=f"C{n}", label=method)
-    by_shots.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02))
-    by_shots.legend(fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.08))
-    for axis, (label, (phase, metrics)) in zip(others, panels.items()):
-        for n, (key, name) in enumerate(metrics.items()):
-            plot_metric(axis, records, phase, key, f"C{n}", name)
-        axis.set(xlabel="training step", ylabel=label)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    for axis in (by_shots, *others):
-        axis.grid(alpha=0.3)
-    write_whole(folder / "icl_results.png", partial(figure.savefig, format="png", dpi=100))
+    for method in next(iter(figures["shots"].values()))["accuracy"]:
+        values = [each["accuracy"][method] for each in figures["shots"].values()]
+        axis.plot(shots, values, "o-" if method.startswith(("RCE", "rerank")) else "o--", label=method)
+    axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def train_main():

@@ -246,11 +246,6 @@ def hard_plus_gtprob_plus_rel(hard, soft, gt_prob, score):
     return shape_wrong(hard_plus_gtprob_separated(hard, soft, gt_prob, score), hard, score, 0.1)
 
 
-def legacy(hard, soft, gt_prob, score):
-    """The score that a beam was mined with, correctness aside. Range: any number."""
-    return list(score)
-
-
 # ---------------------------------------------------------------- visual question answering (rce/rce_icl.py)
 
 _NUMBER_WORDS = {word: str(n) for n, word in enumerate(

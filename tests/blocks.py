@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("language models", "faster decoding", "data and rewards", "the run")
+NAMES = ("language models", "faster decoding", "data and rewards", "the run", "mining and check-up")
 HAVE = {  # which blocks a trainer must have; one that is not named here has what it has
-    "ppo/ppo.py": NAMES,
-    "grpo/grpo.py": NAMES,
+    "ppo/ppo.py": NAMES[:4],
+    "grpo/grpo.py": NAMES[:4],
     "rce/rce.py": NAMES,
-    "ppo/ppo_rag.py": NAMES[2:],
-    "grpo/grpo_rec.py": NAMES,
+    "ppo/ppo_rag.py": NAMES[2:4],
+    "grpo/grpo_rec.py": NAMES[:4],
     "rce/rce_icl.py": NAMES[2:],
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)

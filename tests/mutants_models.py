@@ -61,7 +61,7 @@ MUTANTS = [
     (GRPO, "            check_first_ratio(steps, run.step)\n",
      '            [step.pop("log_ratio") for step in steps]\n',
      IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]"),
-    (RCE, "if mean > 0.05:", 'if DTYPE == "float32" and mean > 0.05:',
+    (RCE, 'if DTYPE == "float32" else 0.05)', 'if DTYPE == "float32" else 5.0)',
      IN_MODELS + "in_bfloat16_mining_ends_where_greedy_responses_score_otherwise"),
     (GRPO, "backward(model, logits.float().logsumexp(-1).sum())",
      "logits.float().logsumexp(-1).sum().backward()",

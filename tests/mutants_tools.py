@@ -2,6 +2,7 @@
 
 SHOW, PLOT = "tools/show.py", "tools/plot.py"
 IN = "tests/test_tools.py::test_"
+CHECK, IN_CHECK = "tools/check_up.py", "tests/test_check_up.py::test_"
 
 MUTANTS = [
     # show.py
@@ -36,4 +37,18 @@ MUTANTS = [
      IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour"),
     (PLOT, 'f"C{n}" if len(runs) <= 10 else many(n)', 'f"C{n}"',
      IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour"),
+
+    # check_up.py
+    (CHECK, "spearmanr(pairs).statistic", "np.corrcoef(np.array(pairs).T)[0, 1]",
+     IN_CHECK + "figures_of_a_hand_made_table"),
+    (CHECK, "mean([gap > 0.2 for gap in gaps])", "mean([gap > 2 for gap in gaps])",
+     IN_CHECK + "figures_of_a_hand_made_table"),
+    (CHECK, 'if c["hard"] is not None and not c["eval_failed"]] for group in groups]\n    good = [group',
+     'if c["hard"] is not None] for group in groups]\n    good = [group',
+     IN_CHECK + "its_figures_are_the_trainers_own"),
+    (CHECK, "2 * c[\"hard\"] + c[\"gt_prob\"],", "c[\"hard\"] + c[\"gt_prob\"],",
+     IN_CHECK + "its_figures_are_the_trainers_own"),
+    (CHECK, "rounds[max(rounds)]", "rounds[min(rounds)]",
+     IN_CHECK + "a_run_is_checked_by_its_newest_candidates_and_its_own_constants"),
+    (CHECK, "constants |= dict(", "dict(", IN_CHECK + "a_file_of_lists_is_read_and_a_reward_can_be_given"),
 ]

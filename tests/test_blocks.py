@@ -6,12 +6,15 @@ import blocks
 import pytest
 from conftest import ROOT
 
-TRAINERS = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"]  # of the small ones below
+TRAINERS = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"]  # of the small ones below ...
+NAMES = ("language models", "data and rewards", "the run")  # ... and their blocks
 LENGTHS = [
-    ("ppo/ppo.py", 489), ("grpo/grpo.py", 579), ("rce/rce.py", 806), ("ppo/ppo_rag.py", 515),
-    ("grpo/grpo_rec.py", 697), ("rce/rce_icl.py", 790)]
+    ("ppo/ppo.py", 489), ("grpo/grpo.py", 579), ("rce/rce.py", 720), ("ppo/ppo_rag.py", 515),
+    ("grpo/grpo_rec.py", 697), ("rce/rce_icl.py", 715)]
 # Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
-MOST = {"language models": 1038, "faster decoding": 67, "data and rewards": 205, "the run": 797}
+MOST = {
+    "language models": 1038, "faster decoding": 67, "data and rewards": 205, "the run": 797,
+    "mining and check-up": 133}
 
 
 def upper_part(text):
@@ -31,8 +34,9 @@ def test_the_algorithm_stands_above_the_first_block_and_is_short(file, most):
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_block_does_not_grow(name):
-    text = (ROOT / "ppo/ppo.py").read_text()
-    begin, end = blocks.places("ppo/ppo.py", text)[name]
+    file = next(file for file, names in blocks.HAVE.items() if name in names)
+    text = (ROOT / file).read_text()
+    begin, end = blocks.places(file, text)[name]
     assert text.count("\n", begin, end) <= MOST[name]
 
 
@@ -53,9 +57,9 @@ def test_no_line_of_python_is_over_110_characters():
 # ---------------------------------------------------------------- tests/blocks.py itself, on small files
 
 def trainer(file, **changed):
-    """A small trainer: an algorithm of its own, and the three blocks with what `changed` makes of them."""
+    """A small trainer: an algorithm of its own, and the blocks with what `changed` makes of them."""
     text = f'"""{file}"""\nMINE = "{file}"\n'
-    for number, name in enumerate(blocks.NAMES):
+    for number, name in enumerate(NAMES):
         body = changed.get(f"block_{number}", f"def function_{number}():\n    return {number}\n")
         text += f"\n\n# ==== block: {name}\n# A sentence.\n{body}# ==== end of block: {name}\n"
     return text + f"\n\ndef train_main():\n    return {file!r}\n"
@@ -64,7 +68,7 @@ def trainer(file, **changed):
 @pytest.fixture
 def three(monkeypatch):
     """As if these three were all trainers."""
-    monkeypatch.setattr(blocks, "HAVE", {file: blocks.NAMES for file in TRAINERS})
+    monkeypatch.setattr(blocks, "HAVE", {file: NAMES for file in TRAINERS})
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def root(tmp_path, three):
     return tmp_path
 
 
-@pytest.mark.parametrize("number, name", list(enumerate(blocks.NAMES)))
+@pytest.mark.parametrize("number, name", list(enumerate(NAMES)))
 @pytest.mark.parametrize("body", [
     "def function():\n    return 7\n",  # another line
     "def function_0():\n    return  0\n",  # a space more

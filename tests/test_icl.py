@@ -79,7 +79,7 @@ def trained(world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
         folder = tmp_path_factory.mktemp("trained")
-        script = toy(world, folder, GRPO_EPOCHS=1, RERANK=2, IMITATION=True)
+        script = toy(world, folder, GRPO_EPOCHS=1, RERANK=2)
         trainer = script.ICLTrainer()
         trainer.train()
         yield script, trainer, folder / "run"
@@ -209,7 +209,7 @@ def test_rce_weights_by_hand_and_zscored_once():
 
 def test_tau_goes_to_its_end_by_equal_factors_over_the_epochs():
     script = load_script(FILE, RCE_EPOCHS=3, TAU=2.0, TAU_END=0.5)
-    assert [script.tau_at(epoch) for epoch in (0, 1, 2, 3)] == pytest.approx([2.0, 1.0, 0.5, 0.5])
+    assert [script.tau_at(epoch, 3) for epoch in (0, 1, 2, 3)] == pytest.approx([2.0, 1.0, 0.5, 0.5])
 
 
 def test_advantages_are_normalised_once_and_equal_rewards_give_none():
@@ -289,7 +289,6 @@ def test_the_two_more_reward_modes_by_hand():
     modes = load_script(FILE).rewards
     columns = [1, 0], [1.0, 0.0], [0.9, 0.4], [0.5, 0.5]
     assert modes.hard_plus_gtprob_plus_rel(*columns) == pytest.approx([2.9, 0.45])
-    assert modes.legacy(*columns) == [0.5, 0.5]
 
 
 # ---------------------------------------------------------------- readers
@@ -301,9 +300,10 @@ def test_votes_by_hand(icl):
     reader = script.VoteReader(demos)
     query = {"vector": np.array([0.8, 0.6]), "golds": ["x"]}
     total = 0.5 + 0.8 + 0.6 + 0.002
-    assert reader.gold_probability(query, demos[:2], ["y"]) == pytest.approx((0.5 / 3 + 0.601) / total)
-    assert reader.answer(query, demos[:2]) == "x" and reader.answer(query, [demos[1]]) == "y"
-    assert reader.answer(query, []) == "x"  # the commonest
+    probability, = reader.gold_probabilities([({**query, "golds": ["y"]}, demos[:2])])
+    assert probability == pytest.approx((0.5 / 3 + 0.601) / total)
+    asked = [(query, demos[:2]), (query, [demos[1]]), (query, [])]
+    assert reader.answers(asked) == ["x", "y", "x"]  # of no demonstration the commonest
     both = [reader.probability(reader.votes(query, demos), answer) for answer in "xy"]
     assert sum(both) == pytest.approx(1)
 
@@ -311,12 +311,11 @@ def test_votes_by_hand(icl):
 def tiny_tokenizer():
     """A token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {word: n for n, word in enumerate(["<pad>", "</s>", "<image>", *alphabet])}
+    vocabulary = {word: n for n, word in enumerate(["<pad>", "</s>", "<other>", *alphabet])}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "additional_special_tokens": ["<image>"]}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
 
 
 LLAMA = {
@@ -336,24 +335,10 @@ def save_random(model, folder, *parts):
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory):
-    """Folders of random readers: a causal model and one that sees, and a picture."""
+    """A folder with a random reader."""
     folder = tmp_path_factory.mktemp("readers")
     torch.manual_seed(0)
     save_random(LlamaForCausalLM(LlamaConfig(**LLAMA)), folder / "llama", tiny_tokenizer())
-    sees = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8,
-        patch_size=4, projection_dim=8)
-    config = LlavaConfig(vision_config=sees, text_config=LlamaConfig(**LLAMA), image_token_index=2)
-    template = (
-        "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>"
-        "{% else %}{{ c['text'] }}{% endif %}{% endfor %}|{% endfor %}")
-    pictures = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    processor = LlavaProcessor(
-        image_processor=pictures, tokenizer=tiny_tokenizer(), patch_size=4, chat_template=template,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1)
-    save_random(LlavaForConditionalGeneration(config), folder / "llava", processor)
-    for n in range(20):
-        Image.new("RGB", (8 + n, 9), (12 * n, 255 - 12 * n, 90)).save(folder / f"{n}.png")
     return folder
 
 
@@ -381,7 +366,7 @@ def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl,
             ends = reader.tokenizer("\n")["input_ids"] + [1]  # and EOS
             wanted += weight * math.exp(product) * logits[-1, ends].exp().sum().item()
         assert probability == pytest.approx(wanted, rel=1e-3) and 0 < probability < 1
-        assert reader.gold_probability(query, demos, query["golds"]) == pytest.approx(wanted, rel=1e-3)
+        assert reader.gold_probabilities([(query, demos)]) == [pytest.approx(wanted, rel=1e-3)]
 
 
 QWEN = (  # how Qwen2.5's tokenizer, and Llama 3's but for numbers, cut a text before merging
@@ -443,7 +428,8 @@ def test_gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_t
     asked = [(query, [] if name == "chat" else rows[:2]) for query in rows]
     assert reader.answers(asked) == list(COLOURS.values())
     scored = reader.gold_probabilities(asked)
-    often = [np.mean([text == pair[0]["answer"] for text in reader.sampled([pair] * 60)]) for pair in asked]
+    drawn = [reader.answers([pair] * 60, do_sample=True, top_k=0) for pair in asked]
+    often = [np.mean([text == pair[0]["answer"] for text in texts]) for pair, texts in zip(asked, drawn)]
     assert scored == pytest.approx(often, abs=0.15) and min(scored) < 0.9 < max(scored)
     said = []
     script.check_reader(reader, asked, said.append)
@@ -490,7 +476,7 @@ def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_l
     script = icl(READER_BATCH_SIZE=3, MAX_ANSWER_TOKENS=6)
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
     together = reader.answers(asked_rows())
-    assert together == [reader.answer(*asked) for asked in asked_rows()] and len(set(together)) > 1
+    assert together == [reader.answers([pair])[0] for pair in asked_rows()] and len(set(together)) > 1
     assert script.first_answer(" red one\nQuestion: what") == "red one"
     long = {"text": "x" * 700, "golds": ["a"], "answer": "a"}
     with pytest.raises(script.UserError, match="reads 600 tokens, a prompt and its answer have"):
@@ -513,46 +499,40 @@ def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
     assert all(0 < c["gt_prob"] < 1 for c in kept) and len({c["gt_prob"] for c in kept}) > 3
 
 
-def test_a_model_that_sees_reads_every_image_and_gives_a_probability(icl, readers):
-    script = icl(MAX_ANSWER_TOKENS=3)
-    reader = script.VisionReader(f"{readers}/llava", torch.device("cpu"))
-    rows = [{"text": f"what {n}", "answer": "a", "golds": ["a"], "image": f"{readers}/{n}.png"}
-            for n in range(12)]
-    read = reader.read(*reader.prompt(rows[0], rows[1:3]))
-    assert (read["input_ids"] == 2).sum() == 3 * 4 and len(read["pixel_values"]) == 3
-    found = [reader.gold_probability(rows[0], rows[1:3], ["a"]), reader.gold_probability(
-        {**rows[0], "image": f"{readers}/11.png"}, rows[1:3], ["a"])]
-    assert 0 < found[0] < 1 and found[0] != found[1]
-    wanted = 0.0
-    for text in ("a\n", " a\n", "a</s>", " a</s>"):
-        more = reader.tokenizer(text)["input_ids"]
-        ids = torch.cat([read["input_ids"], torch.tensor([more])], 1)
-        with torch.no_grad():
-            logits = reader.model(input_ids=ids, pixel_values=read["pixel_values"]).logits[0].log_softmax(-1)
-        places = range(ids.shape[1] - len(more), ids.shape[1])
-        wanted += math.exp(sum(logits[n - 1, ids[0, n]].item() for n in places))
-    assert found[0] == pytest.approx(wanted, rel=1e-3)
-    assert isinstance(reader.answer(rows[0], rows[1:3]), str)
-
-
-def test_a_whole_run_of_visual_questions_with_ten_golds(icl, readers, tmp_path):
+def test_a_whole_run_of_questions_with_images_ten_golds_and_a_reader_of_ones_own(icl, tmp_path):
     for name, count in (("train", 20), ("test", 2)):
         rows = []
         for n in range(count):
             golds = ["red"] * (n % 5) + ["blue"] * (10 - n % 5)
             question = f"what colour is thing{n % 9} on{n % 4}"
-            rows.append({"q": question, "a": golds, "i": f"{readers}/{n}.png"})
+            rows.append({"q": question, "a": golds, "i": f"{tmp_path}/{n}.png"})
+            (tmp_path / f"{n}.png").touch()
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kind = {"type": "jsonl", "input": "q", "output": "a", "image": "i"}
     script = icl(
-        READER=f"{readers}/llava", TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
+        TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
         TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind}, VALIDATION_QUERIES=3, MINE_QUERIES=4,
-        RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=1,
-        EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid", GOLDS="annotators")
-    trainer = script.ICLTrainer()
+        RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, EVAL_SHOTS=(2,),
+        RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid", GOLDS="annotators")
+    seen = set()
+
+    class Sees:
+        def answers(self, asked):
+            seen.update(row["image"] for query, demos in asked for row in (query, *demos))
+            return ["red" for _ in asked]
+
+        def gold_probabilities(self, asked):
+            return [1 / (2 + query["number"] + sum(d["number"] for d in demos)) for query, demos in asked]
+
+    class Trainer(script.ICLTrainer):
+        def load_reader(self):
+            return Sees()
+
+    trainer = Trainer()
     trainer.train()
     candidate = trainer.train_rows[0]["candidates"][0]
     assert candidate["eval_mode"] == "vqa" and 0 < candidate["gt_prob"] < 1
+    assert seen <= {f"{tmp_path}/{n}.png" for n in range(20)} and len(seen) > 10
 
 
 @pytest.mark.parametrize(
@@ -580,23 +560,6 @@ def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind, pool
     assert trainer.corpus.sizes == (16, 32)
 
 
-def test_a_clip_models_vectors_are_of_image_and_text(icl, readers, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": 259, "max_position_embeddings": 77, "eos_token_id": 1}
-    config = CLIPConfig(
-        text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
-    pictures = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    folder = save_random(CLIPModel(config), tmp_path / "clip", tiny_tokenizer(), pictures)
-    script = icl(EMBEDDING=folder)
-    embedder = script.HubEmbedder(folder, torch.device("cpu"))
-    rows = [{"text": "what", "image": f"{readers}/{n}.png"} for n in (1, 11)]
-    one, other = embedder.examples(rows)
-    alone, = embedder.examples([{"text": "what", "image": None}])
-    assert one.shape == (8,) and not np.allclose(one, other, atol=1e-3)
-    assert np.linalg.norm(one - alone) == pytest.approx(1, abs=1e-4)  # the image's, of length 1
-
-
 # ---------------------------------------------------------------- mining
 
 def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates(icl, world, tmp_path):
@@ -619,9 +582,10 @@ def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidat
             assert len(set(c["pointer"])) == 2 and 0 <= min(c["pointer"]) <= max(c["pointer"]) < len(shown)
     tried = {j for c in trainer.miner.propose([last], 2)[0].candidates for j in c["pointer"]}
     assert len(tried) > len(groups[0].pool) - 2  # all but an odd one of random lists
-    records = {str(g.query["number"]): script.group_record(g, trainer.demos) for g in groups}
-    script.write_candidates(tmp_path / "c.json", records, {})
-    assert len(script.read_candidates(tmp_path / "c.json", trainer.splits, trainer.demos)) == len(records)
+    records = [script.group_record(group, trainer.demos) for group in groups]
+    script.write_candidates(records, tmp_path / "c.json", {})
+    again = script.read_candidates(tmp_path / "c.json", trainer.splits, trainer.demos)
+    assert len(again) == len(dict(records))
 
 
 def test_a_masked_candidate_is_never_chosen(icl):
@@ -650,7 +614,7 @@ def test_a_masked_candidate_is_never_chosen(icl):
 def test_minings_log_probabilities_equal_trainings(trained):
     script, trainer, folder = trained
     policy = script.load_pointer(folder / "rce/policy", trainer.corpus.sizes)
-    miner = script.Miner(trainer.corpus, policy, trainer.reader, print)
+    miner = script.Miner(trainer.corpus, policy, trainer.reader)
     groups = miner.mine(trainer.splits["train"][:7], 2)
     trainer.policy.load_state_dict(policy.state_dict())
     rows = [{"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
@@ -780,10 +744,11 @@ def test_a_reader_that_raises_marks_the_list_and_it_is_not_trained_on(icl, capsy
     script = icl(STAGE="mine")
 
     class Broken(script.VoteReader):
-        def answer(self, query, demonstrations):
-            if query["number"] % 3 == 0 and "card_topic" in [d["answer"] for d in demonstrations]:
-                raise RuntimeError("cannot see")
-            return super().answer(query, demonstrations)
+        def answers(self, asked):
+            for query, demonstrations in asked:
+                if query["number"] % 3 == 0 and "card_topic" in [d["answer"] for d in demonstrations]:
+                    raise RuntimeError("cannot see")
+            return super().answers(asked)
 
     class Trainer(script.ICLTrainer):
         def load_reader(self):
@@ -807,10 +772,10 @@ def test_a_reader_that_always_raises_ends_the_run_with_a_sentence(icl):
     class Trainer(script.ICLTrainer):
         def load_reader(self):
             reader = script.VoteReader(self.demos)
-            reader.answer = None
+            reader.answers = None
             return reader
 
-    with pytest.raises(script.UserError, match=r"answer\(\) failed for every one of \d+ lists: TypeError"):
+    with pytest.raises(script.UserError, match=r"answers\(\) failed for every one of \d+ lists: TypeError"):
         Trainer().train()
 
 
@@ -827,14 +792,14 @@ def test_json_comes_back_as_it_was_written(trained, tmp_path):
     groups = trainer.miner.mine(trainer.splits["train"][:3], 2)
     for group in groups:
         group.candidates[0].update(eval_failed=True, eval_error="x", hard=None)
-    records = {str(g.query["number"]): script.group_record(g, trainer.demos) for g in groups}
+    records = [script.group_record(group, trainer.demos) for group in groups]
     path = tmp_path / "candidates.json"
-    script.write_candidates(path, records, {"program": "x"})
+    script.write_candidates(records, path, {"program": "x"})
     again = script.read_candidates(path, trainer.splits, trainer.demos)
     for one, other in zip(groups, again):
         assert one.query is other.query and one.pool.tolist() == other.pool.tolist()
         assert [dict(c) for c in one.candidates] == other.candidates
-    assert {str(g.query["number"]): script.group_record(g, trainer.demos) for g in again} == records
+    assert [script.group_record(group, trainer.demos) for group in again] == records
 
 
 def source_file(tmp_path, numbers, **changed):
@@ -877,26 +842,11 @@ def test_lists_that_the_sources_fallback_marked_can_be_left_out(icl, tmp_path):
     assert all(len(script.usable(group.candidates)) == 3 for group in groups)
 
 
-def test_the_older_beam_format_is_read_with_its_scores(icl, tmp_path):
-    records = {}
-    for n in range(30):
-        lists = [[n + 1, n + 2, n], [n + 3, n + 1, n]]
-        records[str(n)] = {"id_list": lists, "score_list": [0.5, -0.25]}
-    (tmp_path / "old.json").write_text(json.dumps(records))
-    script = icl(CANDIDATES=str(tmp_path / "old.json"), REWARD_MODE="legacy", RCE_EPOCHS=1)
-    trainer = script.ICLTrainer()
-    trainer.train()
-    row = trainer.train_rows[0]
-    n = row["query"]["number"]
-    chosen = [[trainer.demos[row["pool"][j]]["number"] for j in c["pointer"]] for c in row["candidates"]]
-    assert chosen == [[n + 1, n + 2], [n + 3, n + 1]] and row["rewards"] == [0.5, -0.25]
-
-
 @pytest.mark.parametrize("changed, says", [
-    ({"pointer": [7, 99]}, "7, 99.*99, which is not in the query's pool"),
+    ({"pointer": [7, 99]}, "7, 99. has 99, which is no demonstration of the data or not in the pool"),
     ({"pointer": [7, 7]}, "names a demonstration twice"),
-    ({"vqa_correct": 3}, "vqa_correct is 3"),
-    ({"pointer": None}, "pointer must be a list of row numbers")])
+    ({"vqa_correct": 3}, "cannot be read .ValueError: vqa_correct takes 0 or 1"),
+    ({"pointer": None}, "cannot be read .TypeError")])
 def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, changed, says):
     script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
     trainer = script.ICLTrainer()
@@ -911,9 +861,9 @@ def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, chan
 
 
 @pytest.mark.parametrize("changed, says", [
-    ({"candidate_pool_ids": [7, 8, 6]}, "its pool has row 6, which asks what it asks"),
-    ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what it asks"),
-    ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool names a demonstration twice"),
+    ({"candidate_pool_ids": [7, 8, 6]}, "its pool has row 6, which asks what the query asks"),
+    ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what"),
+    ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool is empty or names a demonstration twice"),
     ({"pointer_candidates": [{"pointer": [7, 6], "vqa_correct": 1}]}, "pointer .7, 6. has row 6, which asks"),
     ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which")])
 def test_no_file_shows_a_query_its_own_answer_or_a_demonstration_twice(icl, world, tmp_path, changed, says):
@@ -946,12 +896,6 @@ def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_r
         found = [demos[group.pool[j]]["number"] for j in group.candidates[0]["pointer"]]
         key = str(group.query["number"])
         assert found == records[key]["pointer_candidates"][0]["pointer_global"]
-    records["6"]["pointer_candidates"][0]["pointer"][0] += 1
-    path.write_text(json.dumps(records))
-    with pytest.raises(script.UserError, match="query 6: pointer .* places .* pointer_global .* mend one"):
-        script.read_candidates(path, splits, demos)
-
-
 @pytest.fixture(scope="module")
 def mined(world, tmp_path_factory):
     """The folder of a run that has mined, and been tested with TEST_QUERIES = 12."""
@@ -973,12 +917,13 @@ def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined,
         script.ICLTrainer().train()
 
 
-def test_lists_of_another_search_are_trained_on_and_what_differed_is_said(icl, mined, tmp_path, capsys):
+def test_lists_of_another_search_are_trained_on(icl, mined, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copy(mined / "candidates.json", tmp_path / "run")
     script = icl(STAGE="train", KEEP_TOP=9, HIDDEN_SIZE=4, RCE_EPOCHS=1, EVAL_SHOTS=(2,), TEST_QUERIES=3)
-    script.ICLTrainer().train()
-    assert "was mined with KEEP_TOP = 4, HIDDEN_SIZE = 8: its lists stay" in capsys.readouterr().out
+    trainer = script.ICLTrainer()
+    trainer.train()
+    assert trainer.run.step == 4
 
 
 @pytest.mark.parametrize("key, value, was", [("TEST_QUERIES", 7, 12), ("KEEP_TOP", 5, 4)])
@@ -1024,7 +969,7 @@ def test_a_checkpoint_with_a_wrong_weight_is_an_error(trained, tmp_path, fault):
         weights["gate.more"] = torch.zeros(2)
     sizes = (trainer.corpus.sizes[0], 3) if fault == "size" else trainer.corpus.sizes
     save_file(weights, tmp_path / "policy/model.safetensors", {"format": "pt"})
-    says = {"missing": "missing weights .gate.bias", "unexpected": "unexpected weights .gate.more",
+    says = {"missing": "missing_keys.*gate.bias", "unexpected": "unexpected_keys.*gate.more",
             "size": "reads vectors of"}
     with pytest.raises(script.UserError, match=says[fault]):
         script.load_pointer(tmp_path / "policy", sizes)
@@ -1324,7 +1269,8 @@ def test_each_baseline_shows_the_rows_that_its_name_says(icl):
 
 def test_answers_are_remembered_by_query_and_order(icl):
     trainer = icl().ICLTrainer()
-    trainer.reader = SimpleNamespace(answer=lambda query, demos: f"{query['id']} {demos[0]['number']}")
+    trainer.reader = SimpleNamespace(
+        answers=lambda asked: [f"{query['id']} {demos[0]['number']}" for query, demos in asked])
     one, other = trainer.splits["test"][:2]
     numbers = trainer.demos[3]["number"], trainer.demos[4]["number"]
     for query, lists, wanted in ((one, [3, 4], 0), (one, [4, 3], 1), (other, [3, 4], 0)):
@@ -1359,30 +1305,10 @@ def test_reranking_takes_the_beam_of_the_highest_gt_prob_of_so_many(icl):
     numbers = [[trainer.demos[j]["number"] for j in beam] for beam in wanted]
     shown = []
     trainer.accuracy_of = lambda _, lists: shown.extend(lists)
-    trainer.reader = SimpleNamespace(gold_probability=lambda query, demos, golds: float(
-        [demo["number"] for demo in demos] in numbers))
-    script.rerank(trainer, queries, 2, {"RCE": trainer.policy})
+    trainer.reader = SimpleNamespace(gold_probabilities=lambda asked: [
+        float([demo["number"] for demo in demos] in numbers) for _, demos in asked])
+    script.rerank(trainer, queries, 2, trainer.policy)
     assert shown == wanted
-
-
-def test_imitation_learns_each_querys_best_list(icl, monkeypatch):
-    script = icl(LEARNING_RATE=4e-3, RCE_EPOCHS=1)
-    trainer = script.ICLTrainer()
-    groups = trainer.miner.mine(trainer.splits["train"][:5], 2)
-    trainer.train_rows = [
-        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
-         "rewards": [float(n == 2) for n, _ in enumerate(g.candidates)]} for g in groups]
-    best = {g.query["id"]: g.candidates[2]["pointer"] for g in groups}
-    group_tensors = trainer.corpus.group_tensors
-    seen = {}
-
-    def spied(some):
-        seen.update({g.query["id"]: [c["pointer"] for c in g.candidates] for g in some})
-        return group_tensors(some)
-
-    trainer.corpus.group_tensors = spied
-    script.imitate(trainer)
-    assert seen == {key: [pointer] for key, pointer in best.items()}
 
 
 # ---------------------------------------------------------------- evaluation
@@ -1390,7 +1316,7 @@ def test_imitation_learns_each_querys_best_list(icl, monkeypatch):
 def test_the_test_compares_at_each_number_of_shots(trained):
     script, trainer, folder = trained
     found = json.loads((folder / "eval_test.json").read_text())
-    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO", "imitation"]
+    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO"]
     wanted += ["rerank by gt_prob", "oracle"]
     assert found["queries"] == 12 and list(found["shots"]) == ["1", "2"]
     for at in found["shots"].values():
@@ -1472,10 +1398,6 @@ def test_embeddings_are_kept_and_made_anew_when_the_texts_change(icl, world, tmp
     assert "Embedded" in capsys.readouterr().out
     script.ICLTrainer()
     assert "Embedded" not in capsys.readouterr().out
-    kept, = (tmp_path / "run").glob("embeddings_*.npz")
-    kept.write_bytes(b"broken")
-    script.ICLTrainer()
-    assert "cannot be read" in capsys.readouterr().out
     icl(EMBEDDING_SIZE=7).ICLTrainer()
     assert "Embedded 132 texts" in capsys.readouterr().out
 
@@ -1559,12 +1481,10 @@ def test_a_changed_setting_never_joins_parts_that_were_mined_under_another(icl):
         script.ICLTrainer().train()
 
 
-def test_stages_one_by_one_give_what_all_at_once_gives(icl, trained, tmp_path, capsys):
-    for stage in ("mine", "check", "train"):
-        script = icl(STAGE=stage, GRPO_EPOCHS=1, RERANK=2, IMITATION=True, RESUME="yes")
+def test_stages_one_by_one_give_what_all_at_once_gives(icl, trained, tmp_path):
+    for stage in ("mine", "train"):
+        script = icl(STAGE=stage, GRPO_EPOCHS=1, RERANK=2, RESUME="yes")
         script.ICLTrainer().train()
-    said = capsys.readouterr().out
-    assert said.count("Verdict: ") >= 2
     script, trainer, folder = trained
     for name in ("candidates.json", "eval_test.json", "best/policy/model.safetensors"):
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
@@ -1581,7 +1501,7 @@ def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
 
 
 @pytest.mark.parametrize("constants, says", [
-    ({"POOL_SIZE": 1}, "POOL_SIZE = 1 holds fewer than the 2"),
+    ({"POOL_SIZE": 1}, "POOL_SIZE = 1 holds fewer than the rows"),
     ({"HEADS": 3}, "HIDDEN_SIZE = 8 must be a multiple of HEADS = 3"),
     ({"EVAL_SHOTS": ()}, "EVAL_SHOTS"),
     ({"SAMPLE_TEMPERATURES": [0.0]}, "SAMPLE_TEMPERATURES"),
@@ -1644,9 +1564,8 @@ def vectors_of(train, test):
 
 MODEL = {"type": "csv", "input": "text", "output": "category"}
 ODD = {  # what makes the constants of a run in a folder, and what its one sentence says
-    "one text in all rows": (data_of(["my card"] * 60), "0 of 48 demonstrations ask anything else"),
-    "and similar pools": (data_of(["my card"] * 100, ), "0 of 88 demonstrations ask anything else"),
-    "two texts, one of them once": (data_of(["my card"] * 60 + ["a loan"]), "demonstrations ask anything"),
+    "one text in all rows": (data_of(["my card"] * 60), "a query.s pool holds 0 candidates, a list of 2"),
+    "two texts, one of them once": (data_of(["my card"] * 60 + ["a loan"]), "a query.s pool holds"),
     "signs alone": (data_of([chr(128512 + n % 60) for n in range(120)]), "finds no words in the"),
     "words of one row alone": (data_of([f"word{n}" for n in range(150)]), "finds no words in the"),
     "four rows": (data_of(["card a", "card b", "loan c", "loan d"]), "has 4 queries: it takes 5"),
@@ -1660,26 +1579,12 @@ ODD = {  # what makes the constants of a run in a folder, and what its one sente
     "a gold with a key": (lines_of(a={"text": "x"}), "line 30: 'a' must be a text or a number, not"),
     "an image of a list": (lines_of(i=["x.png"]), "line 30: 'i' must be a text"),
     "candidates of four queries": (lists_of(4), "source.json' has 4 queries: it takes 5"),
-    "gt_prob of a word": (lists_of(vqa_gt_prob="high"), "query 6: vqa_gt_prob must be a number"),
-    "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: vqa_gt_prob is 37, it takes 0 to 1"),
-    "gt_prob of NaN": (lists_of(vqa_gt_prob=math.nan), "query 6: vqa_gt_prob must be a number"),
-    "an accuracy of a text": (lists_of(vqa_acc_score="1"), "query 6: vqa_acc_score must be a number"),
-    "vqa_correct of a list": (lists_of(vqa_correct=[1]), "query 6: vqa_correct is "),
-    "a temperature of a text": (lists_of(temperature="0.5"), "query 6: temperature must be a number"),
-    "temperatures of one": (lists_of(temperatures=[1.0, 2.0]), "query 6: temperatures must be a list"),
-    "a source of a number": (lists_of(gen_methods=[{}]), "query 6: gen_methods must be a text"),
-    "an answer of a list": (lists_of(vqa_pred_answer=["a"]), "query 6: vqa_pred_answer must be a text"),
-    "a score of a text": (lists_of(beam_score="x"), "query 6: beam_score must be a number"),
-    "a pointer of texts": (lists_of(pointer=["7", "8"]), "query 6: pointer must be a list of row numbers"),
-    "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: pointer must be a list of row numbers"),
-    "proposed of a word": (lists_of(record={"proposed": "many"}), "query 6: proposed must be a number"),
-    "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: candidate_pool_ids must be"),
-    "a pool of texts": (lists_of(record={"candidate_pool_ids": ["7"]}), "query 6: candidate_pool_ids must"),
+    "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: cannot be read .ValueError: .*0 to 1, not .*37"),
+    "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: cannot be read .TypeError: .*float"),
+    "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: cannot be read .TypeError"),
     "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read"),
-    "vectors of unlike width": (vectors_of(np.ones((120, 5)), np.ones((12, 6))), "are of 5 and 6 numbers"),
-    "vectors of texts": (vectors_of(np.full((120, 5), "x"), np.ones((12, 5))), "must be 120 rows of finite"),
-    "vectors of objects": (vectors_of(np.full((120, 5), {}), np.ones((12, 5))), "cannot be read as vectors"),
-    "vectors without numbers": (vectors_of(np.ones((120, 0)), np.ones((12, 0))), "rows of finite numbers")}
+    "vectors of unlike width": (vectors_of(np.ones((120, 5)), np.ones((12, 6))), "must be equally wide"),
+    "vectors of objects": (vectors_of(np.full((120, 5), {}), np.ones((12, 5))), "cannot be read as vectors")}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -1687,7 +1592,6 @@ def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
     """Of these 17 ended with a traceback, and some were taken for what they are not."""
     write, says = ODD[name]
     constants = {**write(tmp_path), "RCE_EPOCHS": 1, "EVAL_SHOTS": (2,), "TEST_QUERIES": 2}
-    constants |= {"POOL": "similarity"} if "similar" in name else {}
     words = (f"{key}={value}" for key, value in toy_constants(world, tmp_path, **constants).items())
     ended = started(FILE, *words, shrink=False)
     assert ended.returncode == 2 and re.search(says, ended.stderr), ended.stderr

@@ -269,7 +269,7 @@ def test_in_bfloat16_mining_ends_where_greedy_responses_score_otherwise(trainer_
         return batch
 
     monkeypatch.setattr(script, "respond", unlikely)
-    says = "nats a token .*DTYPE = 'bfloat16' does not suit ACTOR_MODEL"
+    says = "nats per token from what it gave them .DTYPE = bfloat16"
     with pytest.raises(script.UserError, match=says):
         trainer.mine_part(rows)
 
