@@ -414,7 +414,7 @@ MUTANTS = [
      IN_RCE + "a_candidate_whose_scoring_raised_is_kept_and_is_no_negative"),
     (RCE, 'math.exp(min(700.0, -soft))', 'math.exp(min(700.0, soft))',
      IN_RCE + "the_reward_model_is_squashed_into_the_soft_reward"),
-    (RCE, '> (1e-3 if DTYPE', '> (1e3 if DTYPE',
+    (RCE, 'len(apart) > (1e-3 if DTYPE', 'len(apart) > (1e3 if DTYPE',
      IN_RCE + "a_model_that_scores_otherwise_than_it_answers_is_refused"),
     (RCE, "if mined_with.get(key) != facts[key]:", "if False:",
      IN_RCE + "parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again"),

@@ -8,8 +8,7 @@ BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_f
 PARTS = RUN + "parts_are_a_number_per_response"
 MUTANTS = [
     # several processes
-    (PPO, "if len(counts := {count for count, _ in found}) > 1:", "if False:", DIFFERENT + "[summed]"),
-    (PPO, "        if drawn and rng_digest() != drawn:", "        if False:", DIFFERENT + "[python]"),
+    (PPO, "        if len(set(counts)) > 1:\n", "        if False:\n", DIFFERENT + "[summed]"),
     (PPO, 'text = repr((state["python"], state["numpy"])).encode()', 'text = repr(state["python"]).encode()',
      DIFFERENT + "[numpy]"),
     (PPO, 'text = repr((state["python"], state["numpy"])).encode()', 'text = repr(state["numpy"]).encode()',
@@ -52,11 +51,6 @@ MUTANTS = [
     (PPO, "                group.clear()\n", "",
      RUN + "every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed"),
     # models
-    (GRPO, "alone = sampling_logprobs(single_rows(model, batch), 1.5)",
-     "alone = (single_rows(model, batch) / 1.5).log_softmax(-1)",
-     "tests/test_models.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains"),
-    (GRPO, "getattr(torch, BASE_DTYPE or DTYPE))", 'getattr(torch, BASE_DTYPE or "float32"))',
-     "tests/test_lora.py::test_a_base_in_bfloat16_under_adapters_in_float32"),
     (GRPO, "len(model.get_input_embeddings().weight)", "model.get_input_embeddings().num_embeddings",
      "tests/test_lora.py::test_untied_embeddings_may_have_an_adapter"),
     # data and rewards
