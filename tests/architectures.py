@@ -535,7 +535,7 @@ def row(result):
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = """| model type | class, variant | outcome | prompts while decoding | while scoring | largest error (nats) | |
+HEAD = """| model type | class, variant | outcome | decoding | scoring | largest error (nats) | |
 |---|---|---|---|---|---|---|"""
 
 

@@ -81,7 +81,8 @@ OPT = dict(
 
 
 @pytest.mark.parametrize("config", [LATENT, SPLIT_VALUES], ids=["keys", "values"])
-def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing(config, tmp_path, trainer_of):
+def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing(
+        config, tmp_path, trainer_of):
     """Latent attention expands the keys, DiffLlama cuts the values."""
     torch.manual_seed(0)
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))

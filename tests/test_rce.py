@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, reward_batch, small,
-    untimed, walk)
+    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, reward_batch,
+    small, untimed, walk)
 from program import Program
 from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
