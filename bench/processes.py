@@ -52,7 +52,7 @@ def held_bytes(module, trainer):
     trained = [p for model in trainer.run.models.values() for p in model.parameters() if p.requires_grad]
     states = [s for optimizer in trainer.run.optimizers.values() for s in optimizer.state.values()]
     gradients = bytes_of(trained)
-    several = module.EXACT_SUMS and module.SHARD == "none" and module.processes() > 1
+    several = module.EXACT_SUMS and module.SHARD == "none" and module.world_size() > 1
     sums = gradients if several else 0
     optimizers = bytes_of([x for state in states for x in state.values() if torch.is_tensor(x)])
     return bytes_of(parameters) + optimizers + gradients + sums

@@ -299,7 +299,7 @@ class RAGTrainer:
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
         models = {"policy": self.policy}
-        self.run.keep(self.state, models, {"policy": self.optimizer}, tokenizer=None)
+        self.run.register(self.state, models, {"policy": self.optimizer}, tokenizer=None)
         self.run.total_steps = MAX_STEPS
 
     def load_policy(self):
@@ -325,7 +325,7 @@ class RAGTrainer:
             return self.figures
         sizes = [f"{len(rows)} {split}" for split, rows in self.table.splits.items()]
         to_do = f"{len(self.table.actions)} actions, {MAX_STEPS} updates of {N_STEPS} episodes"
-        with self.run.opened(f"{', '.join(sizes)} questions, {to_do}"):
+        with self.run.session(f"{', '.join(sizes)} questions, {to_do}"):
             self.baselines()
             for _ in self.run.steps(self.evaluate):
                 batch = self.rollout()
@@ -715,7 +715,7 @@ def dealt_rewards(score, size, batch):
             scores, parts = score(*lists, columns)
         return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
 
-    scores, parts = zip(*dealt(range(0, len(batch.rows), size), work))
+    scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
 # ==== end of block: data and rewards
 
@@ -879,10 +879,10 @@ def find_device():
     """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
     processes that torchrun began meet here."""
     join_processes()
-    mps = torch.backends.mps.is_available() and processes() == 1  # gloo does not know it
+    mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     name = best if DEVICE == "auto" else DEVICE
-    if name == "cuda" and processes() > 1:
+    if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.zeros(1, device=name).device
@@ -934,7 +934,7 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 
-def processes():
+def world_size():
     """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
@@ -946,7 +946,7 @@ _DEALING = []  # not empty: this process is at its share, which is its own alone
 def join_processes():
     """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
     sharded = globals().get("SHARD") == "fsdp2"
-    if processes() == 1 and not sharded or dist.is_initialized():
+    if world_size() == 1 and not sharded or dist.is_initialized():
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
@@ -955,26 +955,26 @@ def join_processes():
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": processes(), "rank": rank()}
+    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
     store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
         # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     _STORE.append(store)
     dist.init_process_group(backend, store=store, **options)
-    first, *others = exchange(settings())
+    first, *others = all_gather(settings())
     for number, other in enumerate(others, 1):
         if differ := [name for name in first if other.get(name) != first[name]]:
             raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
 
 
-def exchange(value=None):
+def all_gather(value=None):
     """What every process gives, a list by rank: plain types and tensors, each on the own device."""
     if not dist.is_initialized():
         return [value]
     data = io.BytesIO()
     torch.save(value, data)
-    everyone = [None] * processes()
+    everyone = [None] * world_size()
     dist.all_gather_object(everyone, data.getvalue())
 
     def here(storage, location):
@@ -983,21 +983,21 @@ def exchange(value=None):
     return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
 
 
-def first_says(function):
+def broadcast_from_rank0(function):
     """What function() gives to the first process, which alone calls it; plain types or tensors."""
-    return exchange(function() if rank() == 0 else None)[0]
+    return all_gather(function() if rank() == 0 else None)[0]
 
 
-def dealt(parts, work):
+def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
     parts = list(parts)
-    if _DEALING or processes() == 1:
+    if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::processes()]]
+    mine = [work(part) for part in parts[rank()::world_size()]]
     _DEALING.pop()
-    everyone = exchange(mine)
-    return [everyone[i % processes()][i // processes()] for i in range(len(parts))]
+    everyone = all_gather(mine)
+    return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files
@@ -1080,7 +1080,7 @@ def choose_checkpoint(resume, output_dir, say):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
         say(f"Found checkpoint: {folder}")
-        if resume != "ask" or processes() > 1 or not sys.stdin.isatty():
+        if resume != "ask" or world_size() > 1 or not sys.stdin.isatty():
             say("Resuming from it (RESUME=no starts afresh)")
             return folder
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
@@ -1108,7 +1108,7 @@ def run_facts(device):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
     return {
         "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": processes(),
+        "transformers": transformers.__version__, "processes": world_size(),
         "threads": torch.get_num_threads(), "device": name}
 
 
@@ -1208,7 +1208,7 @@ class Run:
                 self.take_lock()
                 restore_folder(self.folder / "best")
             chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = exchange(chosen)[0]
+        chosen = all_gather(chosen)[0]
         self.checkpoint = Path(chosen) if chosen else None  # to go on from
         seed_everything(SEED)
 
@@ -1228,7 +1228,7 @@ class Run:
             todo = "wait for it, stop it, or set another OUTPUT_DIR"
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
 
-    def keep(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=None):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
         tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
         model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
@@ -1242,7 +1242,7 @@ class Run:
             self.load_checkpoint(self.checkpoint)
 
     @contextmanager
-    def opened(self, headline):
+    def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
         self.open_files(headline)
@@ -1252,7 +1252,7 @@ class Run:
             self.listen()
             self.save()
             self.say_the_end()
-            exchange()  # who ends first would take the others with it
+            all_gather()  # who ends first would take the others with it
         finally:
             self.bar.close()
             self.lock.release(force=True)
@@ -1270,14 +1270,14 @@ class Run:
     def listen(self):
         """Whether a signal has come to one of the processes; all call it at the same places. There they find
         out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*exchange((self.signal or 0, rng_digest())))
+        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
         if len(set(drawn)) > 1:
             todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
             raise UserError(f"the processes have drawn different random numbers: {todo}")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def goes_on(self):
+    def should_continue(self):
         """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
@@ -1285,10 +1285,10 @@ class Run:
     def steps(self, evaluate, until=math.inf):
         """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
         evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
-        if self.evaluated_at < 0 and self.goes_on():
+        if self.evaluated_at < 0 and self.should_continue():
             self.evaluate(evaluate)
         self.clock = (time.perf_counter(), self.step)
-        while self.goes_on() and self.step < until:
+        while self.should_continue() and self.step < until:
             yield self.step
             last = self.step in (until, self.total_steps)
             if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
@@ -1362,7 +1362,7 @@ class Run:
         better by EARLY_STOPPING_THRESHOLD than the last one that was."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = exchange(metrics)[0]  # what follows from them is the same on all
+        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
         self.evaluation = metrics
         if not metrics:
@@ -1390,7 +1390,7 @@ class Run:
     def save(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
-        if first_says(folder.exists):
+        if broadcast_from_rank0(folder.exists):
             return
         # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
@@ -1452,7 +1452,7 @@ class Run:
     def open_files(self, headline):
         if rank() == 0:
             self.open_folder()
-        self.best_value = exchange(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]
         self.say(headline)
         hidden = rank() > 0 or not sys.stderr.isatty()
         self.bar = tqdm(

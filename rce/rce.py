@@ -255,7 +255,7 @@ class RCETrainer:
         self.state = SimpleNamespace(
             epoch=0, order=None, cursor=0, prompts=len(self.train_rows),
             round=1, round_start=0, to_train=to_train, candidates={}, responses=0)
-        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer, merged)
+        self.run.register(self.state, self.models, self.optimizers, self.tokenizer, merged)
         self.plan_steps()
 
     def load_models(self):
@@ -279,11 +279,11 @@ class RCETrainer:
 
     def train(self):
         """Each round: mine, check up, train. Returns the last evaluation."""
-        with self.run.opened(self.introduction()):
+        with self.run.session(self.introduction()):
             if self.run.checkpoint and rank() == 0:  # perhaps an earlier one: its future is given up
                 move_aside(candidates_after(self.state.round), OUTPUT_DIR, self.run.say)
             self.run.save()  # what the first round mines from
-            while self.state.round <= self.rounds and self.run.goes_on():
+            while self.state.round <= self.rounds and self.run.should_continue():
                 if not self.prepare_round() or STAGE == "mine":
                     break
                 for _ in self.run.steps(self.measure, until=self.round_end):
@@ -429,7 +429,7 @@ class RCETrainer:
     def mine(self, path):
         """Mine this round's prompts into `path`; False when a signal stopped it."""
         rows = self.round_rows()
-        with whole(self.actor, self.reward_model):
+        with unsharded(self.actor, self.reward_model):
             return mine_by_parts(
                 self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_part, read_parquet, write_parquet)
 
@@ -594,7 +594,7 @@ class RCETrainer:
             self.reward_parts = {}
             return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
 
-        with whole(self.reward_model):
+        with unsharded(self.reward_model):
             scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
         return scores.to(self.device), parts
 
@@ -873,7 +873,7 @@ def merged(model):
 def shard(model, device):
     """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
     parts come when one is read, in the update."""
-    mesh = init_device_mesh(device.type, (processes(),))
+    mesh = init_device_mesh(device.type, (world_size(),))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
     for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):
         fully_shard(part, mesh=mesh)  # in float32: autocast narrows
@@ -929,7 +929,7 @@ def deal_moments(optimizer, saved):
 
 
 @contextmanager
-def whole(*models):
+def unsharded(*models):
     """Inside the block each process has all parameters of sharded models, and may read and sample with them
     as often as it likes: nothing waits for another process, in decoding least of all. Models that are not
     sharded stay as they are."""
@@ -1124,7 +1124,7 @@ def micro_batches(batch, rows, size):
 def room_for_logits(device):
     """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest card's memory: all processes
     must cut the same micro-batches."""
-    return min(exchange(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+    return min(all_gather(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
 
 
 def rows_at_once(model, batch):
@@ -1321,8 +1321,9 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
                 model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
                 temperature or TEMPERATURE, eos_ids, pad_id)
 
-    with whole(model):
-        ids, lengths, logprobs, entropies = map(torch.cat, zip(*dealt(range(0, len(prompts), size), some)))
+    with unsharded(model):
+        parts = map_over_ranks(range(0, len(prompts), size), some)
+    ids, lengths, logprobs, entropies = map(torch.cat, zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
     last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
@@ -1478,8 +1479,8 @@ def score_batch(score, model, batch, micros=None):
     by one process."""
     micros = micros or every_micro_batch(model, batch)
     scores = torch.zeros_like(batch.response_mask)
-    with whole(model):
-        for rows, values in zip(micros, dealt(micros, score)):
+    with unsharded(model):
+        for rows, values in zip(micros, map_over_ranks(micros, score)):
             scores[rows, :values.shape[1]] = values
     return scores
 
@@ -1579,17 +1580,17 @@ def summed(models, parts, metrics):
     sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
     for parameter in parameters:  # even where nothing comes: momentum moves the weights
         parameter.grad = None if sharded else torch.zeros_like(parameter)
-    in_rounds = EXACT_SUMS and processes() > 1 and not sharded
+    in_rounds = EXACT_SUMS and world_size() > 1 and not sharded
     totals = [torch.zeros_like(p) for p in parameters if in_rounds]
     measured = []
-    for first in range(0, len(parts), processes()):
+    for first in range(0, len(parts), world_size()):
         number = first + rank()
         share = {}
         for model in models:
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        counts, shares = zip(*exchange((len(parts), share)))
+        counts, shares = zip(*all_gather((len(parts), share)))
         if len(set(counts)) > 1:
             raise UserError(f"the processes cut one optimizer step into {sorted(set(counts))} micro-batches")
         measured += shares
@@ -1604,7 +1605,7 @@ def summed(models, parts, metrics):
     for parameter, total in zip(parameters, totals):
         parameter.grad = total
     for parameter in parameters:
-        if processes() > 1 and not in_rounds and not sharded:
+        if world_size() > 1 and not in_rounds and not sharded:
             dist.all_reduce(parameter.grad)
     for share in measured[:len(parts)]:
         for key, value in share.items():
@@ -1735,14 +1736,14 @@ def check_models(readers, rows, pad_id):
     def compare(way):
         return disagreement(model, lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
 
-    with whole(actor):
+    with unsharded(actor):
         actor.decodes_shared = actor.config._attn_implementation == "shared_prompts"
         wrong = disagreement(actor, sample)
         if wrong and actor.decodes_shared:
             actor.decodes_shared = False
             wrong = disagreement(actor, sample)
     for constant, model in readers.items():
-        with whole(model):
+        with unsharded(model):
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -2028,7 +2029,7 @@ def dealt_rewards(score, size, batch):
             scores, parts = score(*lists, columns)
         return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
 
-    scores, parts = zip(*dealt(range(0, len(batch.rows), size), work))
+    scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
 # ==== end of block: data and rewards
 
@@ -2192,10 +2193,10 @@ def find_device():
     """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
     processes that torchrun began meet here."""
     join_processes()
-    mps = torch.backends.mps.is_available() and processes() == 1  # gloo does not know it
+    mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     name = best if DEVICE == "auto" else DEVICE
-    if name == "cuda" and processes() > 1:
+    if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.zeros(1, device=name).device
@@ -2247,7 +2248,7 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 
-def processes():
+def world_size():
     """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
@@ -2259,7 +2260,7 @@ _DEALING = []  # not empty: this process is at its share, which is its own alone
 def join_processes():
     """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
     sharded = globals().get("SHARD") == "fsdp2"
-    if processes() == 1 and not sharded or dist.is_initialized():
+    if world_size() == 1 and not sharded or dist.is_initialized():
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
@@ -2268,26 +2269,26 @@ def join_processes():
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": processes(), "rank": rank()}
+    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
     store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
         # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     _STORE.append(store)
     dist.init_process_group(backend, store=store, **options)
-    first, *others = exchange(settings())
+    first, *others = all_gather(settings())
     for number, other in enumerate(others, 1):
         if differ := [name for name in first if other.get(name) != first[name]]:
             raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
 
 
-def exchange(value=None):
+def all_gather(value=None):
     """What every process gives, a list by rank: plain types and tensors, each on the own device."""
     if not dist.is_initialized():
         return [value]
     data = io.BytesIO()
     torch.save(value, data)
-    everyone = [None] * processes()
+    everyone = [None] * world_size()
     dist.all_gather_object(everyone, data.getvalue())
 
     def here(storage, location):
@@ -2296,21 +2297,21 @@ def exchange(value=None):
     return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
 
 
-def first_says(function):
+def broadcast_from_rank0(function):
     """What function() gives to the first process, which alone calls it; plain types or tensors."""
-    return exchange(function() if rank() == 0 else None)[0]
+    return all_gather(function() if rank() == 0 else None)[0]
 
 
-def dealt(parts, work):
+def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
     parts = list(parts)
-    if _DEALING or processes() == 1:
+    if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::processes()]]
+    mine = [work(part) for part in parts[rank()::world_size()]]
     _DEALING.pop()
-    everyone = exchange(mine)
-    return [everyone[i % processes()][i // processes()] for i in range(len(parts))]
+    everyone = all_gather(mine)
+    return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files
@@ -2393,7 +2394,7 @@ def choose_checkpoint(resume, output_dir, say):
             say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
             continue
         say(f"Found checkpoint: {folder}")
-        if resume != "ask" or processes() > 1 or not sys.stdin.isatty():
+        if resume != "ask" or world_size() > 1 or not sys.stdin.isatty():
             say("Resuming from it (RESUME=no starts afresh)")
             return folder
         while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
@@ -2421,7 +2422,7 @@ def run_facts(device):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
     return {
         "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": processes(),
+        "transformers": transformers.__version__, "processes": world_size(),
         "threads": torch.get_num_threads(), "device": name}
 
 
@@ -2521,7 +2522,7 @@ class Run:
                 self.take_lock()
                 restore_folder(self.folder / "best")
             chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = exchange(chosen)[0]
+        chosen = all_gather(chosen)[0]
         self.checkpoint = Path(chosen) if chosen else None  # to go on from
         seed_everything(SEED)
 
@@ -2541,7 +2542,7 @@ class Run:
             todo = "wait for it, stop it, or set another OUTPUT_DIR"
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
 
-    def keep(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=None):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
         tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
         model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
@@ -2555,7 +2556,7 @@ class Run:
             self.load_checkpoint(self.checkpoint)
 
     @contextmanager
-    def opened(self, headline):
+    def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
         self.open_files(headline)
@@ -2565,7 +2566,7 @@ class Run:
             self.listen()
             self.save()
             self.say_the_end()
-            exchange()  # who ends first would take the others with it
+            all_gather()  # who ends first would take the others with it
         finally:
             self.bar.close()
             self.lock.release(force=True)
@@ -2583,14 +2584,14 @@ class Run:
     def listen(self):
         """Whether a signal has come to one of the processes; all call it at the same places. There they find
         out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*exchange((self.signal or 0, rng_digest())))
+        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
         if len(set(drawn)) > 1:
             todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
             raise UserError(f"the processes have drawn different random numbers: {todo}")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def goes_on(self):
+    def should_continue(self):
         """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
@@ -2598,10 +2599,10 @@ class Run:
     def steps(self, evaluate, until=math.inf):
         """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
         evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
-        if self.evaluated_at < 0 and self.goes_on():
+        if self.evaluated_at < 0 and self.should_continue():
             self.evaluate(evaluate)
         self.clock = (time.perf_counter(), self.step)
-        while self.goes_on() and self.step < until:
+        while self.should_continue() and self.step < until:
             yield self.step
             last = self.step in (until, self.total_steps)
             if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
@@ -2675,7 +2676,7 @@ class Run:
         better by EARLY_STOPPING_THRESHOLD than the last one that was."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = exchange(metrics)[0]  # what follows from them is the same on all
+        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
         self.evaluation = metrics
         if not metrics:
@@ -2703,7 +2704,7 @@ class Run:
     def save(self):
         """Write step_N/ whole or not at all, prune, redraw the plots."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
-        if first_says(folder.exists):
+        if broadcast_from_rank0(folder.exists):
             return
         # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
@@ -2765,7 +2766,7 @@ class Run:
     def open_files(self, headline):
         if rank() == 0:
             self.open_folder()
-        self.best_value = exchange(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]
         self.say(headline)
         hidden = rank() > 0 or not sys.stderr.isatty()
         self.bar = tqdm(
@@ -2918,21 +2919,21 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     started = time.perf_counter()
-    for i in range(0, len(rows), size * processes()):
-        done = min(i + size * processes(), len(rows))
+    for i in range(0, len(rows), size * world_size()):
+        done = min(i + size * world_size(), len(rows))
         parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
-        found = first_says(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
+        found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
         lacking = [n for n in parts if found[n] is None]
-        for n, mined in zip(lacking, dealt(lacking, lambda n: mine(rows[n:n + size]))):
+        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n:n + size]))):
             found[n] = mined
-            first_says(lambda: write(mined, parts[n], facts))
+            broadcast_from_rank0(lambda: write(mined, parts[n], facts))
         records += [record for n in parts for record in found[n]]
         left = tqdm.format_interval((time.perf_counter() - started) / done * (len(rows) - done))
         run.show(f"{path.stem}: mined {done}/{len(rows)}", f"{left} left in mining")
         if run.listen():
             return False
-    first_says(lambda: write(records, path, facts))
-    first_says(lambda: shutil.rmtree(folder))
+    broadcast_from_rank0(lambda: write(records, path, facts))
+    broadcast_from_rank0(lambda: shutil.rmtree(folder))
     return True
 
 

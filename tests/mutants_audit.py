@@ -71,10 +71,10 @@ MUTANTS = [
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
     (GRPO, "math.ceil((-self.state.cursor % count) / per_step)", "(-self.state.cursor % count) // per_step",
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
-    (GRPO, "        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer, merged)\n"
+    (GRPO, "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer, merged)\n"
      "        self.plan_steps(self.run.step)\n",
      "        self.plan_steps(self.run.step)\n"
-     "        self.run.keep(self.state, self.models, self.optimizers, self.tokenizer, merged)\n",
+     "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer, merged)\n",
      IN_GRPO + "a_run_that_resampled_resumes_to_the_same_end"),
 
     # gspo in bfloat16

@@ -14,7 +14,7 @@ MUTANTS = [
      IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
     (PPO, "last = self.step in (until, self.total_steps)", "last = self.step == self.total_steps",
      IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
-    (PPO, "if self.evaluated_at < 0 and self.goes_on():", "if self.goes_on():",
+    (PPO, "if self.evaluated_at < 0 and self.should_continue():", "if self.should_continue():",
      IN_RUN + "a_run_evaluates_first_last_and_every_so_many_steps"),
     (PPO, "self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:",
      "self.step % SAVE_EVERY_N_STEPS == 0:",

@@ -1206,7 +1206,7 @@ def test_early_stopping_ends_the_run(rce, monkeypatch):
     trainer = rce(EARLY_STOPPING_PATIENCE=2).RCETrainer()
     for evaluations, goes_on in ((1, True), (2, False)):
         trainer.run.evals_since_best = evaluations
-        assert trainer.run.goes_on() == goes_on
+        assert trainer.run.should_continue() == goes_on
 
 
 def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
@@ -1485,7 +1485,7 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
         given(script, trainer.train_rows[:4], out / f"candidates_round_{number}.parquet")
     again = script.RCETrainer()
     assert again.run.checkpoint == out / "step_0"
-    again.run.goes_on = lambda: False  # as after a signal before its first step
+    again.run.should_continue = lambda: False  # as after a signal before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists() and not (out / "candidates_round_2.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet"))
@@ -1598,7 +1598,7 @@ def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from
     for name in ("1.parquet.tmp", "2.parquet.tmp"):  # half written
         (out / f"candidates_round_{name}").write_bytes(b"PAR1")
     again = script.RCETrainer()
-    again.run.goes_on = lambda: False  # as after a signal before its first step
+    again.run.should_continue = lambda: False  # as after a signal before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet.tmp"))
@@ -1761,7 +1761,7 @@ def one_step(tmp_path_factory):
         trainer.run.opened = lambda headline: nullcontext()
         trainer.run.save = lambda: None
         trainer.run.show = trainer.run.write_metrics = lambda *_: None
-        trainer.run.goes_on = iter([True, False]).__next__
+        trainer.run.should_continue = iter([True, False]).__next__
         trainer.run.steps = eighth_step
         trainer.record = lambda batch, metrics: None
         trainer.train()

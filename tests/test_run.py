@@ -1280,6 +1280,6 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
 
 def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
     trainer = ppo().PPOTrainer()
-    with trainer.run.opened("here"):
+    with trainer.run.session("here"):
         trainer.run.record({"reward": 1.0}, 7, [], "line")
     assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}
