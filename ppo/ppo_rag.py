@@ -740,7 +740,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -1094,7 +1094,7 @@ def choose_checkpoint(resume, output_dir, say):
 def move_aside(paths, output_dir, say):
     """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
     if paths:
-        old = Path(output_dir) / time.strftime("old_%Y%m%d_%H%M%S")
+        old = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
         old.mkdir(exist_ok=True)
         for path in paths:
             os.rename(path, old / path.name)

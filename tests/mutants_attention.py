@@ -38,9 +38,6 @@ MUTANTS = [
     (GRPO, "        return self.prompt[0].shape[2] + self.keys.shape[2]", "        return self.keys.shape[2]",
      "tests/test_architectures.py::test_an_architecture_is_sampled_and_scored_as_a_plain_pass_does_or_refused"
      "[gemma2+window]"),
-    (GRPO, 'AttentionInterface.register("shared_prompts", attend)',
-     'AttentionInterface.register("shared_prompts", attend)\nAttentionInterface.register("sdpa", attend)',
-     IN_SPEED + "a_users_own_model_says_the_same_beside_a_trainer"),
     # scoring
     (GRPO, "((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))", "(owner[:, None] >= 0)",
      GROUPED),

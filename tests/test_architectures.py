@@ -8,7 +8,7 @@ CORE = {
     "opt": "equal",  # its layers apply their dropout themselves
     "deepseek_v3": "equal",  # changes what the cache returned before attention reads it
     "qwen3_next": "equal", "lfm2": "equal",  # states beside keys and values
-    "mamba": "equal",  # states alone
+    "mamba": "refused",  # its states take padding in
     "phimoe+window": "equal",  # a window that only the mask knows
     "mixtral+router logits": "equal",
     "bert": "refused",  # sees what comes after

@@ -1509,8 +1509,8 @@ def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
     ({"REWARD_MODE": "best"}, "REWARD_MODE = 'best' is unknown"),
     ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
     ({"STAGE": "train"}, "run STAGE=mine first"),
-    ({"READER": "/nowhere"}, "READER = '/nowhere': there is no such folder"),
-    ({"EMBEDDING": "/nowhere"}, "EMBEDDING = '/nowhere': there is no such folder"),
+    ({"READER": "/nowhere"}, "READER = '/nowhere': no such folder"),
+    ({"EMBEDDING": "/nowhere"}, "EMBEDDING = '/nowhere': no such folder"),
     ({"BEAMS": 0, "SAMPLES": 0, "RETRIEVED": 0, "RANDOM": 0}, "nothing proposes a list")])
 def test_what_a_user_can_mend_is_said_in_one_sentence(icl, constants, says):
     script = icl(**constants)

@@ -236,7 +236,7 @@ DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
     "source": (SOURCE, "process 1 has another ppo.py than process 0"),
     "later": (DRAWS_LATER, "have drawn different random numbers"),
-    "summed": (SUMMED, "the processes cut one optimizer step into [2, 4] micro-batches")}
+    "summed": (SUMMED, "the processes cut one optimizer step into [3, 5] micro-batches")}
 MORE_SELDOM = {"torch", "numpy"}
 
 
@@ -509,7 +509,7 @@ ppo.REWARD_FUNCTIONS = [(Judge(), 1.0), (functools.partial(scaled, by=2.0), 1.0)
     ended = run_edited(2, tmp_path, body, MAX_STEPS=1)
     assert [end.returncode for end in ended] == [0, 0], ended
     line = read(tmp_path / "run/logs/metrics.jsonl")[1]
-    assert line["reward/Judge"] == line["reward/Judge_2"] and line["reward/scaled"] == 2.0
+    assert line["reward/Judge"] == line["reward/Judge_2"] and line["reward/partial"] == 2.0
 
 
 def test_an_error_of_one_process_of_a_sharded_run_is_shown(tmp_path):

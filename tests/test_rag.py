@@ -930,7 +930,7 @@ def spoil(folder, name, line):
      "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
     ("questions", '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
      "questions.jsonl:33 has the question ' ': a text is wanted"),
-    ("questions", "no json\n", "questions.jsonl line 33: not a line of JSON"),
+    ("questions", "no json\n", "questions.jsonl line 33: not a JSON object"),
     ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no 'text'"),
 ])
 def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
@@ -1040,8 +1040,8 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
     ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
     ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
     ({"DATASET": {"path": "/no/such", "type": "folder"}}, "/no/such/corpus.jsonl: cannot be read as jsonl"),
-    ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json: there is no such file"),
-    ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': there is no such folder"),
+    ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
+    ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
     ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
     ({"BASELINE": "best"}, "BASELINE = 'best' is unknown"),
 ])

@@ -147,12 +147,12 @@ def test_jsonl_parquet_and_hub_rows_mix(ppo, tmp_path):
 @pytest.mark.parametrize(
     "lines, says",
     [
-        ([{"problem": "x", "solution": "y"}, b'{"problem": "x"'], r"line 2: not a line of JSON"),
-        ([b"\xff\xfe"], "line 1: not a line of JSON"),
+        ([{"problem": "x", "solution": "y"}, b'{"problem": "x"'], "line 2: not a JSON object"),
+        ([b"\xff\xfe"], "line 1: not a JSON object"),
         ([{"problem": "x"}], "line 1: there is no value for column 'solution'; the row has \\['problem'\\]"),
-        ([[1]], "line 1: .*list"),
-        ([{"problem": " ", "solution": "y"}], "line 1: 'problem' must be a text that is not empty"),
-        ([{"problem": 5, "solution": "y"}], "must be a text"),
+        ([[1]], "line 1: not a JSON object"),
+        ([{"problem": " ", "solution": "y"}], "line 1: 'problem': a prompt is a text"),
+        ([{"problem": 5, "solution": "y"}], "'problem': a prompt is a text"),
         ([], "the data set is empty"),
         ([b"", b" "], "the data set is empty"),
     ],

@@ -455,7 +455,6 @@ def test_a_prompt_without_tokens_is_named(ppo):
     "constant, value, says",
     [
         ("OUTPUT_DIR", "", "OUTPUT_DIR = ''"),
-        ("OUTPUT_DIR", "a\0b", "OUTPUT_DIR"),
         ("PROMPT_TEMPLATE", "Solve this:", "PROMPT_TEMPLATE.*has no {input}"),
         ("ACTOR_MODEL", " ", "ACTOR_MODEL"),
         ("TRAIN_DATASETS", [{"path": "x", "type": "jsonl"}], "TRAIN_DATASETS: a data set has path"),
