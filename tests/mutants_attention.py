@@ -36,8 +36,7 @@ MUTANTS = [
     (GRPO, "layer.by_prompt(query) @ prompt_keys.mT + layer.bias)",
      "layer.by_prompt(query) @ prompt_keys.mT)", PLAIN),
     (GRPO, "        return self.prompt[0].shape[2] + self.keys.shape[2]", "        return self.keys.shape[2]",
-     "tests/test_architectures.py::test_an_architecture_is_sampled_and_scored_as_a_plain_pass_does_or_refused"
-     "[gemma2+window]"),
+     IN_SPEED + "a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once"),
     # scoring
     (GRPO, "((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))", "(owner[:, None] >= 0)",
      GROUPED),

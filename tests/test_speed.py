@@ -101,6 +101,7 @@ def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monke
         assert len(layer.keys) == 24
         assert not shared or len(layer.prompt[0]) == 3
         assert layer.keys.shape[2] == 11 + (0 if shared else max(map(len, prompts)))
+        assert layer.get_seq_length() == 11 + max(map(len, prompts))
 
 
 # ---------------------------------------------------------------- other models beside ours
@@ -206,7 +207,7 @@ def test_grouped_rows_are_plain_forward_passes(responses, name, kind):
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=kind).eval()
     model.shares_prompts = True
     batch = packed_batch([3, 6, 3], responses, 2)  # neighbours of one length are not of one prompt
-    rows = torch.tensor([3, 0, 5, 2, 4])
+    rows = torch.tensor([3, 2, 0, 5, 4])
     found = module.response_logprobs(model, batch, rows, 0.8)
     for i, row in enumerate(rows.tolist()):
         n = int(batch.response_lengths[row])
