@@ -966,13 +966,14 @@ def same_prompt(batch, rows):
 
 
 def micro_batches(batch, rows, size):
-    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts of like length."""
+    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts beside others whose
+    rows have as many tokens."""
     if not len(rows):
         return ()
     prompt = same_prompt(batch, rows)
     lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
-    longest = torch.zeros_like(lengths).scatter_reduce(0, prompt, lengths, "amax")[prompt]
-    order = (longest * len(rows) + prompt).argsort(descending=True, stable=True)
+    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
+    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
     sizes = []
     for count in prompt[order].unique_consecutive(return_counts=True)[1].tolist():
         if sizes and sizes[-1] + count <= size:
