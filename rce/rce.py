@@ -1104,8 +1104,7 @@ def same_prompt(batch, rows):
 
 
 def micro_batches(batch, rows, size):
-    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts beside others whose
-    rows have as many tokens."""
+    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts by their tokens."""
     if not len(rows):
         return ()
     prompt = same_prompt(batch, rows)
