@@ -35,8 +35,8 @@ the loss       policy_loss, GRPOTrainer.token_losses      the data       TRAIN_D
 the advantage  group_advantages, compute_advantages       a metric       GRPOTrainer.record, evaluate
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         self.run.panels; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
-turns          ENVIRONMENT; converse
-A constant is one more line above; _LIMITS may hold its range.
+turns          ENVIRONMENT; converse                      the optimizer  make_optimizer
+A constant is one more line below; _LIMITS may hold its range.
 """
 import math
 import os
@@ -82,7 +82,7 @@ MAX_TRAIN_PROMPTS: int | None = None  # only the first so many; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function; a function, or its name in
-# rewards/
+# rewards/; its parameter named messages, response_ids or like a column of the data gets that
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
 OVERLONG_BUFFER = 0  # the last so many of MAX_NEW_TOKENS cost, linearly (2503.14476, equation 13); 0: off
@@ -97,7 +97,7 @@ GROUP_SIZE = 8  # responses a prompt; >= 2, since they are each other's baseline
 EVAL_SAMPLES = 4  # k of pass@k in evaluation
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
-TEMPERATURE = 1.0  # > 0; no top-k or top-p: the distribution sampled is the one scored
+TEMPERATURE = 1.0  # > 0; the distribution sampled is the one scored: top-p goes into sampling_logprobs
 
 # Turns: a function(messages, response, answer) gives the text of the turn after a response, or None: the end.
 # The policy goes on, MAX_NEW_TOKENS a turn; what it did not say is never trained (docs/cookbook.md)
@@ -113,7 +113,7 @@ WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
-WARMUP_STEPS = 0
+WARMUP_STEPS = 0  # with or without a scheduler
 
 # Algorithm
 LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo: see the table above

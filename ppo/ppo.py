@@ -29,7 +29,7 @@ the loss       policy_loss, value_loss, optimizer_step    the data       TRAIN_D
 the advantage  gae, compute_advantages                    a metric       PPOTrainer.record, evaluate
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         self.run.panels; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
-A constant is one more line above; _LIMITS may hold its range.
+the optimizer  make_optimizer                             a constant     one more line below; _LIMITS
 """
 import math
 import os
@@ -76,7 +76,7 @@ MAX_TRAIN_PROMPTS: int | None = None  # only the first so many; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function; a function, or its name in
-# rewards/
+# rewards/; its parameter named messages, response_ids or like a column of the data gets that
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # >= 0, taken from the score of a response cut at MAX_NEW_TOKENS
@@ -89,7 +89,7 @@ GRADIENT_ACCUMULATION_STEPS = 2  # batches a training step: BATCH_SIZE * this = 
 GROUP_SIZE = 4  # responses a prompt
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
-TEMPERATURE = 1.0  # > 0; no top-k or top-p: the distribution sampled is the one scored
+TEMPERATURE = 1.0  # > 0; the distribution sampled is the one scored: top-p goes into sampling_logprobs
 
 # Optimisation
 LEARNING_RATE = 1e-4
@@ -99,7 +99,7 @@ WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halves
-WARMUP_STEPS = 0
+WARMUP_STEPS = 0  # with or without a scheduler
 
 # Algorithm
 GROUP_EPOCHS = 2  # passes over each step's responses

@@ -41,7 +41,7 @@ the weights   TAU, WEIGHT_REWARDS; rce_weights           a metric      update, r
 the reward    REWARD_FUNCTIONS, REWARD_MODE;             a plot        self.run.panels; draw_plot
               compute_rewards, shaped_rewards            the schedule  learning_rate_scale, plan_steps
 what is mined propose, choose_verified; sampling_logprobs
-A constant is one more line above; _LIMITS may hold its range.
+The optimizer is make_optimizer's. A constant is one more line below; _LIMITS may hold its range.
 """
 import hashlib
 import math
@@ -136,7 +136,7 @@ WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = True
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (towards 0, one step after the last) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better pick before plateau halves
-WARMUP_STEPS = 0
+WARMUP_STEPS = 0  # with or without a scheduler
 
 # Schedule
 NUM_EPOCHS = 2  # passes over a round's prompts
