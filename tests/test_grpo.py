@@ -1052,7 +1052,7 @@ def one_step(tmp_path_factory):
             yield 7
 
         trainer.optimizers["policy"].step = keep_gradient
-        trainer.run.opened = lambda headline: nullcontext()
+        trainer.run.session = lambda headline: nullcontext()
         trainer.run.steps = eighth_step
         trainer.train()
         batch, metrics = trainer.batch, trainer.metrics

@@ -1049,7 +1049,7 @@ def one_step(tmp_path_factory):
             trainer.run.step = 7
             yield 7
 
-        trainer.run.opened = lambda headline: nullcontext()
+        trainer.run.session = lambda headline: nullcontext()
         trainer.run.steps = eighth_step
         trainer.train()
         metrics, batch = trainer.metrics, trainer.batch

@@ -236,7 +236,7 @@ DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
     "source": (SOURCE, "process 1 has another ppo.py than process 0"),
     "later": (DRAWS_LATER, "have drawn different random numbers"),
-    "summed": (SUMMED, "the processes cut one optimizer step into [3, 5] micro-batches")}
+    "summed": (SUMMED, "the processes cut one optimizer step into [")}
 MORE_SELDOM = {"torch", "numpy"}
 
 

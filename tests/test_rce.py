@@ -1736,7 +1736,7 @@ def one_step(tmp_path_factory):
             yield 7
 
         trainer.optimizers["policy"].step = keep_gradient
-        trainer.run.opened = lambda headline: nullcontext()
+        trainer.run.session = lambda headline: nullcontext()
         trainer.run.save = lambda: None
         trainer.run.show = trainer.run.write_metrics = lambda *_: None
         trainer.run.should_continue = iter([True, False]).__next__
