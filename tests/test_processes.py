@@ -231,11 +231,15 @@ ppo.Run.record = record"""
 SUMMED = """
 ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()
 ppo.all_logprobs = ppo.all_values = lambda model, batch, **more: 0 * batch.logprobs"""
-DREW = "reward function draws draws random numbers"
 DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
     "source": (SOURCE, "process 1 has another ppo.py than process 0"),
     "later": (DRAWS_LATER, "have drawn different random numbers"),
+    "numpy": (
+        DRAWS_LATER.replace("import random", "import numpy.random as random"), "have drawn different random"),
+    "torch": (
+        DRAWS_LATER.replace("import random", "import torch").replace("random.random()", "torch.rand(1)"),
+        "have drawn different random"),
     "summed": (SUMMED, "the processes cut one optimizer step into [")}
 MORE_SELDOM = {"torch", "numpy"}
 
