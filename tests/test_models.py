@@ -351,7 +351,7 @@ def test_prompts_and_responses_longer_than_a_models_positions_are_refused(tmp_pa
 
 
 ROPES = {  # the longest sequence, and what else the type wants
-    "dynamic": (64, {}),
+    "dynamic": (128, dict(original_max_position_embeddings=64)),
     "longrope": (128, dict(
         original_max_position_embeddings=64, short_factor=[1.0] * 4, long_factor=[2.0] * 4)),
 }
