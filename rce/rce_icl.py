@@ -36,7 +36,7 @@ training_metrics_detailed.png and rce_icl_metrics_with_entropy.png. docs/rce_icl
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
-the network    Pointer                               the embedding  EMBEDDING; embed
+the network    Pointer                               the embedding  EMBEDDING; make_embedder
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
 """
@@ -52,6 +52,7 @@ import numpy as np
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 import torch  # noqa: E402
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
@@ -2208,7 +2209,6 @@ class Corpus:
     """Demonstrations, their vectors, and the pool of each query."""
 
     def __init__(self, splits, demos, device, say):
-        self.splits = splits
         self.demos = demos
         self.device = device
         self.number = {}  # rows that ask the same have one
@@ -2435,26 +2435,19 @@ def take_answer(c, text, query):
 
 def pad_pointers(groups):
     """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
-    lists = max(len(group) for group in groups)
-    choices = max(len(c["pointer"]) for group in groups for c in group)
-    padded = torch.full((len(groups), lists, choices), -1)
-    for i, group in enumerate(groups):
-        for j, c in enumerate(group):
-            padded[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
-    return padded
+    most = max(len(c["pointer"]) for group in groups for c in group)
+    lists = [[[*c["pointer"]] + [-1] * (most - len(c["pointer"])) for c in group] for group in groups]
+    return pad_sequence([torch.tensor(rows) for rows in lists], True, -1)
 
 
-def pad_columns(rows, fill=0.0, dtype=torch.float32):
-    """Lists of numbers as (rows, longest), `fill` after each end."""
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        padded[i, :len(row)] = torch.as_tensor(row)
-    return padded
+def pad_columns(rows):
+    """Lists of numbers as (rows, longest), 0 after each end."""
+    return pad_sequence([torch.as_tensor(row, dtype=torch.float32) for row in rows], True)
 
 
 def stack_pools(pools):
     """(queries, pool), -1 after the end of a shorter one."""
-    return pad_columns(pools, -1, torch.long)
+    return pad_sequence(pools, True, -1)
 
 
 def check_room(pool, shots):
@@ -2525,32 +2518,30 @@ def read_candidates(path, splits, demos):
     if mined_with.get("program") == "rce_icl":
         check_facts(path, mined_with, mining_facts(), _READING, "mine anew, in another OUTPUT_DIR")
     of_test = path.name.startswith("test_candidates_")
-    rows = splits["test"] if of_test else splits["train"] + splits["validation"]
-    known = {str(row["number"]): row for row in rows}
+    known = splits["test"] if of_test else splits["train"] + splits["validation"]
+    known = {str(row["number"]): row for row in known}
     position = {demo["number"]: j for j, demo in enumerate(demos)}
     asking = defaultdict(set)
     for demo in demos:
         asking[what_is_asked(demo)].add(demo["number"])
-    parsed = []
+    parsed = {}
     for key, record in records:
-        where = f"{path}, query {key}"
         try:
             told = record.get("query", {}).get("text")  # the source's files may not have it
             lists = [parse_list(c) for c in record["pointer_candidates"]]
-            pool = record.get("candidate_pool_ids")
-            pool = pool if pool is None else [index(number) for number in pool]
-            parsed.append((where, known.get(key), pool, lists, index(record.get("proposed") or len(lists))))
+            pool = [index(number) for number in record.get("candidate_pool_ids") or ()]
+            parsed[key] = pool, lists, index(record.get("proposed") or len(lists))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise UserError(f"{where}: cannot be read ({fault}); see docs/rce_icl.md") from None
+            raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
         if key not in known or told not in (None, known[key]["text"]):
-            raise UserError(f"{where}: there is no such query in the data: give that which was mined")
-    every = sorted({number for _, _, _, lists, _ in parsed for numbers, _ in lists for number in numbers})
+            raise UserError(f"{path}, query {key}: there is no such query in the data")
+    every = sorted({number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers})
     groups = []
-    for where, query, pool, lists, proposed in parsed:
-        own = asking[what_is_asked(query)]
-        # a file without pools: what any of its lists points to
-        pool = [number for number in every if number not in own] if pool is None else pool
+    for key, (pool, lists, proposed) in parsed.items():
+        where = f"{path}, query {key}"
+        own = asking[what_is_asked(known[key])]
+        pool = pool or [number for number in every if number not in own]  # a file without pools
         check_numbers(pool, position, own, f"{where}: its pool")
         place = {number: j for j, number in enumerate(pool)}
         candidates = {}
@@ -2560,7 +2551,7 @@ def read_candidates(path, splits, demos):
             candidates.setdefault(candidate["pointer"], candidate)
         if candidates:
             groups.append(SimpleNamespace(
-                query=query, pool=torch.tensor([position[number] for number in pool]),
+                query=known[key], pool=torch.tensor([position[number] for number in pool]),
                 candidates=list(candidates.values()), proposed=proposed))
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
