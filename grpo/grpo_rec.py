@@ -702,7 +702,6 @@ class RecTrainer:
 import copy
 import functools
 import inspect
-import json
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -710,7 +709,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -727,15 +725,12 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
     may be left over or absent; the absent ones start at zero."""
     if (Path(path) / "adapter_config.json").exists():
-        todo = "take its run's best/policy, or resume it with its LORA_RANK"
-        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: {todo}")
+        raise UserError(f"{constant} = {str(path)!r} is an adapter: set its LORA_RANK, or take best/policy")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if "drop" in name and type(value) is float:  # layers that recompute are in training mode
                 setattr(part, name, 0.0)
-        if getattr(part, "output_router_logits", False):  # for a loss of whole rows
-            part.output_router_logits = False
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
@@ -745,8 +740,8 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if new_head:
         wrong = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if wrong:
-        weights = f"missing or unexpected weights {', '.join(sorted(wrong))}"
-        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: {weights}")
+        names = ", ".join(sorted(wrong))
+        raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
     for name, parameter in model.named_parameters():
         # A file's memory map begins at any byte, and the last bit of a product depends on it
         parameter.data = torch.zeros_like(parameter) if name in missing else parameter.data.clone()
@@ -763,9 +758,8 @@ def load_trained(auto_class, path, constant, device, saved=None, new_head=False)
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
     if globals().get("SHARD") == "fsdp2":
         raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    if Path(path).exists():
-        model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
     add_adapter(model, new_head, saved)
     return model
 
@@ -775,16 +769,14 @@ def add_adapter(model, new_head, saved):
     A new head is trained whole."""
     import peft
 
-    outside = [name for name, _ in model.named_children() if name != model.base_model_prefix]
-    heads = [name for name in outside if new_head and list(getattr(model, name).parameters())]
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
+        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
+        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Model with .tie_word_embeddings")  # merging changes both layers
-            model.add_adapter(config)
+        model.add_adapter(config)
     except (ValueError, UserWarning) as error:
         raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
     adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
@@ -800,8 +792,9 @@ def add_adapter(model, new_head, saved):
         same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
         if not same or sorted(then.target_modules) != config.target_modules:
             raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
-        peft.set_peft_model_state_dict(model, load_file(saved / "adapter_model.safetensors"))
-    model.eval()
+        state = load_file(saved / "adapter_model.safetensors")
+        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
+        peft.set_peft_model_state_dict(model, state)
 
 
 @contextmanager
@@ -943,9 +936,9 @@ def conversation(prompt):
     messages = prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    has_one = any(message["role"] in ("system", "developer") for message in messages)
-    first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
-    return first + messages
+    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
 
 
 def render(tokenizer, messages, where, go_on):
@@ -991,15 +984,13 @@ def encode(rows, constant, tokenizer, readers, say):
             raise UserError(f"{where}: {gives}; ACTOR_MODEL = {ACTOR_MODEL!r} knows {known} ids")
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
-        longest = max(len(row["ids"]) for row in rows)
-        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts (longest {longest})"
+        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
         say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
     needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
     for name, model in readers.items():
         if needed > positions_of(model):
             have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
-            todo = "lower MAX_NEW_TOKENS or MAX_PROMPT_TOKENS"
-            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: {todo}")
+            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: lower either")
     return kept
 
 
@@ -1028,9 +1019,16 @@ def pad_left(rows, value):
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
 
-def pad_right(rows, value):
-    width = max(map(len, rows))
+def pad_right(rows, value, multiple=1):
+    width = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
+
+
+def token_lists(batch, rows):
+    """[(the prompt's ids, the response's ids), ...] of rows."""
+    lengths = zip(batch.prompt_lengths[rows].tolist(), batch.response_lengths[rows].tolist())
+    ids = zip(batch.prompt_ids[rows].tolist(), batch.response_ids[rows].tolist())
+    return [(prompt[-p:], response[:n]) for (p, n), (prompt, response) in zip(lengths, ids)]
 
 
 def rows_at_once(model, batch):
@@ -1046,8 +1044,6 @@ def micro_batches(model, batch, rows=None):
     """Rows, or all, cut into micro-batches: rows of one prompt together, prompts by their tokens."""
     if rows is None:
         rows = torch.arange(len(batch.response_lengths), device=model.device)
-    if not len(rows):
-        return ()
     size = rows_at_once(model, batch)
     prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
     prompt = prompts.unique(dim=0, return_inverse=True)[1]  # (rows,), equal where the prompts are
@@ -1070,8 +1066,7 @@ def autocast(model):
 # ---------------------------------------------------------------- sampling
 
 def find_in_cdf(weights, at):
-    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into that
-    one."""
+    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into it."""
     cumulative = weights.double().cumsum(-1)
     target = at * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
@@ -1091,9 +1086,8 @@ def entropy_of(logprobs):
 
 
 def sample_tokens(probabilities, uniform):
-    """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform
-    (rows,) in [0, 1). First among blocks of 128 ids, then within the block: four times as fast as over a
-    whole large vocabulary."""
+    """One id a row by inverting the CDF of probabilities (rows, vocabulary) at uniform (rows,) in [0, 1).
+    First among blocks of 128 ids, then within: four times as fast as over a whole large vocabulary."""
     if probabilities.device.type == "mps":  # has no float64
         return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
     missing = -probabilities.shape[1] % 128
@@ -1106,7 +1100,7 @@ def sample_tokens(probabilities, uniform):
 @functools.cache
 def parameters_of(kind):
     """The names that forward() of a class of models takes."""
-    return set(inspect.signature(kind.forward).parameters)
+    return inspect.signature(kind.forward).parameters
 
 
 def call_model(model, ids, **options):
@@ -1122,25 +1116,23 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.show([layer.keys, layer.values], layer.keys.shape[2])
-
-    def show(self, room, length):
-        self.room = room
-        self.keys, self.values = (x[:, :, :length] for x in room)
+        self.keys, self.values = self.room = (layer.keys, layer.values)
 
     def update(self, keys, values, *args, **kwargs):
         before = self.keys.shape[2]
         after = before + keys.shape[2]
-        room = self.room
-        if after > room[0].shape[2]:
-            room = [torch.nn.functional.pad(x, (0, 0, 0, 16 + after // 2)) for x in (self.keys, self.values)]
-        for x, new in zip(room, (keys, values)):
+        if after > self.room[0].shape[2]:
+            more = (0, 0, 0, 16 + after // 2)
+            self.room = [torch.nn.functional.pad(x, more) for x in (self.keys, self.values)]
+        for x, new in zip(self.room, (keys, values)):
             x[:, :, before:after] = new
-        self.show(room, after)
+        self.keys, self.values = (x[:, :, :after] for x in self.room)
         return self.keys, self.values
 
     def reorder_cache(self, rows):
-        self.show([x.index_select(0, rows) for x in self.room], self.keys.shape[2])
+        length = self.keys.shape[2]
+        self.room = [x.index_select(0, rows) for x in self.room]
+        self.keys, self.values = (x[:, :, :length] for x in self.room)
 
 
 class Decoder:
@@ -1153,8 +1145,6 @@ class Decoder:
         self.model = model
         self.positions = torch.tensor([len(p) for p in prompts], device=model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
-        names = parameters_of(type(model))
-        self.cache_name = "cache_params" if "cache_params" in names else "past_key_values"
         self.cache = None
         self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
         layers = getattr(self.cache, "layers", [])
@@ -1166,9 +1156,10 @@ class Decoder:
         self.select_rows(torch.arange(len(prompts), device=model.device).repeat_interleave(group_size))
 
     def read(self, ids, positions, mask):
-        options = {"attention_mask": mask, "position_ids": positions, self.cache_name: self.cache}
-        out = call_model(self.model, ids, **options, use_cache=True, logits_to_keep=1)
-        self.cache = getattr(out, self.cache_name)
+        cache = {"past_key_values": self.cache, "cache_params": self.cache}
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        out = call_model(self.model, ids, **options, **cache, use_cache=True)
+        self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
 
     def next(self, tokens):
@@ -1195,19 +1186,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
     max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the
-    entropy, as the ids. A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no
-    EOS."""
-    device, rows = model.device, len(prompts) * group_size
+    entropy, as the ids. A row holds its first EOS and pad after it; a row that was cut holds no EOS."""
+    device = model.device
     decoder = Decoder(model, prompts, group_size, pad_id)
-    ids = torch.full((rows, max_new_tokens), pad_id, device=device)
-    lengths = torch.zeros(rows, dtype=torch.long, device=device)
-    logprobs, entropies = torch.zeros(2, rows, max_new_tokens, device=device)
-    rows = torch.arange(rows, device=device)  # which row of the result each row of the decoder is
+    rows = torch.arange(len(prompts) * group_size, device=device)  # of the result, for each of the decoder's
+    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
+    lengths = torch.zeros_like(rows)
+    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    logits = decoder.logits
-    look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
-        scaled = sampling_logprobs(logits, temperature).clamp_(min=-1e30)  # (rows still there, vocabulary)
+        scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
@@ -1215,7 +1203,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
-        left = int(unfinished.sum()) if t % look_every == 0 else len(rows)
+        left = int(unfinished.sum()) if t % _LOOK_EVERY.get(device.type, 16) == 0 else len(rows)
         if left == 0 or t + 1 == max_new_tokens:
             break
         if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
@@ -1224,9 +1212,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             rows = rows[keep]
             tokens = tokens[keep]
             unfinished = unfinished[keep]
-        logits = decoder.next(tokens)
-    # what finished rows said after their end
-    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]
+        decoder.next(tokens)
+    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what came after the end
     ids = ids.masked_fill(over, pad_id)
     return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
 
@@ -1239,20 +1226,17 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
-        chunk = None
-        if uniform is not None:
-            chunk = uniform[i * group_size:(i + size) * group_size].to(model.device)
+        own = None if uniform is None else uniform[i * group_size:(i + size) * group_size].to(model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
-                temperature or TEMPERATURE, eos_ids, pad_id)
+                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
+                eos_ids, pad_id)
 
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
     ids, lengths, logprobs, entropies = map(torch.cat, zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-    last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
     repeated = [p for p in prompts for _ in range(group_size)]
     return SimpleNamespace(
         prompt_ids=pad_left(repeated, pad_id).to(model.device),
@@ -1262,7 +1246,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
         response_mask=(torch.arange(width, device=model.device) < lengths[:, None]).float(),
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
-        truncated=~torch.isin(last, eos_ids),
+        truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids),
         responses=tokenizer.batch_decode(rows, skip_special_tokens=True),
         columns={"response_ids": rows})  # for reward functions, beside the rows' own
 
@@ -1272,13 +1256,12 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
-    options["use_cache"] = False
     head = model.get_output_embeddings()
     if head is None:
-        return call_model(model, ids, **options).logits[at]
+        return call_model(model, ids, use_cache=False, **options).logits[at]
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][at][None])
     try:
-        return call_model(model, ids, **options).logits[0]
+        return call_model(model, ids, use_cache=False, **options).logits[0]
     finally:
         hook.remove()
 
@@ -1287,17 +1270,10 @@ def logits_of_rows(model, batch, rows):
     """Logits where the model predicts a response token whose response_mask is 1, (tokens, labels), row after
     row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt, padded on the right,
     where a causal model cannot see it: no mask, no positions."""
-    prompts = batch.prompt_lengths[rows, None]
-    responses = batch.response_lengths[rows, None]
-    wide = batch.prompt_ids.shape[1]
-    column = torch.arange(int((prompts + responses).max()), device=rows.device).expand(len(rows), -1)
-    in_prompt = batch.prompt_ids[rows].gather(1, (wide - prompts + column).clamp(max=wide - 1))
-    last = batch.response_ids.shape[1] - 1
-    in_response = batch.response_ids[rows].gather(1, (column - prompts).clamp(0, last))
-    ids = torch.where(column < prompts, in_prompt, in_response)
-    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
+    ids = pad_right([prompt + response for prompt, response in token_lists(batch, rows)], 0).to(rows.device)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    return logits_at(model, ids, (row, prompts[row, 0] - 1 + token)), mask
+    return logits_at(model, ids, (row, batch.prompt_lengths[rows][row] - 1 + token)), mask
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1308,26 +1284,22 @@ def logits_of_groups(model, batch, rows):
     responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
     dimensions, its prompt and its own response alone."""
     device = rows.device
-    prompts = batch.prompt_lengths[rows]
-    responses = batch.response_lengths[rows]
     sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i row i - 1
     places = []  # of each row's response: its sequence, and where it begins
     last = None
-    lists = (x.tolist() for x in (prompts, responses, batch.prompt_ids[rows], batch.response_ids[rows]))
-    for i, (p, n, prompt, response) in enumerate(zip(*lists), 1):
-        if prompt[-p:] != last or len(sequences[-1][0]) + n - 1 > p + _RESPONSE_TOKENS:
-            last = prompt[-p:]
-            sequences.append((list(last), list(range(p)), [0] * p))
+    for i, (prompt, response) in enumerate(token_lists(batch, rows), 1):
+        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
+        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
+            last = prompt
+            sequences.append((list(prompt), list(range(first)), [0] * first))
         ids, positions, owner = sequences[-1]
         places.append((len(sequences) - 1, len(ids)))
-        ids += response[:n - 1]  # nothing is predicted after the last token
-        positions += range(p, p + n - 1)
-        owner += [i] * (n - 1)
-    # A GPU's kernels copy masks of other widths; padding is seen by none but itself
-    width = max(len(ids) for ids, _, _ in sequences)
+        ids += response[:more]
+        positions += range(first, first + more)
+        owner += [i] * more
+    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
     ids, positions, owner = (
-        torch.nn.functional.pad(pad_right(part, value), (0, -width % 8), value=value).to(device)
-        for part, value in zip(zip(*sequences), (0, 0, -1)))
+        pad_right(part, value, 8).to(device) for part, value in zip(zip(*sequences), (0, 0, -1)))
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1336,10 +1308,10 @@ def logits_of_groups(model, batch, rows):
         hidden = ~seen | (back >= (window or math.inf))
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
     sequence, start = torch.tensor(places, device=device)[row].T
-    predicted_at = torch.where(token > 0, start + token, prompts[row]) - 1
+    predicted_at = torch.where(token > 0, start + token, batch.prompt_lengths[rows][row]) - 1
     attention_mask = masks if len(masks) > 1 else masks.popitem()[1]
     options = {"attention_mask": attention_mask, "position_ids": positions}
     return logits_at(model, ids, (sequence, predicted_at), **options), mask
@@ -1380,8 +1352,7 @@ def response_logprobs(model, batch, rows, temperature, distribution=None):
 
 
 def response_values(model, batch, rows):
-    """What a model of one label says before each response token is seen: (rows, R), float32, 0 where
-    response_mask is."""
+    """A one-label model's value before each response token, (rows, R), float32, 0 where response_mask is."""
     with autocast(model):
         values, mask = response_logits(model, batch, rows)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
@@ -1432,9 +1403,8 @@ def make_optimizer(model, learning_rate):
     scheduled (see set_rates), clipped and stepped."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    fused = model.device.type != "mps"
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
     optimizer.register_state_dict_post_hook(gather)
     optimizer.register_load_state_dict_pre_hook(deal_moments)
     return optimizer
@@ -1467,7 +1437,7 @@ def summed(models, parts, metrics):
     dict for what it measures, to a body that calls backward(). After a round all processes add its gradients
     in the order of the parts, so that their sum has the same bits on any number of processes; with EXACT_SUMS
     = False they add up once, at the end. metrics gets the sums of what was measured; of names that end in
-    _max the greatest. Layers recompute their activations with GRADIENT_CHECKPOINTING."""
+    _max the greatest. Meanwhile layers recompute their activations with GRADIENT_CHECKPOINTING."""
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
     layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
@@ -1475,8 +1445,8 @@ def summed(models, parts, metrics):
         parameter.grad = None if sharded else torch.zeros_like(parameter)
     for layer in layers:
         layer.training = GRADIENT_CHECKPOINTING  # they do it in training mode alone, which hides a cache
-    in_rounds = EXACT_SUMS and world_size() > 1 and not sharded
-    totals = [torch.zeros_like(p) for p in parameters if in_rounds]
+    added_here = world_size() > 1 and not sharded
+    totals = [torch.zeros_like(p) for p in parameters if added_here and EXACT_SUMS]
     measured = []
     for first in range(0, len(parts), world_size()):
         number = first + rank()
@@ -1494,13 +1464,10 @@ def summed(models, parts, metrics):
             parameter.grad.zero_()
     for layer in layers:
         layer.training = False
-    for model in models:
-        model.idle = False
     for parameter, total in zip(parameters, totals):
         parameter.grad = total
-    for parameter in parameters:
-        if world_size() > 1 and not in_rounds and not sharded:
-            dist.all_reduce(parameter.grad)
+    for parameter in parameters if added_here and not EXACT_SUMS else ():
+        dist.all_reduce(parameter.grad)
     for share in measured[:len(parts)]:
         for key, value in share.items():
             both = (metrics[key], value) if key in metrics else (value,)
@@ -1544,11 +1511,10 @@ def size_of(model):
 
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
-    name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    name = f"{name}: {size_of(actor)} on {actor.device}, {DTYPE}"
+    model = f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {size_of(actor)} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
-    return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
+    return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
 def a_response(scores):
@@ -1585,16 +1551,16 @@ def sample_records(batch, advantages):
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
-    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())):
-        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-        found.append(call_model(model, ids[None], use_cache=False).logits[0, p - 1:-1])
+    for prompt, response in token_lists(batch, slice(None)):
+        ids = torch.tensor([prompt + response], device=model.device)
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
     return torch.cat(found)
 
 
 @torch.no_grad()
 def disagreement(model, compute):
-    """In what the two tensors that compute() gives differ, or what it raises, in words; mistakes are as large
-    as logits are. Empty where they differ by the rounding of the model's weights alone."""
+    """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
+    rounding: mistakes are as large as logits are."""
     try:
         found, wanted = compute()
     except Exception as error:  # whatever a model raises that is not made for it
@@ -1665,7 +1631,7 @@ class SharedLayer(GrowingLayer):
         self.prompt = self.room
         self.bias = torch.where(mask[:, None, None] > 0, 0.0, -math.inf)
         self.row_to_prompt = torch.arange(len(mask), device=mask.device)
-        self.show([x[:, :, :0] for x in self.room], 0)
+        self.keys, self.values = self.room = [x[:, :, :0] for x in self.room]
 
     def get_seq_length(self):
         return self.prompt[0].shape[2] + self.keys.shape[2]
@@ -1684,12 +1650,10 @@ class SharedLayer(GrowingLayer):
         counts = self.row_to_prompt.bincount()
         self.most = int(counts.max())
         first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        place = torch.arange(len(rows), device=rows.device) - first
-        self.slots = self.row_to_prompt * self.most + place
+        self.slots = self.row_to_prompt * self.most + torch.arange(len(rows), device=rows.device) - first
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows
-        than the most."""
+        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
         slots = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
         return slots.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
 
@@ -1705,11 +1669,10 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
     query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
-    prompt_keys, prompt_values = layer.prompt
-    scores = layer.by_row(layer.by_prompt(query) @ prompt_keys.mT + layer.bias)
+    scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
-    out = layer.by_row(layer.by_prompt(of_prompt) @ prompt_values) + of_response @ value
+    out = layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1]) + of_response @ value
     return out.reshape(rows, 1, heads, -1), None
 
 

@@ -267,12 +267,14 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
     batch = trainer.rollout(trainer.train_rows[:6])
     assert script.rows_at_once(trainer.actor, batch) == 24
     for size, rows, prompts in ((8, 8, 2), (11, 8, 2), (4, 4, 1)):  # no prompt's rows are cut in two
-        micros = module.micro_batches(batch, torch.randperm(24), size)
+        monkeypatch.setattr(module, "rows_at_once", lambda model, batch, size=size: size)
+        micros = module.micro_batches(trainer.actor, batch, torch.randperm(24))
         assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
         for micro in micros:
             assert len(micro) == rows
             assert len({i // 4 for i in micro.tolist()}) == prompts
-    micros = module.micro_batches(batch, torch.randperm(24), 3)  # but where they are more than a micro-batch
+    monkeypatch.setattr(module, "rows_at_once", lambda model, batch: 3)  # but where they are more than that
+    micros = module.micro_batches(trainer.actor, batch)
     assert [len(micro) for micro in micros][:3] == [3, 1, 3]
     monkeypatch.setattr(script, "BATCH_SIZE", 100)
     assert script.rows_at_once(trainer.actor, batch) == 64
