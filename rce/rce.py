@@ -719,7 +719,6 @@ class RCETrainer:
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import copy
-import functools
 import inspect
 import math
 import warnings
@@ -1069,13 +1068,7 @@ def micro_batches(model, batch, rows=None):
     lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
     tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
     order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
-    sizes = []
-    for count in prompt[order].unique_consecutive(return_counts=True)[1].tolist():
-        if sizes and sizes[-1] + count <= size:
-            sizes[-1] += count
-        else:
-            sizes += [size] * (count // size) + [count % size] * (count % size > 0)
-    return rows[order].split(sizes)
+    return rows[order].split(size // GROUP_SIZE * GROUP_SIZE or size)  # a group that is cut is read twice
 
 
 def autocast(model):
@@ -1116,15 +1109,9 @@ def sample_tokens(probabilities, uniform):
     return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
-@functools.cache
-def parameters_of(kind):
-    """The names that forward() of a class of models takes."""
-    return inspect.signature(kind.forward).parameters
-
-
 def call_model(model, ids, **options):
     """The model's output for ids (rows, T), with those of the options that its forward() takes."""
-    names = parameters_of(type(model))
+    names = inspect.signature(model.forward).parameters
     return model(input_ids=ids, **{key: value for key, value in options.items() if key in names})
 
 
@@ -1233,8 +1220,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             unfinished = unfinished[keep]
         decoder.next(tokens)
     over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what came after the end
-    ids = ids.masked_fill(over, pad_id)
-    return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+    logprobs, entropies = logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+    return ids.masked_fill(over, pad_id), lengths, logprobs, entropies
 
 
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
@@ -1331,9 +1318,8 @@ def logits_of_groups(model, batch, rows):
     row, token = mask.nonzero(as_tuple=True)
     sequence, start = torch.tensor(places, device=device)[row].T
     predicted_at = torch.where(token > 0, start + token, batch.prompt_lengths[rows][row]) - 1
-    attention_mask = masks if len(masks) > 1 else masks.popitem()[1]
-    options = {"attention_mask": attention_mask, "position_ids": positions}
-    return logits_at(model, ids, (sequence, predicted_at), **options), mask
+    masks = masks if len(masks) > 1 else masks.popitem()[1]
+    return logits_at(model, ids, (sequence, predicted_at), attention_mask=masks, position_ids=positions), mask
 
 
 def attention_windows(model):

@@ -71,7 +71,7 @@ MUTANTS = [
      "tests/test_ppo.py::test_left_padding_with_absolute_positions_changes_nothing[False]"),
     (GRPO, "return {} if hidden or not windows", "return {} if not windows",
      IN_MODELS + "a_window_in_the_config_that_no_layer_is_said_to_have_is_not_shared"),
-    (GRPO, "        if sizes and sizes[-1] + count <= size:", "        if sizes and sizes[-1] <= size:",
+    (GRPO, "split(size // GROUP_SIZE * GROUP_SIZE or size)", "split(size)",
      IN_SPEED + "micro_batches_are_bounded_by_their_logits_and_keep_prompts_together"),
     # the check at load
     (GRPO, "            if not wrong:\n", "            if True:\n",
