@@ -1569,7 +1569,7 @@ class Run:
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
+        # by all processes: see gather()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
