@@ -176,18 +176,10 @@ def value_loss(values, old_values, returns, clip_range):
 SIGNS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
 YES_NO = "is are was were do does did has have had can could".split()
 OBSERVATION = (  # entry by entry; scores are BM25's of the question's best paragraphs, s1 the highest
-    "words",  # words of the question
-    "capitalised",  # of them, capitalised beyond the first: names
-    "unknown",  # share of its words that no paragraph has
-    "commas",  # its commas
-    *("has_" + word for word in SIGNS),  # 1 where the word stands in it
-    "yes_no",  # 1 where it begins with a form of be, do, have or can
-    "s1",  # highest score
-    "s1_per_word",
-    "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1",  # how fast the scores fall
-    "gap",  # (s1 - s2) / s1
-    "spread",  # standard deviation of the 20 best over their mean
-    "near",  # how many of the 20 best have at least .9 of s1
+    "words", "capitalised", "unknown", "commas",  # of the question; share of words that no paragraph has
+    *("has_" + word for word in SIGNS), "yes_no",  # 1 where it has the word; where it begins with one
+    "s1", "s1_per_word", "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1", "gap",  # gap: (s1 - s2) / s1
+    "spread", "near",  # of the 20 best: deviation over mean; how many have at least .9 of s1
     "overlap1", "overlap2", "overlap4",  # share of the question's words in the best 1, 2, 4 paragraphs
     "names1", "names2", "names4",  # share of its capitalised words in them
     "title1", "title2",  # share of the best, second best paragraph's title words in the question
@@ -347,7 +339,7 @@ class RAGTrainer:
                 logprobs=logprobs.gather(1, actions[:, None])[:, 0])
 
     def score(self):
-        """table.parts of every answer, (questions, actions, draws): reward, em, f1, cost, seconds, top_k ..."""
+        """table.parts of every answer, (questions, actions, draws): reward, em, f1, cost, seconds, action."""
         table = self.table
         shape = (len(table.questions), len(table.actions), DRAWS)
         texts = [text for row in table.responses for draws in row for text in draws]
@@ -464,15 +456,14 @@ class RAGTrainer:
         self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
 
     def baselines(self):
-        """What needs no training, printed and written: every fixed action, FIXED_ACTION, random, the best
-        fixed action of the training questions and the oracle, each on every split."""
-        table = self.table
-        self.figures = baseline_figures(table)
+        """What needs no training, each on every split, printed and written: see baseline_figures."""
+        self.figures = baseline_figures(self.table)
         Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
-        wanted = ["fixed", "random"] if BASELINE == "both" else [BASELINE]
-        for name in [*wanted, "best_fixed", "oracle", "every_action"]:
+        names = ["fixed", "random"] if BASELINE == "both" else [BASELINE]
+        names += ["best_fixed", "best_by_type", "tree", "oracle_greedy", "oracle"]
+        for name in [*names, "every_action"]:
             write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", self.figures[name])
-        for text in table_lines(table, self.figures, wanted):
+        for text in table_lines(self.table, self.figures, names):
             self.run.say(text)
 
     def test(self):
@@ -487,9 +478,11 @@ class RAGTrainer:
             did = f"top_k {top_k}, temperature {temperature}, rerank {rerank}"
             response = self.table.responses[row][action][0]
             self.run.say(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
-        found = test_figures(self.table, rows, actions, self.measure(rows, actions), self.figures)
+        found = {"policy": self.measure(rows, actions)}
+        found |= test_figures(self.table, rows, actions, self.figures)
         write_json(self.run.folder / "eval_test.json", found)
-        self.run.say(test_line(found))
+        for text in test_lines(found):
+            self.run.say(text)
 
     def answer(self, question):
         """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now: after
@@ -1744,9 +1737,9 @@ def from_hotpot(records, where):
 def from_folder(folder):
     """(questions, corpus) of corpus.jsonl and questions.jsonl."""
     def lines(name):
-        path = f"{folder}/{name}"
-        for number, record in read_records({"path": path, "type": "jsonl"}, f"DATASET: {path}"):
-            yield f"DATASET: {path} line {number}", record
+        where = f"DATASET: {folder}/{name}"
+        for number, record in read_records({"path": f"{folder}/{name}", "type": "jsonl"}, where):
+            yield f"{where} line {number}", record
 
     corpus = {}  # (title, text): row id
     titles = {}  # title: row ids
@@ -1756,7 +1749,7 @@ def from_folder(folder):
         titles.setdefault(title, set()).add(corpus.setdefault((title, text), len(corpus)))
     questions = []
     for line, record in lines("questions.jsonl"):
-        wanted = read_as("texts", look_up(record, "gold", line), f"{line}: 'gold'")
+        wanted = read_as("texts", record["gold"], f"{line}: 'gold'") if record.get("gold") else []
         missing = [title for title in wanted if title not in titles]
         if missing:
             raise UserError(f"{line}: its gold paragraph {missing[0]!r} is not in corpus.jsonl")
@@ -1934,14 +1927,38 @@ def collect(questions, qa, known, say):
 
 
 def recall_at(questions, rerank, top_k):
-    """Share of the gold paragraphs among the first top_k, mean over questions."""
-    shares = [share(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions]
-    return sum(shares) / len(shares)
+    """Share of the gold paragraphs among the first top_k, mean over the questions that name some."""
+    ranked = [(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions if row["gold_docs"]]
+    return sum(share(gold, ids) for gold, ids in ranked) / max(1, len(ranked))
+
+
+def rules(table):
+    """{name: an action for each question, (questions,)}, of the whole table of the training questions, of
+    which PPO sees one action at a time: the best action, the best of each type, the best of each leaf of a
+    regression tree on what is observed, with as many leaves as are best on the validation questions."""
+    from sklearn.tree import DecisionTreeRegressor
+
+    mean = table.rewards.double().mean(2)  # (questions, actions)
+    train, validation = table.splits["train"], table.splits["validation"]
+    fixed = mean[train].mean(0).argmax()
+    types = [row["type"] for row in table.questions]
+    rows = {kind: [q for q in train if types[q] == kind] for kind in types}
+    best = {kind: mean[rows[kind]].mean(0).argmax() if rows[kind] else fixed for kind in rows}
+    seen = table.observations.numpy()
+    trees = []
+    for leaves in (2, 3, 4, 6, 8, 12, 16, 24, 32):
+        tree = DecisionTreeRegressor(max_leaf_nodes=leaves, min_samples_leaf=5, random_state=0)
+        actions = torch.from_numpy(tree.fit(seen[train], mean[train]).predict(seen).argmax(1))
+        trees.append((mean[validation, actions[validation]].mean(), -leaves, actions))
+    by_type = torch.stack([best[kind] for kind in types])
+    return {"best_fixed": fixed.expand(len(types)), "best_by_type": by_type, "tree": max(trees)[2]}
 
 
 def split_means(table, actions):
-    """{split: {reward, em, ...}} where each question gets actions[q]: weights of the actions, (questions,
-    actions), that sum to 1."""
+    """{split: {reward, em, ...}} where each question gets actions[q], an action or, (questions, actions),
+    weights of all that sum to 1."""
+    if actions.ndim == 1:
+        actions = torch.eye(len(table.actions), dtype=torch.float64)[actions]
     found = {split: {"questions": len(rows)} for split, rows in table.splits.items()}
     for key, part in table.parts.items():
         means = (part.double().mean(2) * actions).sum(1)  # (questions,)
@@ -1951,32 +1968,29 @@ def split_means(table, actions):
 
 
 def baseline_figures(table):
-    """What needs no training: fixed, random, the best fixed action of the training questions, the oracle
-    (the best action of each question, chosen after the fact), every action."""
-    count = len(table.actions)
-    one_hot = torch.eye(count, dtype=torch.float64)
+    """What needs no training: every action, FIXED_ACTION, a random action, the rules, and the best action of
+    each question after the fact, of the greedy ones or of all, where the luckiest sample counts."""
     mean = table.rewards.double().mean(2)  # (questions, actions)
-    best = int(mean[table.splits["train"]].mean(0).argmax())
-    every = [
-        {"action": dict(zip(ACTION, table.actions[a])),
-         **split_means(table, one_hot[a].expand(len(table.questions), count))}
-        for a in range(count)]
-    figures = {
-        "random": split_means(table, torch.full_like(mean, 1 / count)),
-        "best_fixed": {**every[best], "index": best},
-        "oracle": split_means(table, one_hot[mean.argmax(1)]),
-        "every_action": every}
+    greedy = mean.clone()
+    greedy[:, [temperature > min(TEMPERATURES) for _, temperature, _ in table.actions]] = -math.inf
+    chosen = {**rules(table), "oracle_greedy": greedy.argmax(1), "oracle": mean.argmax(1)}
+    figures = {"random": split_means(table, torch.full_like(mean, 1 / len(table.actions)))}
+    figures |= {name: split_means(table, actions) for name, actions in chosen.items()}
+    figures["every_action"] = [
+        {"action": dict(zip(ACTION, action)), **split_means(table, torch.tensor(a).expand(len(mean)))}
+        for a, action in enumerate(table.actions)]
+    figures["best_fixed"]["action"] = figures["every_action"][chosen["best_fixed"][0]]["action"]
     if tuple(FIXED_ACTION) in table.actions:
-        figures["fixed"] = every[table.actions.index(tuple(FIXED_ACTION))]
+        figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
     return figures
 
 
-def table_lines(table, figures, wanted):
+def table_lines(table, figures, names):
     """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
-    lines = ["Recall of the gold paragraphs, all questions:"]
+    lines = []
     for rerank in RERANKS:
-        shares = [f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS]
-        lines.append(f"  {'reranked' if rerank else 'BM25':10}" + "  ".join(shares))
+        shares = "  ".join(f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS)
+        lines.append(f"Recall of the gold paragraphs, {'reranked' if rerank else 'BM25':8}  {shares}")
     cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
     heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
     lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
@@ -1984,16 +1998,14 @@ def table_lines(table, figures, wanted):
     mean = table.rewards.double().mean(2)
     train = table.splits["train"]
     for kind in sorted({table.questions[q]["type"] for q in train}):
-        rows = [q for q in train if table.questions[q]["type"] == kind]
-        means = mean[rows].mean(0)[cold].tolist()
+        means = mean[[q for q in train if table.questions[q]["type"] == kind]].mean(0)[cold].tolist()
         cells = [f"{value:.3f}{'*' if value == max(means) else ' '}" for value in means]
         lines.append(f"  {kind or 'all':14}" + "".join(f"{cell:>12}" for cell in cells))
     lines.append("Baselines on the test questions:")
-    for name in [*wanted, "best_fixed", "oracle"]:
-        figure = figures[name]["test"]
+    for name in names:
         action = tuple(figures[name].get("action", {}).values()) or ""
-        values = "  ".join(f"{key} {figure[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-        lines.append(f"  {name.replace('_', ' '):12}{values}  {action}")
+        values = [f"{key} {figures[name]['test'][key]:.3f}" for key in ("reward", "em", "f1", "cost")]
+        lines.append(f"  {name.replace('_', ' '):14}{'  '.join(values)}  {action}")
     return lines
 
 
@@ -2004,22 +2016,25 @@ def bootstrap_interval(values):
     return np.quantile(means, (0.025, 0.975)).tolist()
 
 
-def test_figures(table, rows, actions, metrics, figures):
-    """The policy's figures on the test questions, beside the best fixed action of the training questions."""
-    mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
-    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, figures["best_fixed"]["index"]]
-    figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
-    gain = {"gain_over_best_fixed": gained.mean().item(), "interval": bootstrap_interval(gained)}
-    return {"policy": metrics, **figure, **gain}
+def test_figures(table, rows, actions, figures):
+    """{baseline: its means on the test questions, "gains": {rule: mean gain over it, and its 95% interval}}
+    of the actions (rows,) for the test questions (rows,)."""
+    mean = table.rewards.double().mean(2)
+    found = {name: figure["test"] for name, figure in figures.items() if name != "every_action"}
+    found["gains"] = {}
+    for name, chosen in rules(table).items():
+        gained = mean[rows, actions] - mean[rows, chosen[rows]]
+        found["gains"][name] = {"gain": gained.mean().item(), "interval": bootstrap_interval(gained)}
+    return found
 
 
-def test_line(found):
-    policy, fixed = found["policy"], found["best_fixed"]
-    low, high = found["interval"]
-    values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-    gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
-    oracle = f"{found['oracle']['reward']:.3f} after the fact"
-    return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
+def test_lines(found):
+    values = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+    yield f"Test: {values}; oracle {found['oracle']['reward']:.3f} after the fact"
+    for name, gain in found["gains"].items():
+        interval = "{:+.3f} to {:+.3f}".format(*gain["interval"])
+        rule = f"{name.replace('_', ' '):12}  {found[name]['reward']:.3f}"
+        yield f"  {rule}, gain over it {gain['gain']:+.3f} (95% interval {interval})"
 
 
 def write_json(path, value):
@@ -2037,8 +2052,8 @@ def draw_learning(folder, title, table, figures):
     *axes, last = figure.subplots(3, 3).flat
     for axis, key in zip(axes, ("reward", "em", "f1", "cost", "top_k", "temperature", "rerank", "entropy")):
         plot_metric(axis, records, "train", key, "C0", "sampled, training questions")
-        plot_metric(axis, records, "eval", key, "C5", "greedy, validation questions")
-        for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
+        plot_metric(axis, records, "eval", key, "C6", "greedy, validation questions")
+        for number, name in enumerate(("random", "fixed", "best_fixed", "best_by_type", "tree"), 1):
             level = figures.get(name, {}).get("validation", {}).get(key)
             if level is not None:
                 axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
