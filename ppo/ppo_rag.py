@@ -61,7 +61,7 @@ import rewards  # noqa: E402
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
 SAMPLE: int | None = None  # questions drawn from it; None: all
 VALIDATION_QUESTIONS = 200  # for best/ and early stopping
-TEST_QUESTIONS = 300  # seen once, at the end
+TEST_QUESTIONS = 400  # seen once, at the end
 SPLIT_SEED = 0  # which questions are drawn and in which split they are, whatever SEED is
 
 # The QA system: folders or hub names; each part is a class below that you may replace
@@ -82,7 +82,7 @@ CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
 
 # Actions: all combinations
 TOP_KS = (1, 2, 4, 8)  # paragraphs that the generator reads
-TEMPERATURES = (0.0, 0.5, 1.0)  # 0: greedy
+TEMPERATURES = (0.0, 0.7)  # 0: greedy
 RERANKS = (0, 1)  # 1: the reranker sorts the RERANK_DEPTH best before the first top_k are taken
 DRAWS = 1  # answers kept of each action with a temperature above 0
 
@@ -93,12 +93,12 @@ ROUGE_WEIGHT = 0.0
 COST_WEIGHT = 0.05
 COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, never the same
 COST_TOKENS = 100.0  # tokens that the generator reads and writes at a cost of 1
-COST_PAIRS = 20.0  # pairs that the reranker reads at a cost of 1
+COST_PAIRS = 4.0  # pairs that the reranker reads at a cost of 1
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
 
 # Baselines
 BASELINE = "both"  # fixed | random | both
-FIXED_ACTION = (4, 0.5, 0)  # top_k, temperature, rerank of the baseline "fixed"
+FIXED_ACTION = (4, 0.7, 0)  # top_k, temperature, rerank of the baseline "fixed"
 BASELINE_ONLY = False  # table and baselines alone, without training
 
 # Optimisation

@@ -643,7 +643,7 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
         action = (row["question"], top_k, temperature, rerank)
         record, = [r for r in records if tuple(r[key] for key in script.KEYS[:4]) == action]
         assert table.responses[3][a] == [record["response"]] and record["pairs"] == 6 * rerank
-        assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 20)
+        assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 4)
         assert parts["em"][3, a, 0].item() == script.rewards.em_score(record["response"], row["answer"])
 
 
@@ -1160,12 +1160,15 @@ def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):
     trainer = script.RAGTrainer()
     table = trainer.table
     em = table.parts["em"][:, :, 0]
-    means = {}
-    for kind in ("one-hop", "two-hop", "comparison", "reworded"):
-        rows = [q for q, row in enumerate(table.questions) if row["type"] == kind]
-        means[kind] = dict(zip(table.actions, em[rows].mean(0).tolist()))
+    titles = [trainer.qa.corpus[row["gold_docs"][0]]["title"] for row in table.questions]
+    exact = [f"{title}e" not in row["question"] for title, row in zip(titles, table.questions)]
+
+    def means(kinds, spelling=(True, False)):
+        rows = [q for q, row in enumerate(table.questions) if row["type"] in kinds and exact[q] in spelling]
+        return dict(zip(table.actions, em[rows].mean(0).tolist()))
+
     plain, reranked, many = (1, 0.0, 0), (1, 0.0, 1), (8, 0.0, 0)
-    assert means["one-hop"][plain] > 0.8 and means["two-hop"][plain] < 0.1
-    assert means["two-hop"][many] > means["two-hop"][plain] + 0.1
-    assert means["reworded"][reranked] > means["reworded"][plain] + 0.3
-    assert em.mean(0).max() > 0.4
+    people = ("one-hop", "reworded")
+    assert means(people, [True])[plain] > 0.8 and means(people, [False])[reranked] > 0.6  # within one type
+    assert means(people, [False])[plain] < 0.4 and means(["work"])[plain] > 0.6
+    assert means(["two-hop"])[plain] < 0.1 and means(["two-hop"])[many] > 0.2
