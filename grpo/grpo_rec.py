@@ -1724,7 +1724,8 @@ def check_models(readers, rows, pad_id):
             actor.decodes_shared = False
             wrong = disagreement(actor, sample)
     for constant, model in readers.items():
-        with unsharded(model):
+        narrow = model.dtype != torch.float32  # under a head in float32
+        with unsharded(model), autocast(model) if narrow else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -2206,13 +2207,16 @@ def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # dropout's
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def rng_digest():
@@ -3393,12 +3397,11 @@ def load_actor(checkpoint, catalogue, device):
         path = sft
     if path is None:
         tokenizer, model = small_model(len(catalogue.codes[0]))
-        model = model.to(device)
     else:
         tokenizer = load_tokenizer(path, "ACTOR_MODEL")
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
-        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", device, checkpoint)
+        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
     known = tokenizer.get_vocab()
     codes = sorted({code for codes in catalogue.codes for code in codes})
     new = [code for code in codes if code not in known]
@@ -3410,8 +3413,8 @@ def load_actor(checkpoint, catalogue, device):
         lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
         raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > known_ids(model):
-        model.resize_token_embeddings(len(tokenizer))
-    return tokenizer, model.eval()
+        model.resize_token_embeddings(len(tokenizer))  # on the CPU: a GPU would draw other new rows
+    return tokenizer, model.to(device).eval()
 
 
 def sample_records_of(batch, catalogue):

@@ -1743,7 +1743,8 @@ def check_models(readers, rows, pad_id):
             actor.decodes_shared = False
             wrong = disagreement(actor, sample)
     for constant, model in readers.items():
-        with unsharded(model):
+        narrow = model.dtype != torch.float32  # under a head in float32
+        with unsharded(model), autocast(model) if narrow else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -2225,13 +2226,16 @@ def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # dropout's
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def rng_digest():

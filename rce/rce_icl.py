@@ -1109,13 +1109,16 @@ def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # dropout's
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def rng_digest():
@@ -2294,7 +2297,8 @@ def check_reader(reader, asked, say):
     owned = [({**query, "golds": [answer]}, demos) for (query, demos), answer in pairs]
     scored = np.mean(reader.gold_probabilities(owned))
     repeated = [pair for pair in pairs for _ in range(16)]
-    with torch.random.fork_rng():
+    device = reader.model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # by default every GPU
         torch.manual_seed(SEED)
         drawn = reader.answers([pair for pair, _ in repeated], do_sample=True, top_k=0)
     often = np.mean([text == answer for text, (_, answer) in zip(drawn, repeated)])
