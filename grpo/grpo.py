@@ -1605,8 +1605,7 @@ def check_models(readers, rows, pad_id):
             actor.decodes_shared = False
             wrong = disagreement(actor, sample)
     for constant, model in readers.items():
-        narrow = model.dtype != torch.float32  # under a head in float32
-        with unsharded(model), autocast(model) if narrow else nullcontext():
+        with unsharded(model), autocast(model) if model.dtype != torch.float32 else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1650,14 +1649,15 @@ class SharedLayer(GrowingLayer):
     def reorder_cache(self, rows):
         """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        prompts, self.row_to_prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+        if not hasattr(rows, "groups"):  # once for all layers: on a GPU the host waits for them
+            prompts, prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+            counts = prompt.bincount()
+            most = int(counts.max())
+            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[prompt]
+            rows.groups = prompts, prompt, most, prompt * most + place
+        prompts, self.row_to_prompt, self.most, self.slots = rows.groups
         self.prompt = [x.index_select(0, prompts) for x in self.prompt]
         self.bias = self.bias[prompts]
-        counts = self.row_to_prompt.bincount()
-        self.most = int(counts.max())
-        first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        place = torch.arange(len(rows), device=rows.device) - first
-        self.slots = self.row_to_prompt * self.most + place
 
     def by_prompt(self, x):
         """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows

@@ -1,12 +1,12 @@
-"""A GPU on a machine without one: tensors of the device cuda:0 in the CPU's memory, for a CPU build of PyTorch.
+"""A GPU on a machine without one: tensors of cuda:0 in the CPU's memory, for a CPU build of PyTorch.
 
-    python tests/pretend_gpu.py ppo/ppo.py KEY=VALUE ...    # run a program on it, then say what it asked of it
-    LOG=found.json python tests/pretend_gpu.py ...          # write that to a file instead
+    python tests/pretend_gpu.py ppo/ppo.py KEY=VALUE ...  # run a program; then, what it asked of the device
+    LOG=found.json python tests/pretend_gpu.py ...        # write that to a file instead
 
-A DLPack capsule says on which device its tensor lies: altered, the same bytes are a plain tensor of cuda:0. For
-these a CPU build has no kernels. The ones below check their arguments as a GPU's do and let the CPU's work:
-everything else (views, autograd, autocast, optimizers, saving) is PyTorch's own. What happened is counted in LOG,
-each with the lines of this repository that did it:
+A DLPack capsule says on which device its tensor lies: altered, the same bytes are a plain tensor of cuda:0.
+For these a CPU build has no kernels. The ones below check their arguments as a GPU's do and let the CPU's
+work: everything else (views, autograd, autocast, optimizers, saving) is PyTorch's own. What happened is
+counted in LOG, each with the line of this repository that did it:
 
     mix        CPU and device tensors, or a CPU generator, in one operation: raises, as on a GPU
     missing    a product of whole numbers, for which CUDA has no kernel: raises
@@ -46,7 +46,7 @@ WAITS = ("down", "up", "inside")
 MEMORY = 2**30  # bytes: a sixteenth is what micro-batches are cut by on the CPU, too
 HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
-# Operations that wait for the device (PyTorch's aten/src/ATen/native/cuda), beside copies and masks as indices
+# Operations that wait for the device (aten/src/ATen/native/cuda), beside copies and masks as indices
 WAITS_INSIDE = {
     "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount",
     "embedding_dense_backward", "repeat_interleave"}
@@ -105,21 +105,11 @@ def relabel(tensor, device):
     return torch._C._from_dlpack(capsule)
 
 
-def storage_to(storage, device=None, non_blocking=False):
-    """UntypedStorage.to() and .cuda(), which torch.load() calls."""
-    if torch.device(device or "cuda").type == storage.device.type:
-        return storage
-    copied = torch.UntypedStorage(storage.size()).copy_(storage)
-    if storage.device.type == "cuda":
-        note("down", "storage")
-        return copied
-    note("up", "storage")
-    return relabel(torch.empty(0, dtype=torch.uint8).set_(copied), CUDA).untyped_storage()
-
-
 def storage_clone(storage):
     """UntypedStorage.clone(), which copy.deepcopy() calls."""
-    return storage_to(torch.UntypedStorage(storage.size()).copy_(storage), storage.device)
+    copied = torch.UntypedStorage(storage.size()).copy_(storage)
+    on_cpu = torch.empty(0, dtype=torch.uint8).set_(copied)
+    return (on_cpu if storage.device.type == "cpu" else relabel(on_cpu, CUDA)).untyped_storage()
 
 
 # ---------------------------------------------------------------- kernels
@@ -150,8 +140,6 @@ class Kernel:
         given = [(name, x) for name, value in named for x in tensors_in(value)]
         self.check(given)
         self.count(given)
-        if self.name == "resize_":
-            return self.resize(*args)
         if "generator" in self.names:
             self.draw(args, kwargs)
         own = {}  # by the id of the tensor that the CPU's kernel gets: it, and the device's
@@ -211,12 +199,6 @@ class Kernel:
             kwargs["generator"] = DEFAULT
         elif generator._cdata not in Generator.of_device:
             refuse("mix", f"{self.name}, a generator of the CPU")
-
-    def resize(self, x, size, **options):
-        new = torch.empty(size, dtype=x.dtype)
-        n = min(x.numel(), new.numel())
-        new.view(-1)[:n] = relabel(x, CPU).reshape(-1)[:n]
-        return put(x, new)
 
 
 def put(x, host):
@@ -297,22 +279,22 @@ def pretend_hardware():
     """Three values by which C++ finds a GPU are overwritten. Their places are PyTorch 2.13's."""
     folder = Path(torch.__file__).parent / "lib"
     libtorch, c10 = (ctypes.CDLL(str(folder / name)) for name in ("libtorch_cpu.so", "libc10.so"))
-    # Python may write the guard of a device of its own, PrivateUse1, number 20: it goes where CUDA's, 1, would be
+    # Python may write the guard of a device of its own, PrivateUse1, number 20: it goes where CUDA's, 1, is
     guard = Guard()
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     assert guards[0] and guards[20] and not guards[1]
     guards[1], guards[20] = guards[20], None
-    # Autograd's engine asks CUDA's hooks whether it was built and begun: the third and the fifth of their table's
-    # functions, after two destructors (ATen/detail/AcceleratorHooksInterface.h)
+    # Autograd's engine asks CUDA's hooks whether it was built and begun: the third and the fifth of their
+    # table's functions, after two destructors (ATen/detail/AcceleratorHooksInterface.h)
     libtorch._ZN2at6detail12getCUDAHooksEv.restype = ctypes.c_void_p
     pointer = ctypes.c_void_p.from_address(libtorch._ZN2at6detail12getCUDAHooksEv())
     table = (ctypes.c_void_p * 100)(*(ctypes.c_void_p * 100).from_address(pointer.value))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda hooks: True)
     table[2] = table[4] = ctypes.cast(yes, ctypes.c_void_p).value
     pointer.value = ctypes.addressof(table)
-    # Attention asks which kernel to take, 0: products and a softmax, 2: the memory-efficient one. CUDA's answer is
-    # the second of the pointers of ATen/native/DispatchStub.h
+    # Attention asks which kernel to take, 0: products and a softmax, 2: the memory-efficient one. CUDA's
+    # answer is the second of the pointers of ATen/native/DispatchStub.h
     choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(lambda query: CHOICE[0])
     stub = (ctypes.c_void_p * 2).in_dll(libtorch, "_ZN2at6native22_fused_sdp_choice_stubE")
     stub[1] = ctypes.cast(choose, ctypes.c_void_p).value
@@ -386,7 +368,6 @@ def install():
     register_kernels()
     torch.autograd.set_multithreading_enabled(False)  # so that the lines of backward passes are known
     torch.Generator = Generator
-    torch.UntypedStorage.to = torch.UntypedStorage.cuda = storage_to
     torch.UntypedStorage.clone = storage_clone
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     name = "a pretended GPU"
@@ -397,7 +378,8 @@ def install():
         "_exchange_device": lambda device: 0, "_maybe_exchange_device": lambda device: 0,
         "empty_cache": lambda: None, "synchronize": lambda device=None: note("down", "synchronize"),
         "mem_get_info": lambda device=None: (MEMORY, MEMORY), "get_device_name": lambda device=None: name,
-        "get_device_capability": lambda device=None: (8, 0), "get_device_properties": lambda device=None: facts,
+        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_properties": lambda device=None: facts,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "manual_seed": lambda seed: DEFAULT.manual_seed(seed),
         "manual_seed_all": lambda seed: DEFAULT.manual_seed(seed),
@@ -418,40 +400,37 @@ def found():
     return [{**dict(zip(keys, key)), "count": count} for key, count in LOG.most_common()]
 
 
-def units(records, phase):
-    """{unit: how many} of a phase."""
-    return {x["what"]: sum(y["count"] for y in records if (y["kind"], y["what"], y["phase"])
-                           == ("unit", x["what"], phase)) for x in records if x["kind"] == "unit"}
-
-
 def report(records):
     for kind in ("mix", "missing", "random", "other", "host"):
         some = [x for x in records if x["kind"] == kind]
         print(f"\n{kind}: {'' if some else 'none'}")
         for x in some:
             print(f"  {x['count']:7} x {x['line']}: {x['what']}")
-    print(f"\n{'phase':20}{'tokens':>9}{'backward':>9}{'steps':>9}{'waits':>9}{'kernels':>9}")
+    columns = {"tokens": ("unit", "token"), "backward": ("unit", "backward"), "steps": ("unit", "step")}
+    columns |= {"waits": (WAITS, None), "kernels": ("kernel", None)}
+    print(f"\n{'phase':20}" + "".join(f"{name:>10}" for name in columns))
     for phase in (*PHASES, "else"):
-        here = [x for x in records if x["phase"] == phase]
-        counts = [sum(x["count"] for x in here if x["kind"] in kinds) for kinds in (WAITS, ("kernel",))]
-        every = units(records, phase)
-        counts = [every.get(unit, 0) for unit in ("token", "backward", "step")] + counts
+        counts = []
+        for kinds, what in columns.values():
+            counts.append(sum(x["count"] for x in records if x["phase"] == phase
+                              and x["kind"] in kinds and what in (None, x["what"])))
         if any(counts):
-            print(f"{phase:20}" + "".join(f"{count:9}" for count in counts))
-    for title, kinds in (("waits", WAITS), ("kernels", ("kernel",))):
+            print(f"{phase:20}" + "".join(f"{count:10}" for count in counts))
+    for title, kinds, most in (("waits", WAITS, 20), ("kernels", ("kernel",), 10)):
         for phase in ("rollout", "score", "update", "record"):
             lines = collections.Counter()
             for x in records:
                 if x["phase"] == phase and x["kind"] in kinds:
-                    lines[x["line"], x["what"] if kinds == WAITS else ""] += x["count"]
-            print(f"\n{title}, {phase}:" if lines else "", end="\n" if lines else "")
-            for (line, what), count in lines.most_common(20 if kinds == WAITS else 12):
-                print(f"  {count:7} x {line} {what}")
+                    lines[x["line"]] += x["count"]
+            if lines:
+                print(f"\n{title}, {phase}:")
+            for line, count in lines.most_common(most):
+                print(f"  {count:7} x {line}")
 
 
 def load(program, name):
-    """A program of the repository as a module, run under this name. On the CPU, too, it looks as seldom at which
-    rows have ended as on a GPU: rows that are dropped at other tokens leave other roundings behind."""
+    """A program of the repository as a module, run under this name. On the CPU, too, it looks as seldom at
+    which rows have ended as on a GPU: rows dropped at other tokens leave other roundings behind."""
     path = Path(program).resolve()
     source = path.read_text().replace('_LOOK_EVERY = {"cpu": 1}', "_LOOK_EVERY = {}")
     module = types.ModuleType(name)
