@@ -1467,7 +1467,7 @@ def check_models(readers, rows, pad_id):
             if not wrong:
                 break
     for constant, model in readers.items():
-        with unsharded(model):
+        with unsharded(model), autocast(model) if model.dtype != torch.float32 else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1511,13 +1511,15 @@ class SharedLayer(GrowingLayer):
     def reorder_cache(self, rows):
         """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        prompts, self.row_to_prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+        if not hasattr(rows, "groups"):  # once for all layers: on a GPU the host waits for them
+            prompts, prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+            counts = prompt.bincount()
+            most = int(counts.max())
+            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[prompt]
+            rows.groups = prompts, prompt, most, prompt * most + place
+        prompts, self.row_to_prompt, self.most, self.slots = rows.groups
         self.prompt = [x.index_select(0, prompts) for x in self.prompt]
         self.bias = self.bias[prompts]
-        counts = self.row_to_prompt.bincount()
-        self.most = int(counts.max())
-        first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        self.slots = self.row_to_prompt * self.most + torch.arange(len(rows), device=rows.device) - first
 
     def by_prompt(self, x):
         """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
@@ -1946,13 +1948,16 @@ def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # dropout's
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def rng_digest():

@@ -1586,7 +1586,7 @@ def check_models(readers, rows, pad_id):
             if not wrong:
                 break
     for constant, model in readers.items():
-        with unsharded(model):
+        with unsharded(model), autocast(model) if model.dtype != torch.float32 else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1630,13 +1630,15 @@ class SharedLayer(GrowingLayer):
     def reorder_cache(self, rows):
         """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        prompts, self.row_to_prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+        if not hasattr(rows, "groups"):  # once for all layers: on a GPU the host waits for them
+            prompts, prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+            counts = prompt.bincount()
+            most = int(counts.max())
+            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[prompt]
+            rows.groups = prompts, prompt, most, prompt * most + place
+        prompts, self.row_to_prompt, self.most, self.slots = rows.groups
         self.prompt = [x.index_select(0, prompts) for x in self.prompt]
         self.bias = self.bias[prompts]
-        counts = self.row_to_prompt.bincount()
-        self.most = int(counts.max())
-        first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        self.slots = self.row_to_prompt * self.most + torch.arange(len(rows), device=rows.device) - first
 
     def by_prompt(self, x):
         """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
@@ -2065,13 +2067,16 @@ def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # dropout's
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def rng_digest():
@@ -3252,12 +3257,11 @@ def load_actor(checkpoint, catalogue, device):
         path = sft
     if path is None:
         tokenizer, model = small_model(len(catalogue.codes[0]))
-        model = model.to(device)
     else:
         tokenizer = load_tokenizer(path, "ACTOR_MODEL")
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
-        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", device, checkpoint)
+        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
     known = tokenizer.get_vocab()
     codes = sorted({code for codes in catalogue.codes for code in codes})
     new = [code for code in codes if code not in known]
@@ -3269,8 +3273,8 @@ def load_actor(checkpoint, catalogue, device):
         lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
         raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > known_ids(model):
-        model.resize_token_embeddings(len(tokenizer))
-    return tokenizer, model.eval()
+        model.resize_token_embeddings(len(tokenizer))  # on the CPU: a GPU would draw other new rows
+    return tokenizer, model.to(device).eval()
 
 
 def sample_records_of(batch, catalogue):

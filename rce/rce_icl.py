@@ -1088,13 +1088,16 @@ def get_rng_state():
     """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}  # dropout's
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), **on_gpu}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def rng_digest():
