@@ -1860,8 +1860,7 @@ def read_records(spec, where):
             import datasets  # slow
             records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
     except Exception as error:  # the libraries raise many kinds
-        kinds = f"cannot be read as {spec['type']}, of jsonl, parquet and hub"
-        raise UserError(f"{where}: {kinds} ({first_line(error)})") from None
+        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in enumerate(records, 1):
         try:
             if not isinstance(record, bytes):
@@ -1930,16 +1929,15 @@ def next_rows(rows, state, count):
 def resolve_rewards(functions, constant):
     """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
     resolved = []
-    names = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        names.append(plain_name(function))
-        count = names.count(names[-1])  # of lambdas, say
-        resolved.append((f"{names[-1]}_{count}" if count > 1 else names[-1], function, float(pair[1])))
+        name = plain_name(function)
+        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
+        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
     return resolved
 
 
@@ -2186,16 +2184,16 @@ def seed_everything(seed):
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    """The state of Python's, NumPy's and torch's generators, as plain types."""
     name, words, *rest = np.random.get_state()
     numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state().tolist()}
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
 
 
 # ---------------------------------------------------------------- processes
@@ -2213,19 +2211,18 @@ _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
+    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
     if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
     if "MASTER_ADDR" not in os.environ:
         raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     wait = timedelta(seconds=PROCESS_TIMEOUT)
     store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
     everyone = all_gather(settings())
@@ -2250,13 +2247,11 @@ def broadcast_from_rank0(function):
 
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
     if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::world_size()]]
+    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
     _DEALING.pop()
-    everyone = all_gather(mine)
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
@@ -2417,7 +2412,6 @@ class Run:
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
-        self.started = time.perf_counter()
         form = "{percentage:3.0f}%|{bar:8}| {desc}"
         self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
@@ -2431,7 +2425,6 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
-        # is_singleton: a notebook may make another trainer
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
@@ -2449,7 +2442,7 @@ class Run:
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Make OUTPUT_DIR this run's alone; released when the process exits, even after SIGKILL."""
+        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock.acquire(blocking=False)
@@ -2494,13 +2487,12 @@ class Run:
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
-        self.say("\nStopping after this step, then saving; Ctrl-C again leaves at once")
+        if rank() == 0:
+            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
         """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
-        state = get_rng_state()
-        state["torch"] = state["torch"].tolist()
-        signals, drawn = zip(*all_gather((self.signal or 0, repr(state))))
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
         if len(set(drawn)) > 1:
             raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
@@ -2550,10 +2542,8 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
     def write(self, name, lines):
-        """Lines to one of the logs that a resumed run goes on with."""
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
-            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
@@ -2611,11 +2601,10 @@ class Run:
                 write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather_weights()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
@@ -2661,6 +2650,8 @@ class Run:
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
                 groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
+                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
+                    group["params"] = old["params"]
                 optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
@@ -2697,12 +2688,12 @@ class Run:
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a")
+            self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        device = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine()
         config = {
             "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
-            "device": device, "python": platform.python_version(), "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "python": platform.python_version(), "torch": torch.__version__,
             "transformers": transformers.__version__,
             "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")}
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
@@ -2719,9 +2710,8 @@ class Run:
     def say_the_end(self):
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
-        seconds = time.perf_counter() - self.started
-        end = f"Done at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = self.last_word or end
         self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()

@@ -9,12 +9,11 @@ PARTS = RUN + "parts_are_a_number_per_response"
 MUTANTS = [
     # several processes
     (PPO, "        if len(set(counts)) > 1:\n", "        if False:\n", DIFFERENT + "[summed]"),
-    (PPO, '(self.signal or 0, repr(state))', '(self.signal or 0, repr({**state, "numpy": 0}))',
+    (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "numpy": 0})',
      DIFFERENT + "[numpy]"),
-    (PPO, '(self.signal or 0, repr(state))', '(self.signal or 0, repr({**state, "python": 0}))',
+    (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "python": 0})',
      DIFFERENT + "[later]"),
-    (PPO, '        state["torch"] = state["torch"].tolist()',
-     '        state["torch"] = 0', DIFFERENT + "[torch]"),
+    (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "torch": 0})', DIFFERENT + "[torch]"),
     (PPO, 'file_digest(__file__)["sha256"][:12]',
      'file_digest(__file__)["sha256"][:0]',
      DIFFERENT + "[source]"),

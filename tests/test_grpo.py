@@ -679,7 +679,8 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
     patience = []
     halvings = []
 
-    def fill_best(metrics, *_):
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
         saved.append(metrics["reward"])
 
     def write_metrics(phase, metrics):

@@ -756,9 +756,12 @@ def test_the_pick_is_the_likeliest_candidate(rce):
 def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path, monkeypatch):
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
-    monkeypatch.setattr(
-        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
-    )
+
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
+        saved.append(metrics["pick_accuracy"])
+
+    monkeypatch.setattr(trainer.run, "fill_best", fill_best)
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
     for value in (0.5, 0.4, 0.5, 0.6):
@@ -1156,9 +1159,12 @@ def test_evaluation_logs_the_mean_of_each_part(rce):
 def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
-    monkeypatch.setattr(
-        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
-    )
+
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
+        saved.append(metrics["pick_accuracy"])
+
+    monkeypatch.setattr(trainer.run, "fill_best", fill_best)
     monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
     monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))

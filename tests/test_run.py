@@ -169,7 +169,7 @@ def test_a_bad_line_is_named(ppo, tmp_path, lines, says):
     "change, says",
     [
         ({"path": "/no/such/file"}, "No such file"),
-        ({"type": "csv"}, "cannot be read as csv, of jsonl, parquet and hub"),
+        ({"type": "csv"}, "cannot be read as csv"),
         ({"input": "question"}, "no value for column 'question'"),
         ({"colour": "red"}, "colour"),
         ({"type": "parquet"}, "cannot be read as parquet"),
@@ -1154,7 +1154,12 @@ def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, unt
 def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypatch):
     run = untrained(each, EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2).run
     saved = []
-    monkeypatch.setattr(run, "fill_best", lambda metrics, *_: saved.append(metrics["reward"]))
+
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
+        saved.append(metrics["reward"])
+
+    monkeypatch.setattr(run, "fill_best", fill_best)
     seen = []
     for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
         run.evaluate(lambda: {"reward": value})
@@ -1278,6 +1283,16 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
     other = load(multiple=5, LEARNING_RATE=0.2, RESUME="yes")  # an edit counts from here on
     other.set_rates(other.optimizers["policy"], 0.1)
     assert [group["lr"] for group in other.optimizers["policy"].param_groups] == pytest.approx([0.5, 0.1])
+    script = ppo(RESUME="yes")  # whose optimizer has one group
+    with pytest.raises(script.UserError, match="step_3 cannot be used"):
+        script.PPOTrainer()
+
+
+def test_the_held_out_reward_is_after_the_penalty_as_the_trained_one_is(ppo):
+    free, fined = (
+        ppo(MISSING_EOS_PENALTY=x, MAX_NEW_TOKENS=2).PPOTrainer().evaluate() for x in (0.0, 5.0))
+    assert free["truncated_fraction"] == fined["truncated_fraction"] > 0
+    assert free["reward"] - fined["reward"] == pytest.approx(5 * free["truncated_fraction"])
 
 
 def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
