@@ -95,7 +95,7 @@ def mined(tmp_path_factory):
 def prepared(script):
     """A trainer whose first round is ready to train."""
     trainer = script.RCETrainer()
-    trainer.run.open_files())
+    trainer.run.open_files()
     trainer.prepare_round()
     return trainer
 
@@ -939,7 +939,7 @@ def test_parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again(r
     out = tmp_path / "run"
     script = rce(STAGE="mine")
     trainer = script.RCETrainer()
-    trainer.run.open_files())
+    trainer.run.open_files()
     trainer.run.save()
     trainer.run.signal = signal.SIGTERM
     assert not trainer.mine(out / "candidates_round_1.parquet")
@@ -1450,7 +1450,7 @@ def second_round(rce, tmp_path):
     """A trainer before its second round, and the prompts of the first: 10 of 24, of which 2 are held back."""
     script = rce(MINE_PROMPTS=10, ROUNDS=4, EVAL_DATASETS=[])
     trainer = script.RCETrainer()
-    trainer.run.open_files())
+    trainer.run.open_files()
     first = trainer.round_rows()
     given(script, first, tmp_path / "run/candidates_round_1.parquet")
     trainer.prepare_round()
@@ -1484,7 +1484,7 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
     out = tmp_path / "run"
     script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
     trainer = script.RCETrainer()
-    trainer.run.open_files())
+    trainer.run.open_files()
     trainer.run.save()
     trainer.run.lock.release()
     for number in (1, 2):
@@ -1575,7 +1575,7 @@ def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from
     out = tmp_path / "run"
     script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
     trainer = script.RCETrainer()
-    trainer.run.open_files())
+    trainer.run.open_files()
     trainer.run.save()
     trainer.run.lock.release()
     given(script, trainer.train_rows[:4], out / "candidates_round_1.parquet")

@@ -250,7 +250,8 @@ def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
     script = ppo()
     functions = [Judge(), *[lambda *x: 0] * 3, "exact_answer"]
     resolved = script.resolve_rewards([(function, 1.0) for function in functions], "REWARD_FUNCTIONS")
-    assert [name for name, *_ in resolved] == ["Judge", "<lambda>", "<lambda>_2", "<lambda>_3", "exact_answer"]
+    names = [name for name, *_ in resolved]
+    assert names == ["Judge", "<lambda>", "<lambda>_2", "<lambda>_3", "exact_answer"]
 
 
 @pytest.mark.parametrize("second, says", [
