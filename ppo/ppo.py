@@ -319,7 +319,7 @@ class PPOTrainer:
             scores, batch.parts = self.rewards_of(batch)
             batch.dense = scores[:, :batch.logprobs.shape[1]] if scores.dim() == 2 else None  # (rows, R)
             batch.scores = a_response(scores) - MISSING_EOS_PENALTY * batch.truncated
-            batch.values = all_values(self.critic, batch)
+            batch.values = score_batch(partial(response_values, self.critic, batch), self.critic, batch)
             batch.ref_logprobs = batch.logprobs
             if self.reference:
                 with without_adapter(self.reference):
@@ -375,7 +375,7 @@ class PPOTrainer:
         set_rates(self.optimizers["policy"], LEARNING_RATE * scale)
         set_rates(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)
         steps = []
-        with run.timed("update"), recomputing(self.models.values()):
+        with run.timed("update"):
             for _ in range(GROUP_EPOCHS):
                 rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))
                 for chunk in rows.to(self.device).chunk(MINI_BATCHES):
@@ -396,7 +396,7 @@ class PPOTrainer:
         metrics = {}  # of the whole step; share is a micro-batch's
         tokens = batch.response_mask[rows].sum()  # of the whole step, of which a micro-batch is a part
         tensors = (batch.response_mask, batch.logprobs, batch.advantages, batch.values, batch.returns)
-        micros = micro_batches(batch, rows, rows_at_once(self.actor, batch))
+        micros = micro_batches(self.actor, batch, rows)
         for micro, share in summed([self.actor, self.critic], micros, metrics):
             width = int(batch.response_lengths[micro].max())  # this micro-batch's alone: no normaliser
             mask, old_logprobs, advantages, old_values, returns = (x[micro, :width] for x in tensors)
@@ -492,9 +492,7 @@ class PPOTrainer:
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import copy
-import functools
 import inspect
-import json
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -502,7 +500,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -519,14 +516,12 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
     may be left over or absent; the absent ones start at zero."""
     if (Path(path) / "adapter_config.json").exists():
-        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: take its run's best/policy")
+        raise UserError(f"{constant} = {str(path)!r} is an adapter: set its LORA_RANK, or take best/policy")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if "drop" in name and type(value) is float:  # layers that recompute are in training mode
                 setattr(part, name, 0.0)
-        if getattr(part, "output_router_logits", False):  # for a loss of whole rows
-            part.output_router_logits = False
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
@@ -536,13 +531,11 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if new_head:
         wrong = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if wrong:
-        weights = f"missing or unexpected weights {', '.join(sorted(wrong))}"
-        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: {weights}")
+        names = ", ".join(sorted(wrong))
+        raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
     for name, parameter in model.named_parameters():
         # A file's memory map begins at any byte, and the last bit of a product depends on it
-        parameter.data = parameter.data.clone()
-        if name in missing:
-            torch.nn.init.zeros_(parameter)
+        parameter.data = torch.zeros_like(parameter) if name in missing else parameter.data.clone()
     if "attend" in globals() and model.config._attn_implementation == "sdpa" and attention_windows(model):
         model.set_attn_implementation("shared_prompts")
     model.eval()  # and it stays so: dropout is off in rollout and update alike
@@ -551,66 +544,48 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
 
 def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
     """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
-    weights are frozen, in DTYPE, and an adapter on them, the saved one or one that changes nothing yet, is
-    trained, and a new head."""
-    if LORA_RANK and globals().get("SHARD") == "fsdp2":
-        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
-    if saved and bool(LORA_RANK) != (saved / "adapter_config.json").exists():
-        made = f"made {'without' if LORA_RANK else 'with'} an adapter"
-        raise UserError(f"LORA_RANK = {LORA_RANK}: {saved} was {made}: resume it as it was, or set RESUME=no")
+    weights are frozen, in DTYPE, and an adapter on them is trained, and a new head."""
     if not LORA_RANK:
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
+    if globals().get("SHARD") == "fsdp2":
+        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    if Path(path).exists():
-        model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
-    add_adapter(model, constant, new_head)
-    if saved:
-        load_adapter(model, saved)
+    add_adapter(model, new_head, saved)
     return model
 
 
-def add_adapter(model, constant, new_head):
-    """Freeze the model and put an adapter on it, in float32, that changes nothing yet; a head stays whole."""
+def add_adapter(model, new_head, saved):
+    """Freeze the model and put an adapter on it, in float32: the saved one, or one that changes nothing yet.
+    A new head is trained whole."""
     import peft
 
-    outside = [name for name, _ in model.named_children() if name != model.base_model_prefix]
-    heads = [name for name in outside if new_head and list(getattr(model, name).parameters())]
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
-    warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
+        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
+        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
-        held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-        adapted = [name for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
-        for target in [] if targets == LORA_TARGETS else targets:
-            if not any(f".{name}".endswith(f".{target}") for name in adapted):
-                raise ValueError(f"{constant} has no layer {target!r}")
-        for name in adapted:
-            if held.count(id(model.get_submodule(name).get_base_layer().weight)) > 1:
-                raise ValueError(f"{name} shares its weight with another layer of {constant}: leave it out")
-    except ValueError as error:
-        why = first_line(error).rstrip("(")
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {why}") from None
+    except (ValueError, UserWarning) as error:
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
+    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
+    for target in [] if targets == LORA_TARGETS else targets:
+        if not any(name.endswith(f".{target}") for name in adapted):
+            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
-    model.eval()
-
-
-@torch.no_grad()
-def load_adapter(model, saved):
-    """Fill the model's adapter from a checkpoint's folder."""
-    own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
-    then = json.loads((saved / "adapter_config.json").read_text())
-    state = load_file(saved / "adapter_model.safetensors")
-    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
-    if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
-        raise UserError(f"{saved} was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
-    for name, x in own.items():
-        x.copy_(state[name])
+    if saved:
+        then = load_pretrained(peft.LoraConfig, saved, "RESUME")
+        same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
+        if not same or sorted(then.target_modules) != config.target_modules:
+            raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
+        state = load_file(saved / "adapter_model.safetensors")
+        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
+        peft.set_peft_model_state_dict(model, state)
 
 
 @contextmanager
@@ -619,25 +594,21 @@ def without_adapter(model):
     adapted = hasattr(model, "peft_config")
     if adapted:
         model.disable_adapters()
-    try:
-        yield
-    finally:
-        if adapted:
-            model.enable_adapters()
+    yield
+    if adapted:
+        model.enable_adapters()
 
 
 def merged(model):
-    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
-    loads it. Other weights are shared if they are in float32. A model without an adapter is itself."""
+    """A copy of a model with its adapter added to the weights, in float32: plain from_pretrained() loads it.
+    A model without an adapter is itself."""
     if not hasattr(model, "peft_config"):
         return model
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    copied = copy.deepcopy(model, {id(p): p for p in frozen if p.dtype == torch.float32}).float()
+    copied = copy.deepcopy(model).float()
     for name, layer in list(copied.named_modules()):
         if hasattr(layer, "get_delta_weight"):
-            base = layer.get_base_layer()
-            base.weight = torch.nn.Parameter((base.weight + layer.get_delta_weight("default")).detach())
-            copied.set_submodule(name, base)
+            layer.merge()
+            copied.set_submodule(name, layer.get_base_layer())
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied
@@ -655,71 +626,51 @@ def shard(model, device):
     with torch.no_grad():  # or the first layer that is read would take itself for the whole model
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     model.reset_iter_state()
-    model.register_state_dict_post_hook(gather_weights)
+    model.register_state_dict_post_hook(gather)
     return model
 
 
-def full(tensor):
-    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_for_first(tensor):
-    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    tensor = tensor.full_tensor()
-    return tensor.cpu() if rank() == 0 else None
-
-
-def gather_weights(model, state, *_):
-    """A hook: state_dict() of a sharded model has whole tensors, on the CPU of the first process, which
-    writes them; all processes call it."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    gathered = {}  # tied weights stay one tensor
+def gather(module, state, *_):
+    """A hook: state_dict() of a sharded model or its optimizer has full tensors, on the CPU of the first
+    process, which writes them; all processes call it."""
     for key, x in state.items():
-        like = id(parameters.get(key, x))
-        if like not in gathered:
-            gathered[like] = full_for_first(x)
-        state[key] = gathered[like]
-
-
-def gather_moments(optimizer, saved):
-    """As gather_weights(), of its optimizer."""
-    for number, state in saved["state"].items():
-        saved["state"][number] = {key: full_for_first(x) for key, x in state.items()}
+        if isinstance(x, dict):
+            state[key] = dict(x)  # an optimizer's own would lose its state
+            gather(None, state[key])
+        elif isinstance(x, DTensor):
+            x = x.full_tensor()
+            state[key] = x.cpu() if rank() == 0 else None
+    for key, source in getattr(module, "all_tied_weights_keys", {}).items():
+        state[key] = state[source]
 
 
 def deal_moments(optimizer, saved):
-    """A hook: load_state_dict() takes what gather_moments() gave, each process its part."""
+    """A hook: load_state_dict() takes what gather() gave, each process its part."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
-        like = parameters[number]
+        p = parameters[number]
         for key, x in state.items():
-            if isinstance(like, DTensor) and x.dim() and x.shape == like.shape:
-                mesh, placements = like.device_mesh, like.placements
-                state[key] = distribute_tensor(x.to(like.device), mesh, placements, src_data_rank=None)
+            if isinstance(p, DTensor) and x.shape == p.shape:
+                x = x.to(p.device)
+                state[key] = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
 @contextmanager
 def unsharded(*models):
     """Inside the block each process has all parameters of sharded models, and may read and sample with them
-    as often as it likes: nothing waits for another process, in decoding least of all. Models that are not
-    sharded stay as they are."""
-    models = [m for m in models if isinstance(m, FSDPModule) and not m.__dict__.get("is_whole")]
+    as often as it likes: nothing waits for another process. Models that are not sharded stay as they are."""
+    models = [m for m in models if isinstance(m, FSDPModule) and not getattr(m, "is_unsharded", False)]
     for model in models:
-        model.is_whole = True
+        model.is_unsharded = True
         model.set_reshard_after_forward(False)
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
-    try:
-        yield
-    finally:
-        for model in models:
-            model.reset_iter_state()  # a prefetch that is left over would wait for the others
-            model.set_reshard_after_forward(True)
-            model.is_whole = False
+    yield
+    for model in models:
+        model.reset_iter_state()  # a prefetch that is left over would wait for the others
+        model.set_reshard_after_forward(True)
+        model.is_unsharded = False
 
 
 def load_tokenizer(path, constant):
@@ -776,9 +727,9 @@ def conversation(prompt):
     messages = prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    has_one = any(message["role"] in ("system", "developer") for message in messages)
-    first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
-    return first + messages
+    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
 
 
 def render(tokenizer, messages, where, go_on):
@@ -800,12 +751,11 @@ def chat(tokenizer, prompt, where, response=None):
         text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or not isinstance(prompt, str):
-        needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
-        todo = "put a file chat_template.jinja beside it, such as that of its chat version"
-        raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
-    text = messages[0]["content"]
+        needs = f"messages and SYSTEM_PROMPT need a chat template, and {tokenizer.name_or_path!r} has none"
+        raise UserError(f"{where}: {needs}: put a file chat_template.jinja beside it")
     ends = {"assistant": tokenizer.eos_token}
-    ids = tokenizer(text + "".join(m["content"] + ends.get(m["role"], "") for m in turns))["input_ids"]
+    text = messages[0]["content"] + "".join(m["content"] + ends.get(m["role"], "") for m in turns)
+    ids = tokenizer(text)["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
@@ -817,41 +767,36 @@ def encode(rows, constant, tokenizer, readers, say):
     and said so. readers: the models that read them, each by its constant, the actor first."""
     known = known_ids(next(iter(readers.values())))
     for row in rows:
-        which = row.get("id", "the prompt")
-        row["ids"] = chat(tokenizer, row["prompt"], f"{constant}: {which}")
+        where = f"{constant}: {row.get('id', 'the prompt')}"
+        row["ids"] = chat(tokenizer, row["prompt"], where)
         row["columns"]["messages"] = conversation(row["prompt"])
-        if not row["ids"]:
-            raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
-        if max(row["ids"]) >= known:
-            gives = f"its tokenizer gives the id {max(row['ids'])}, its model knows {known} ids"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {gives} ({constant}: {which}): take its own")
+        if not row["ids"] or max(row["ids"]) >= known:
+            gives = f"its tokenizer gives no token, or the id {max(row['ids'], default=0)}"
+            raise UserError(f"{where}: {gives}; ACTOR_MODEL = {ACTOR_MODEL!r} knows {known} ids")
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
-        longest = max(len(row["ids"]) for row in rows)
-        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts (longest {longest})"
+        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
         say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
     needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
-    for whose, model in readers.items():
+    for name, model in readers.items():
         if needed > positions_of(model):
             have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
-            todo = "lower MAX_NEW_TOKENS, or MAX_PROMPT_TOKENS, which leaves longer prompts out"
-            raise UserError(f"{whose} reads {positions_of(model)} tokens at most; {have}: {todo}")
+            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: lower either")
     return kept
 
 
-def encode_texts(prompts, answers, what, tokenizer, readers, say):
+def encode_texts(prompts, answers, what, *readers):
     """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
-    prompts = [read_prompt(prompt, what) for prompt in prompts]
     rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
-    return encode(rows, what, tokenizer, readers, say)
+    return encode(rows, what, *readers)
 
 
-def load_prompts(datasets, constant, limit, tokenizer, readers, say):
+def load_prompts(datasets, constant, limit, *readers):
     """The rows of data sets that encode() keeps; those to train on must be some."""
     if "{input}" not in PROMPT_TEMPLATE:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, where the prompt goes")
-    rows = encode(load_rows(datasets, constant, limit), constant, tokenizer, readers, say)
+    rows = encode(load_rows(datasets, constant, limit), constant, *readers)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
     return rows
@@ -865,46 +810,38 @@ def pad_left(rows, value):
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
 
-def pad_right(rows, value):
-    width = max(map(len, rows))
+def pad_right(rows, value, multiple=1):
+    width = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
 
 
-def same_prompt(batch, rows):
-    """A number for each of the rows, (rows,), equal where the prompts are."""
-    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
-    return prompts.unique(dim=0, return_inverse=True)[1]
-
-
-def micro_batches(batch, rows, size):
-    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts by their tokens."""
-    if not len(rows):
-        return ()
-    prompt = same_prompt(batch, rows)
-    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
-    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
-    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
-    sizes = []
-    for count in prompt[order].unique_consecutive(return_counts=True)[1].tolist():
-        if sizes and sizes[-1] + count <= size:
-            sizes[-1] += count
-        else:
-            sizes += [size] * (count // size) + [count % size] * (count % size > 0)
-    return rows[order].split(sizes)
-
-
-@functools.cache
-def room_for_logits(device):
-    """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest card's memory: all processes
-    must cut the same micro-batches."""
-    return min(all_gather(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+def token_lists(batch, rows):
+    """[(the prompt's ids, the response's ids), ...] of rows."""
+    lengths = zip(batch.prompt_lengths[rows].tolist(), batch.response_lengths[rows].tolist())
+    ids = zip(batch.prompt_ids[rows].tolist(), batch.response_ids[rows].tolist())
+    return [(prompt[-p:], response[:n]) for (p, n), (prompt, response) in zip(lengths, ids)]
 
 
 def rows_at_once(model, batch):
     """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    not fit into room_for_logits()."""
+    pass 64 MiB, on a GPU the power of two below 1/16 of its memory: all processes must cut alike."""
+    on_gpu = model.device.type == "cuda"
+    room = 1 << (torch.cuda.mem_get_info(model.device)[1].bit_length() - 5) if on_gpu else 2**26
     row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room_for_logits(model.device) // row_bytes))
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
+
+
+def micro_batches(model, batch, rows=None):
+    """Rows, or all, cut into micro-batches: rows of one prompt together, prompts by their tokens."""
+    if rows is None:
+        rows = torch.arange(len(batch.response_lengths), device=model.device)
+    size = rows_at_once(model, batch)
+    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
+    prompt = prompts.unique(dim=0, return_inverse=True)[1]  # (rows,), equal where the prompts are
+    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
+    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
+    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
+    return rows[order].split(size // GROUP_SIZE * GROUP_SIZE or size)  # a group that is cut is read twice
 
 
 def autocast(model):
@@ -914,8 +851,7 @@ def autocast(model):
 # ---------------------------------------------------------------- sampling
 
 def find_in_cdf(weights, at):
-    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into that
-    one."""
+    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into it."""
     cumulative = weights.double().cumsum(-1)
     target = at * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
@@ -935,9 +871,8 @@ def entropy_of(logprobs):
 
 
 def sample_tokens(probabilities, uniform):
-    """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform
-    (rows,) in [0, 1). First among blocks of 128 ids, then within the block: four times as fast as over a
-    whole large vocabulary."""
+    """One id a row by inverting the CDF of probabilities (rows, vocabulary) at uniform (rows,) in [0, 1).
+    First among blocks of 128 ids, then within: four times as fast as over a whole large vocabulary."""
     if probabilities.device.type == "mps":  # has no float64
         return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
     missing = -probabilities.shape[1] % 128
@@ -947,15 +882,9 @@ def sample_tokens(probabilities, uniform):
     return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
-@functools.cache
-def parameters_of(kind):
-    """The names that forward() of a class of models takes."""
-    return set(inspect.signature(kind.forward).parameters)
-
-
 def call_model(model, ids, **options):
     """The model's output for ids (rows, T), with those of the options that its forward() takes."""
-    names = parameters_of(type(model))
+    names = inspect.signature(model.forward).parameters
     return model(input_ids=ids, **{key: value for key, value in options.items() if key in names})
 
 
@@ -966,25 +895,23 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.show([layer.keys, layer.values], layer.keys.shape[2])
-
-    def show(self, room, length):
-        self.room = room
-        self.keys, self.values = (x[:, :, :length] for x in room)
+        self.keys, self.values = self.room = (layer.keys, layer.values)
 
     def update(self, keys, values, *args, **kwargs):
         before = self.keys.shape[2]
         after = before + keys.shape[2]
-        room = self.room
-        if after > room[0].shape[2]:
-            room = [torch.nn.functional.pad(x, (0, 0, 0, 16 + after // 2)) for x in (self.keys, self.values)]
-        for x, new in zip(room, (keys, values)):
+        if after > self.room[0].shape[2]:
+            more = (0, 0, 0, 16 + after // 2)
+            self.room = [torch.nn.functional.pad(x, more) for x in (self.keys, self.values)]
+        for x, new in zip(self.room, (keys, values)):
             x[:, :, before:after] = new
-        self.show(room, after)
+        self.keys, self.values = (x[:, :, :after] for x in self.room)
         return self.keys, self.values
 
     def reorder_cache(self, rows):
-        self.show([x.index_select(0, rows) for x in self.room], self.keys.shape[2])
+        length = self.keys.shape[2]
+        self.room = [x.index_select(0, rows) for x in self.room]
+        self.keys, self.values = (x[:, :, :length] for x in self.room)
 
 
 class Decoder:
@@ -997,31 +924,27 @@ class Decoder:
         self.model = model
         self.positions = torch.tensor([len(p) for p in prompts], device=model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
-        self.cache_name = "past_key_values"
-        if "cache_params" in parameters_of(type(model)):
-            self.cache_name = "cache_params"
         self.cache = None
-        self.layers = []
-        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
-        self.layers = getattr(self.cache, "layers", [])
-        for i, layer in enumerate(self.layers):
+        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
+        layers = getattr(self.cache, "layers", [])
+        for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
                 shared = getattr(model, "decodes_shared", False)
-                self.layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+                layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+        self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
         self.select_rows(torch.arange(len(prompts), device=model.device).repeat_interleave(group_size))
 
-    def read(self, ids, positions):
-        shared = all(hasattr(layer, "prompt") for layer in self.layers)  # they hide the padding themselves
-        mask = None if self.layers and shared else self.mask
-        options = {"attention_mask": mask, "position_ids": positions, self.cache_name: self.cache}
-        out = call_model(self.model, ids, **options, use_cache=True, logits_to_keep=1)
-        self.cache = getattr(out, self.cache_name)
+    def read(self, ids, positions, mask):
+        cache = {"past_key_values": self.cache, "cache_params": self.cache}
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        out = call_model(self.model, ids, **options, **cache, use_cache=True)
+        self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
 
     def next(self, tokens):
         """Logits (rows, vocabulary) after one more token (rows,) a row."""
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        self.read(tokens[:, None], self.positions[:, None])
+        self.read(tokens[:, None], self.positions[:, None], self.mask if self.needs_mask else None)
         self.positions = self.positions + 1
         return self.logits
 
@@ -1042,19 +965,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
     max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the
-    entropy, as the ids. A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no
-    EOS."""
-    device, rows = model.device, len(prompts) * group_size
+    entropy, as the ids. A row holds its first EOS and pad after it; a row that was cut holds no EOS."""
+    device = model.device
     decoder = Decoder(model, prompts, group_size, pad_id)
-    ids = torch.full((rows, max_new_tokens), pad_id, device=device)
-    lengths = torch.zeros(rows, dtype=torch.long, device=device)
-    logprobs, entropies = torch.zeros(2, rows, max_new_tokens, device=device)
-    rows = torch.arange(rows, device=device)  # which row of the result each row of the decoder is
+    rows = torch.arange(len(prompts) * group_size, device=device)  # of the result, for each of the decoder's
+    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
+    lengths = torch.zeros_like(rows)
+    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    logits = decoder.logits
-    look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
-        scaled = sampling_logprobs(logits, temperature).clamp_(min=-1e30)  # (rows still there, vocabulary)
+        scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
@@ -1062,7 +982,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
-        left = int(unfinished.sum()) if t % look_every == 0 else len(rows)
+        left = int(unfinished.sum()) if t % _LOOK_EVERY.get(device.type, 16) == 0 else len(rows)
         if left == 0 or t + 1 == max_new_tokens:
             break
         if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
@@ -1071,11 +991,10 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             rows = rows[keep]
             tokens = tokens[keep]
             unfinished = unfinished[keep]
-        logits = decoder.next(tokens)
-    # what finished rows said after their end
-    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]
-    ids = ids.masked_fill(over, pad_id)
-    return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+        decoder.next(tokens)
+    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what came after the end
+    logprobs, entropies = logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+    return ids.masked_fill(over, pad_id), lengths, logprobs, entropies
 
 
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
@@ -1086,20 +1005,17 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
-        chunk = None
-        if uniform is not None:
-            chunk = uniform[i * group_size:(i + size) * group_size].to(model.device)
+        own = None if uniform is None else uniform[i * group_size:(i + size) * group_size].to(model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
-                temperature or TEMPERATURE, eos_ids, pad_id)
+                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
+                eos_ids, pad_id)
 
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
     ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-    last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
     repeated = [p for p in prompts for _ in range(group_size)]
     return SimpleNamespace(
         prompt_ids=pad_left(repeated, pad_id).to(model.device),
@@ -1109,7 +1025,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
         response_mask=(torch.arange(width, device=model.device) < lengths[:, None]).float(),
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
-        truncated=~torch.isin(last, eos_ids),
+        truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids),
         responses=tokenizer.batch_decode(rows, skip_special_tokens=True),
         columns={"response_ids": rows})  # for reward functions, beside the rows' own
 
@@ -1119,13 +1035,12 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
-    options["use_cache"] = False
     head = model.get_output_embeddings()
     if head is None:
-        return call_model(model, ids, **options).logits[at]
+        return call_model(model, ids, use_cache=False, **options).logits[at]
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][at][None])
     try:
-        return call_model(model, ids, **options).logits[0]
+        return call_model(model, ids, use_cache=False, **options).logits[0]
     finally:
         hook.remove()
 
@@ -1134,17 +1049,10 @@ def logits_of_rows(model, batch, rows):
     """Logits where the model predicts a response token whose response_mask is 1, (tokens, labels), row after
     row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt, padded on the right,
     where a causal model cannot see it: no mask, no positions."""
-    prompts = batch.prompt_lengths[rows, None]
-    responses = batch.response_lengths[rows, None]
-    wide = batch.prompt_ids.shape[1]
-    column = torch.arange(int((prompts + responses).max()), device=rows.device).expand(len(rows), -1)
-    in_prompt = batch.prompt_ids[rows].gather(1, (wide - prompts + column).clamp(max=wide - 1))
-    last = batch.response_ids.shape[1] - 1
-    in_response = batch.response_ids[rows].gather(1, (column - prompts).clamp(0, last))
-    ids = torch.where(column < prompts, in_prompt, in_response)
-    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
+    ids = pad_right([prompt + response for prompt, response in token_lists(batch, rows)], 0).to(rows.device)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    return logits_at(model, ids, (row, prompts[row, 0] - 1 + token)), mask
+    return logits_at(model, ids, (row, batch.prompt_lengths[rows][row] - 1 + token)), mask
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1155,33 +1063,22 @@ def logits_of_groups(model, batch, rows):
     responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
     dimensions, its prompt and its own response alone."""
     device = rows.device
-    prompts = batch.prompt_lengths[rows]
-    sizes = batch.response_lengths[rows] - 1  # nothing is predicted after the last token
-    same = torch.cat([prompts[:, None], batch.prompt_ids[rows]], 1)
-    changes = [True, *(same[1:] != same[:-1]).any(1).tolist()]
-    first = []  # row of each sequence
+    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i row i - 1
     places = []  # of each row's response: its sequence, and where it begins
-    longest = end = begin = 0
-    for i, (prompt, size) in enumerate(zip(prompts.tolist(), sizes.tolist())):
-        if changes[i] or end + size > begin + _RESPONSE_TOKENS:
-            begin = end = prompt
-            first.append(i)
-        places.append((len(first) - 1, end))
-        end += size
-        longest = max(longest, end)
-    sequence, start = torch.tensor(places, device=device).T
-    column = torch.arange(longest + -longest % 8, device=device)  # a GPU's kernels copy other widths' masks
-    ids, positions, owner = torch.zeros(3, len(first), len(column), dtype=torch.long, device=device)
-    in_prompt = column < prompts[first, None]
-    before = torch.arange(-batch.prompt_ids.shape[1], 0, device=device)  # prompts stand at the right there
-    ids[in_prompt] = batch.prompt_ids[rows[first]][before >= -prompts[first, None]]
-    positions[in_prompt] = column.expand_as(ids)[in_prompt]
-    row, token = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).nonzero(as_tuple=True)
-    at = sequence[row], start[row] + token
-    ids[at] = batch.response_ids[rows[row], token]
-    positions[at] = prompts[row] + token
-    owner[at] = row + 1  # of a prompt 0; padding is seen by none but itself
-    owner[~in_prompt & (owner == 0)] = -1
+    last = None
+    for i, (prompt, response) in enumerate(token_lists(batch, rows), 1):
+        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
+        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
+            last = prompt
+            sequences.append((list(prompt), list(range(first)), [0] * first))
+        ids, positions, owner = sequences[-1]
+        places.append((len(sequences) - 1, len(ids)))
+        ids += response[:more]
+        positions += range(first, first + more)
+        owner += [i] * more
+    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
+    ids, positions, owner = (
+        pad_right(part, value, 8).to(device) for part, value in zip(zip(*sequences), (0, 0, -1)))
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1190,12 +1087,12 @@ def logits_of_groups(model, batch, rows):
         hidden = ~seen | (back >= (window or math.inf))
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = batch.response_mask[rows, :int(sizes.max()) + 1] > 0  # (rows, R)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    predicted_at = torch.where(token > 0, start[row] + token, prompts[row]) - 1
-    attention_mask = masks if len(masks) > 1 else masks.popitem()[1]
-    options = {"attention_mask": attention_mask, "position_ids": positions}
-    return logits_at(model, ids, (sequence[row], predicted_at), **options), mask
+    sequence, start = torch.tensor(places, device=device)[row].T
+    predicted_at = torch.where(token > 0, start + token, batch.prompt_lengths[rows][row]) - 1
+    masks = masks if len(masks) > 1 else masks.popitem()[1]
+    return logits_at(model, ids, (sequence, predicted_at), attention_mask=masks, position_ids=positions), mask
 
 
 def attention_windows(model):
@@ -1233,24 +1130,17 @@ def response_logprobs(model, batch, rows, temperature, distribution=None):
 
 
 def response_values(model, batch, rows):
-    """What a model of one label says before each response token is seen: (rows, R), float32, 0 where
-    response_mask is."""
+    """A one-label model's value before each response token, (rows, R), float32, 0 where response_mask is."""
     with autocast(model):
         values, mask = response_logits(model, batch, rows)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
-
-
-def every_micro_batch(model, batch):
-    """The micro-batches of all rows of a batch."""
-    every = torch.arange(len(batch.response_lengths), device=model.device)
-    return micro_batches(batch, every, rows_at_once(model, batch))
 
 
 @torch.no_grad()
 def score_batch(score, model, batch, micros=None):
     """score(rows) (micro-batch, R) of all rows of a batch, as one tensor (rows, R); each micro-batch is read
     by one process."""
-    micros = micros or every_micro_batch(model, batch)
+    micros = micros or micro_batches(model, batch)
     scores = torch.zeros_like(batch.response_mask)
     with unsharded(model):
         for rows, values in zip(micros, map_over_ranks(micros, score)):
@@ -1266,11 +1156,6 @@ def all_logprobs(model, batch, micros=None, distribution=None):
     return score_batch(score, model, batch, micros)
 
 
-def all_values(model, batch):
-    """What a model of one label says before each response token of a batch, (rows, R), without a gradient."""
-    return score_batch(lambda rows: response_values(model, batch, rows), model, batch)
-
-
 @torch.no_grad()
 def classify(model, tokenizer, prompts, responses):
     """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
@@ -1282,11 +1167,10 @@ def classify(model, tokenizer, prompts, responses):
         raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
         ids = pad_right([rows[i] for i in chunk], 0).to(model.device)  # where a causal model cannot see it
-        last = (lengths[chunk] - 1).to(model.device)
+        last = torch.arange(len(chunk)), lengths[chunk] - 1
         with autocast(model):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            said = model.score(hidden[torch.arange(len(chunk), device=model.device), last])
-        scores[chunk.to(model.device)] = said.squeeze(-1).float()
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[last]
+            scores[chunk] = model.score(hidden).squeeze(-1).float()
     return scores
 
 
@@ -1297,10 +1181,9 @@ def make_optimizer(model, learning_rate):
     scheduled (see set_rates), clipped and stepped."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    fused = model.device.type != "mps"
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
-    optimizer.register_state_dict_post_hook(gather_moments)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer.register_state_dict_post_hook(gather)
     optimizer.register_load_state_dict_pre_hook(deal_moments)
     return optimizer
 
@@ -1312,29 +1195,13 @@ def set_rates(optimizer, rate):
         group["lr"] = rate * group.setdefault("multiple", group["lr"] / made if made else 1.0)
 
 
-@contextmanager
-def recomputing(models):
-    """Activations are recomputed inside the block, with GRADIENT_CHECKPOINTING: that is for layers in
-    training mode, so only they are put into it, and nothing else that training mode would change."""
-    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = GRADIENT_CHECKPOINTING
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
 def backward(model, loss):
     """loss.backward(), on a GPU by kernels whose sums always come in one order, unless EXACT_SUMS = False;
     the gradient becomes a part of the step's sum (see summed)."""
-    if getattr(model, "idle", False):
-        loss = 0 * loss
     strict = EXACT_SUMS and model.device.type == "cuda"
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
-        loss.backward()
+        (0 * loss if getattr(model, "idle", False) else loss).backward()
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
@@ -1348,13 +1215,16 @@ def summed(models, parts, metrics):
     dict for what it measures, to a body that calls backward(). After a round all processes add its gradients
     in the order of the parts, so that their sum has the same bits on any number of processes; with EXACT_SUMS
     = False they add up once, at the end. metrics gets the sums of what was measured; of names that end in
-    _max the greatest."""
+    _max the greatest. Meanwhile layers recompute their activations with GRADIENT_CHECKPOINTING."""
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
     for parameter in parameters:  # even where nothing comes: momentum moves the weights
         parameter.grad = None if sharded else torch.zeros_like(parameter)
-    in_rounds = EXACT_SUMS and world_size() > 1 and not sharded
-    totals = [torch.zeros_like(p) for p in parameters if in_rounds]
+    for layer in layers:
+        layer.training = GRADIENT_CHECKPOINTING  # they do it in training mode alone, which hides a cache
+    added_here = world_size() > 1 and not sharded
+    totals = [torch.zeros_like(p) for p in parameters if added_here and EXACT_SUMS]
     measured = []
     for first in range(0, len(parts), world_size()):
         number = first + rank()
@@ -1363,23 +1233,19 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        counts, shares = zip(*all_gather((len(parts), share)))
-        if len(set(counts)) > 1:
-            raise UserError(f"the processes cut one optimizer step into {sorted(set(counts))} micro-batches")
-        measured += shares
+        measured += all_gather(share)
         for parameter, total in zip(parameters, totals):
-            gradients = [torch.empty_like(total) for _ in shares]
+            gradients = [torch.empty_like(total) for _ in range(world_size())]
             dist.all_gather(gradients, parameter.grad)
             for gradient in gradients:
                 total += gradient
             parameter.grad.zero_()
-    for model in models:
-        model.idle = False
+    for layer in layers:
+        layer.training = False
     for parameter, total in zip(parameters, totals):
         parameter.grad = total
-    for parameter in parameters:
-        if world_size() > 1 and not in_rounds and not sharded:
-            dist.all_reduce(parameter.grad)
+    for parameter in parameters if added_here and not EXACT_SUMS else ():
+        dist.all_reduce(parameter.grad)
     for share in measured[:len(parts)]:
         for key, value in share.items():
             both = (metrics[key], value) if key in metrics else (value,)
@@ -1403,7 +1269,7 @@ def clip_and_step(optimizers, loss, run, ids):
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        norms.append(full(norm).item())
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
@@ -1423,11 +1289,10 @@ def size_of(model):
 
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
-    name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    name = f"{name}: {size_of(actor)} on {actor.device}, {DTYPE}"
+    model = f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {size_of(actor)} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
-    return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
+    return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
 def a_response(scores):
@@ -1464,16 +1329,16 @@ def sample_records(batch, advantages):
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
-    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())):
-        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-        found.append(call_model(model, ids[None], use_cache=False).logits[0, p - 1:-1])
+    for prompt, response in token_lists(batch, slice(None)):
+        ids = torch.tensor([prompt + response], device=model.device)
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
     return torch.cat(found)
 
 
 @torch.no_grad()
 def disagreement(model, compute):
-    """In what the two tensors that compute() gives differ, or what it raises, in words; mistakes are as large
-    as logits are. Empty where they differ by the rounding of the model's weights alone."""
+    """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
+    rounding: mistakes are as large as logits are."""
     try:
         found, wanted = compute()
     except Exception as error:  # whatever a model raises that is not made for it
@@ -1488,33 +1353,30 @@ def check_models(readers, rows, pad_id):
     """Compare the actor's sampler and all models' scoring with plain_logits(), on four prompts cut to mixed
     lengths. Sets model.decodes_shared and model.shares_prompts where that is right; draws none of the run's
     random numbers. readers: models by constant, the actor first."""
-    constant, actor = next(iter(readers.items()))
-    room_for_logits(actor.device)  # all processes ask at one place
+    actor = next(iter(readers.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     twice = [p for p in prompts for _ in range(2)]
     ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
     lengths = torch.tensor([len(p) for p in twice], device=actor.device)
     batch = SimpleNamespace(prompt_ids=pad_left(twice, pad_id).to(actor.device), prompt_lengths=lengths)
-    every = torch.arange(8, device=actor.device)
 
     def sample():
         ids, batch.response_lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
-        mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
         batch.response_ids = ids
-        batch.response_mask = mask
+        batch.response_mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
         wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)
-        return logprobs[mask], wanted.gather(1, ids[mask][:, None]).squeeze(1)
+        return logprobs[batch.response_mask], wanted.gather(1, ids[batch.response_mask][:, None]).squeeze(1)
 
     def compare(way):
+        every = torch.arange(8, device=actor.device)
         return disagreement(model, lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
 
     with unsharded(actor):
-        actor.decodes_shared = actor.config._attn_implementation == "shared_prompts"
-        wrong = disagreement(actor, sample)
-        if wrong and actor.decodes_shared:
-            actor.decodes_shared = False
+        for actor.decodes_shared in (actor.config._attn_implementation == "shared_prompts", False):
             wrong = disagreement(actor, sample)
+            if not wrong:
+                break
     for constant, model in readers.items():
         with unsharded(model):
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
@@ -1547,7 +1409,7 @@ class SharedLayer(GrowingLayer):
         self.prompt = self.room
         self.bias = torch.where(mask[:, None, None] > 0, 0.0, -math.inf)
         self.row_to_prompt = torch.arange(len(mask), device=mask.device)
-        self.show([x[:, :, :0] for x in self.room], 0)
+        self.keys, self.values = self.room = [x[:, :, :0] for x in self.room]
 
     def get_seq_length(self):
         return self.prompt[0].shape[2] + self.keys.shape[2]
@@ -1566,12 +1428,10 @@ class SharedLayer(GrowingLayer):
         counts = self.row_to_prompt.bincount()
         self.most = int(counts.max())
         first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        place = torch.arange(len(rows), device=rows.device) - first
-        self.slots = self.row_to_prompt * self.most + place
+        self.slots = self.row_to_prompt * self.most + torch.arange(len(rows), device=rows.device) - first
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows
-        than the most."""
+        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
         slots = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
         return slots.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
 
@@ -1587,11 +1447,10 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
     query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
-    prompt_keys, prompt_values = layer.prompt
-    scores = layer.by_row(layer.by_prompt(query) @ prompt_keys.mT + layer.bias)
+    scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
-    out = layer.by_row(layer.by_prompt(of_prompt) @ prompt_values) + of_response @ value
+    out = layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1]) + of_response @ value
     return out.reshape(rows, 1, heads, -1), None
 
 
@@ -2393,7 +2252,7 @@ class Run:
                 write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/, prune, redraw. All processes call state_dict(): see gather_weights()."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return

@@ -8,7 +8,6 @@ BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_f
 PARTS = RUN + "parts_are_a_number_per_response"
 MUTANTS = [
     # several processes
-    (PPO, "        if len(set(counts)) > 1:\n", "        if False:\n", DIFFERENT + "[summed]"),
     (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "numpy": 0})',
      DIFFERENT + "[numpy]"),
     (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "python": 0})',
