@@ -20,7 +20,7 @@ MUTANTS = [
      IN_CHATS + "roles_that_a_chat_template_refuses_are_said_with_their_line"),
 
     # rows
-    (PPO, ", object_hook=without_nulls)", ")",
+    (PPO, " if item is not None})", "})",
      IN_CHATS + "nulls_that_parquet_puts_into_records_are_taken_out_again"),
     (PPO, 'answer = answer[-1].get("content")  # of messages the last one\'s', "pass",
      IN_CHATS + "rows_as_trl_and_verl_publish_them_are_read_as_they_are[ppo-jsonl]"),

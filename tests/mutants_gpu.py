@@ -22,8 +22,8 @@ MUTANTS = [
     (PPO, "- {None}), device=model.device)", "- {None}))", TEST + "ppo"),
     (PPO, "load_reward_model(REWARD_MODEL, self.device)",
      'load_reward_model(REWARD_MODEL, torch.device("cpu"))', TEST + "ppo"),
-    (PPO, '                optimizer.load_state_dict(saved["optimizers"][name])\n',
-     '                optimizer.load_state_dict(saved["optimizers"][name])\n'
+    (PPO, '                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})\n',
+     '                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})\n'
      "                for some in optimizer.state.values():\n"
      "                    some.update({key: x.cpu() for key, x in some.items()})\n", TEST + "ppo"),
     (PPO, "batch.response_mask).item()\n        if self.ref",
@@ -43,9 +43,10 @@ MUTANTS = [
     (REC, "        tokenizer, model = small_model(len(catalogue.codes[0]))\n",
      "        tokenizer, model = small_model(len(catalogue.codes[0]))\n        model = model.to(device)\n",
      TEST + "grpo_rec"),
-    (ICL, '{"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}', "{}",
+    (ICL, '        state["cuda"] = torch.cuda.get_rng_state().tolist()\n', "        pass\n",
      TEST + "rce_icl[0.3]"),
-    (ICL, '        torch.cuda.set_rng_state(state["cuda"])\n', "        pass\n", TEST + "rce_icl[0.3]"),
+    (ICL, '        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))\n', "        pass\n",
+     TEST + "rce_icl[0.3]"),
     (RAG, 'fork_rng([device] if device.type == "cuda" else [])', "fork_rng()", TEST + "ppo_rag"),
     # kinds of numbers
     (PPO, "torch.autocast(model.device.type, torch.bfloat16)", 'torch.autocast("cpu", torch.bfloat16)',

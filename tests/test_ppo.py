@@ -736,7 +736,7 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     functions = [("exact_answer", 1.0), (size, 0.001)]
     trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=functions, MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
     torch.nn.init.normal_(trainer.critic.score.weight)
-    trainer.run.open_files("a headline")
+    trainer.run.open_files()
     batch = scored_batch(trainer, 5)
     trainer.record(batch, trainer.update(batch))
     samples = [json.loads(line) for line in open(tmp_path / "run/logs/samples.jsonl")]

@@ -229,14 +229,14 @@ def record(*words):
     return say(*words)
 ppo.Run.record = record"""
 DIFFER = {
-    "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
-    "source": (SOURCE, "process 1 has another ppo.py than process 0"),
-    "later": (DRAWS_LATER, "have drawn different random numbers"),
+    "constants": ("ppo.SEED += ppo.rank()", "the processes differ in SEED: make it the same"),
+    "source": (SOURCE, "the processes differ in ppo.py: make it the same"),
+    "later": (DRAWS_LATER, "drew different random numbers"),
     "numpy": (
-        DRAWS_LATER.replace("import random", "import numpy.random as random"), "have drawn different random"),
+        DRAWS_LATER.replace("import random", "import numpy.random as random"), "drew different random"),
     "torch": (
         DRAWS_LATER.replace("import random", "import torch").replace("random.random()", "torch.rand(1)"),
-        "have drawn different random")}
+        "drew different random")}
 MORE_SELDOM = {"torch", "numpy"}
 
 
