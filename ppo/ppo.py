@@ -137,21 +137,12 @@ EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of 
 SHARD = "none"  # none: each process has whole models | fsdp2: its part of them, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
+_LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
-    "MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS MAX_STEPS": (1, 1e12),
-    "PLATEAU_PATIENCE KL_HORIZON KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
-    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "LEARNING_RATE CRITIC_LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE": (0, 1e6),
-    "KL_COEF MISSING_EOS_PENALTY EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "REWARD_MODEL_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
+    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES KEEP_LAST_N_CHECKPOINTS KL_HORIZON": (1, 1e12),
+    "TEMPERATURE CLIP_RANGE MAX_GRAD_NORM LORA_ALPHA": (1e-6, 1e9),
+    "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
     "GAMMA LAM": (0, 1),
-    "CLIP_RANGE": (1e-6, 1e6),
-    "TEMPERATURE": (1e-3, 1e3),
-    "LORA_RANK": (0, 65536),
-    "LORA_ALPHA": (1e-6, 1e6),
-    "MAX_GRAD_NORM KL_TARGET": (1e-12, 1e12),
-    "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],

@@ -1756,8 +1756,7 @@ def rewards_by_mode(candidates, score=None):
         return getattr(rewards, REWARD_MODE)(*columns)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        todo = "take another mode, or mine what it needs"
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
 
 
 def usable(candidates):
@@ -1831,8 +1830,7 @@ def own_pick(candidates):
 
 
 def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
-    tools/check_up.py makes a picture and a verdict too."""
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
@@ -1846,8 +1844,7 @@ def check_up(groups, proposed, path, say):
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
-        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 
