@@ -27,8 +27,7 @@ Deliberate deviations from the papers:
     python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
-checkpoints, best/policy/, training_metrics_detailed.png and grpo_metrics_with_entropy.png. docs/reference.md
-defines every metric.
+checkpoints, best/policy/, two pictures. docs/reference.md defines every file and metric.
 
 To change      see
 the loss       policy_loss, GRPOTrainer.token_losses      the data       TRAIN_DATASETS; load_rows
@@ -195,16 +194,14 @@ def group_advantages(scores, group_size, scale, leave_one_out):
 
 
 def overlong_penalty(lengths, max_new_tokens, buffer):
-    """0 up to max_new_tokens - buffer, then down to -1 at max_new_tokens, (rows,). Source: 2503.14476,
-    equation 13."""
+    """0 up to max_new_tokens - buffer, then down to -1 at max_new_tokens, (rows,): 2503.14476, eq. 13."""
     if not buffer:
         return torch.zeros_like(lengths)
     return ((max_new_tokens - buffer - lengths) / max(1, buffer)).clamp(-1, 0)
 
 
 def token_weights(mask, loss_type, max_new_tokens):
-    """(rows, R) weights over all rows of an optimizer step; its loss is the sum of weight * loss over its
-    tokens."""
+    """Weights (rows, R) of all rows of an optimizer step, whose loss is the sum of weight * loss."""
     if loss_type in ("grpo", "gspo"):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     return mask / (len(mask) * max_new_tokens if loss_type == "dr_grpo" else mask.sum())
@@ -319,9 +316,8 @@ class GRPOTrainer:
         return self.run.evaluation
 
     def plan_steps(self, done):
-        """The run's last step, as far as is known when so many are done: further prompts that
-        RESAMPLE_FLAT_GROUPS took are gone from the epochs, so it comes earlier then. Depends on the state
-        alone: a resumed run plans alike."""
+        """The run's last step, as far as is known when so many are done: RESAMPLE_FLAT_GROUPS takes prompts
+        out of the epochs. Depends on the state alone: a resumed run plans alike."""
         per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
         count = len(self.train_rows)
         not_begun = max(0, NUM_EPOCHS - self.state.epoch)
@@ -357,9 +353,7 @@ class GRPOTrainer:
     def score(self, batch):
         """Scores of the responses and, where there is a reference, its log-probabilities of their tokens."""
         with self.run.timed("score"):
-            scores, batch.parts = self.rewards_of(batch)
-            penalty = overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
-            batch.scores = scores + OVERLONG_PENALTY * penalty
+            batch.scores, batch.parts = self.rewards_of(batch)
             batch.ref_logprobs = batch.logprobs
             if self.reference:
                 with without_adapter(self.reference):
@@ -368,14 +362,11 @@ class GRPOTrainer:
 
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
-        and the parts it left behind."""
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
+        with what long ones cost, and the parts it left behind."""
         with unsharded(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
-        return scores.to(self.device), parts
+            scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
+        penalty = overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
+        return scores.to(self.device) + OVERLONG_PENALTY * penalty, parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Score of each response, (rows,); edit or override freely. columns: what reward functions take by
@@ -430,6 +421,7 @@ class GRPOTrainer:
                     steps.append(self.optimizer_step(batch, chunk, moved=bool(steps)))
             check_first_ratio(steps, run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": LEARNING_RATE * scale}
 
     def optimizer_step(self, batch, rows, moved=True):
@@ -440,8 +432,7 @@ class GRPOTrainer:
         for (micro, learn), share in summed([self.actor], self.learning_parts(batch, rows), metrics):
             width = int(batch.response_lengths[micro].max())  # this micro-batch's alone: no normaliser
             mask = batch.response_mask[micro, :width]
-            # What the sampler knew is enough for the metrics of rows that do not learn, until the policy
-            # moves
+            # For rows that do not learn the sampler's own are enough until the policy moves
             logprobs = batch.logprobs[micro, :width]
             entropy = batch.entropies[micro, :width]
             if learn or moved:
@@ -461,8 +452,8 @@ class GRPOTrainer:
             if LOSS_TYPE != "cispo":
                 clipped = torch.where(advantages > 0, clipped, ratio < 1 - CLIP_RANGE)
             clipped = (clipped & (advantages != 0)).float()
-            approx_kl = ratio - 1 - ratio.log()
-            means = {"entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": approx_kl}
+            means = {
+                "entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": ratio - 1 - ratio.log()}
             for key, values in means.items():
                 share[key] = ((values * mask).sum() / tokens).item()
             share["ratio_max"] = (ratio - 1).abs().max().item()  # of names in _max the step has the greatest
@@ -497,11 +488,9 @@ class GRPOTrainer:
                 return (batch.weights[rows] * self.token_losses(batch, rows, logprobs, entropy)[0]).sum()
 
             learns = has_gradient(loss, batch.logprobs[rows], batch.entropies[rows])
-        parts = []
-        for learn in (True, False):
-            some = micro_batches(batch, rows[learns == learn], rows_at_once(self.actor, batch))
-            parts += [(micro, learn) for micro in some]
-        return parts
+        size = rows_at_once(self.actor, batch)
+        learning = [(micro, True) for micro in micro_batches(batch, rows[learns], size)]
+        return learning + [(micro, False) for micro in micro_batches(batch, rows[~learns], size)]
 
     @torch.no_grad()
     def sync_reference(self):
@@ -535,10 +524,7 @@ class GRPOTrainer:
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
-        def score(*lists):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
-
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
+        return dealt_rewards(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -1867,17 +1853,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}

@@ -21,8 +21,7 @@ Means run over every response token of the optimizer step, whatever the micro-ba
     torchrun --nproc_per_node=4 ppo/ppo.py              # the same bytes on any number (docs/processes.md)
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
-checkpoints, best/policy/, training_metrics_detailed.png and ppo_metrics_with_entropy.png. docs/reference.md
-defines every metric.
+checkpoints, best/policy/, two pictures. docs/reference.md defines every file and metric.
 
 To change      see
 the loss       policy_loss, value_loss, optimizer_step    the data       TRAIN_DATASETS; load_rows
@@ -319,13 +318,9 @@ class PPOTrainer:
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
         (rows,) or one per token, (rows, MAX_NEW_TOKENS), and the parts it left behind."""
-        def score(*lists):
-            self.reward_parts = {}
-            scores = call_reward("compute_rewards", self.compute_rewards, *lists, width=MAX_NEW_TOKENS)
-            return scores, self.reward_parts
-
+        name = "compute_rewards"
         with unsharded(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
+            scores, parts = dealt_rewards(self, name, self.compute_rewards, batch, MAX_NEW_TOKENS)
         return scores.to(self.device), parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -373,6 +368,7 @@ class PPOTrainer:
                     steps.append(self.optimizer_step(batch, chunk))
             check_first_ratio(steps, run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         metrics["ratio_max_first"] = steps[0]["ratio_max"]
         metrics["learning_rate"] = LEARNING_RATE * scale
         metrics["kl_coef"] = state.kl_coef
@@ -438,14 +434,12 @@ class PPOTrainer:
             metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
             metrics["accuracy_sampled"] = self.accuracy(sampled).mean().item()
         scores, parts = self.rewards_of(sampled)
+        scores = a_response(scores) - MISSING_EOS_PENALTY * sampled.truncated
         return {**metrics, **response_metrics(sampled, scores, parts)}
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
-        def score(*lists):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
-
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
+        return dealt_rewards(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -1780,17 +1774,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}

@@ -31,9 +31,8 @@ Deliberate choices:
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
     python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy      # go on with GRPO
 
-Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/
-(training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/,
-training_metrics_detailed.png and rce_metrics_with_entropy.png. docs/reference.md defines every metric.
+Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/ (training_*.log,
+metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/, two pictures (docs/reference.md).
 
 To change     see
 the loss      rce_loss, RCETrainer.update                the data      TRAIN_DATASETS; load_rows
@@ -302,7 +301,7 @@ class RCETrainer:
         if not new and digest != self.state.candidates[number]:
             raise UserError(f"{path} is not the file this run was trained on: put it back, or use RESUME=no")
         groups = read_candidates(path, self.rows, known_ids(self.actor))
-        self.split(groups if self.state.round == 1 else self.first_round())
+        self.split()
         self.choose_rows(groups)
         if new:
             proposed = sum(len(c["source"]) for _, candidates in groups for c in candidates)
@@ -397,12 +396,10 @@ class RCETrainer:
         self.state.cursor = 0
         self.run.save()
 
-    def first_round(self):
-        return read_candidates(candidates_path(1), self.rows, math.inf)
-
-    def split(self, groups):
+    def split(self):
         """Hold VALIDATION_FRACTION of the first round's prompts back, by the prompt's text: equal prompts
-        fall on one side. groups: its [(row, candidates)]."""
+        fall on one side."""
+        groups = read_candidates(candidates_path(1), self.rows, math.inf)
         texts = list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
         self.held_back = {texts[i] for i in order[:int(VALIDATION_FRACTION * len(texts))]}
@@ -426,7 +423,7 @@ class RCETrainer:
         rows = [rows[i] for i in order]
         if self.state.round == 1:
             return rows[:MINE_PROMPTS]
-        self.split(self.first_round())
+        self.split()
         is_free = [transcript(row["prompt"]) not in self.held_back for row in rows]
         count = sum(is_free[:MINE_PROMPTS])
         rows = [row for row, free in zip(rows, is_free) if free]
@@ -444,6 +441,7 @@ class RCETrainer:
         logprobs = self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])
         for c, logprob in zip(candidates, logprobs):
             c["logprob"] = logprob
+        check_logprobs(candidates)
         self.score_gold(by_id, candidates, prompts)
         for row, group in zip(rows, groups):
             self.choose_verified(row, group)
@@ -462,16 +460,17 @@ class RCETrainer:
         groups = [{} for _ in rows]  # of each prompt: a candidate by its token ids
         prompts = [row["ids"] for row in rows]
 
-        def add(i, ids, source, temperature=None):
+        def add(i, ids, source, temperature=None, **more):
             new = {"prompt_id": rows[i]["id"], "prompt": transcript(rows[i]["prompt"]), "token_ids": ids}
             record = groups[i].setdefault(tuple(ids), {**new, "source": [], "temperature": []})
             record["source"].append(source)
             record["temperature"].append(temperature)
+            record.update(more)
 
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
             for i, ids in enumerate(batch.columns["response_ids"]):
-                add(i, ids, "greedy")
+                add(i, ids, "greedy", sampler_logprob=batch.logprobs[i].sum().item())
         if BEAMS:
             for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
                 add(i // BEAMS, ids, "beam")
@@ -567,12 +566,8 @@ class RCETrainer:
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
         and the parts it left behind."""
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
         with unsharded(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
+            scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -643,10 +638,7 @@ class RCETrainer:
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
-        def score(*lists):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
-
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
+        return dealt_rewards(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -1985,17 +1977,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -2972,11 +2968,9 @@ def beam_search(model, prompts, eos, pad_id):
             out = model.generate(ids, attention_mask=mask, generation_config=search, synced_gpus=False)
     finally:
         model.generation_config = own
-    responses = []
-    for row in out[:, ids.shape[1]:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
-        responses.append(row[:end])
-    return responses
+    responses = out[:, ids.shape[1]:].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in responses]
+    return [row[:end] for row, end in zip(responses, ends)]
 
 
 def solutions(tokenizer, row):
@@ -2985,6 +2979,16 @@ def solutions(tokenizer, row):
     texts = [text for text in texts if text is not None]
     every = [tokenizer(x, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for x in texts]
     return [ids for ids in every if len(ids) <= MAX_NEW_TOKENS]
+
+
+def check_logprobs(candidates):
+    """Refuse a policy that scores the greedy responses otherwise than it sampled them, or as NaN."""
+    greedy = [c for c in candidates if "greedy" in c["source"]]
+    apart = [abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])) for c in greedy]
+    mean = sum(apart) / max(1, len(apart))  # nats per token
+    if not mean <= (1e-3 if DTYPE == "float32" else 0.05):
+        what = f"scores responses {mean:.2g} nats per token from what it gave them"
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {what} (DTYPE = {DTYPE}): no reward could be trusted")
 
 
 def take_parts(c, parts):

@@ -951,8 +951,8 @@ ALL = {*SCORES, "responses", "trained", "kl", "clipped"}
 CONSTANTS = {  # its value, another, and what that alone changes
     "REWARD_FUNCTIONS": ([(vowels, 0.6)], [(vowels, 0.65)], SCORES),
     "REWARD_MODEL_WEIGHT": (0.31, 0.37, SCORES),
-    "OVERLONG_BUFFER": (9, 10, SCORES - {"evaluation"}),
-    "OVERLONG_PENALTY": (0.73, 0.79, SCORES - {"evaluation"}),
+    "OVERLONG_BUFFER": (9, 10, SCORES),
+    "OVERLONG_PENALTY": (0.73, 0.79, SCORES),
     "ACCURACY_FUNCTION": (vowels, digits, {"evaluation"}),
     "BATCH_SIZE": (3, 5, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
     "GRADIENT_ACCUMULATION_STEPS": (2, 3, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),

@@ -948,7 +948,7 @@ ALL = {*SCORES, "responses", "kl", "kl_coef"}
 CONSTANTS = {  # its value, another, and what that alone changes
     "REWARD_FUNCTIONS": ([(vowels, 0.6)], [(vowels, 0.65)], SCORES),
     "REWARD_MODEL_WEIGHT": (0.31, 0.37, SCORES),
-    "MISSING_EOS_PENALTY": (0.73, 0.79, {"scores", *LEARNT}),
+    "MISSING_EOS_PENALTY": (0.73, 0.79, SCORES),
     "ACCURACY_FUNCTION": (vowels, digits, {"evaluation"}),
     "BATCH_SIZE": (3, 5, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
     "GRADIENT_ACCUMULATION_STEPS": (2, 3, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),

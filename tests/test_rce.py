@@ -592,6 +592,16 @@ def test_the_reward_model_is_squashed_into_the_soft_reward(rce):
         assert c["soft"] == pytest.approx(1 / (1 + math.exp(-c["reward/reward_model"])), rel=1e-5)
 
 
+def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
+    script = rce()
+    trainer = script.RCETrainer()
+    compute = trainer.sequence_logprobs
+    for wrong in (-1, math.nan):
+        trainer.sequence_logprobs = lambda *x: [value + wrong for value in compute(*x)]
+        with pytest.raises(script.UserError, match="nats per token from what it gave them"):
+            trainer.mine_part(trainer.train_rows[:2])
+
+
 # ---------------------------------------------------------------- the check-up
 
 
