@@ -227,9 +227,7 @@ class PPOTrainer:
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         if KL_TARGET and KL_COEF == 0:
-            does = "does nothing with KL_COEF = 0 and so no reference"
-            todo = "give KL_COEF a value to start from, such as 0.01, or set KL_TARGET to None"
-            raise UserError(f"KL_TARGET = {KL_TARGET} {does}: {todo}")
+            raise UserError(f"KL_TARGET = {KL_TARGET} needs a KL_COEF to start from, such as 0.01")
         self.device = find_device()
         self.run = Run("ppo", resume_from_checkpoint, self.device)
         self.run.title = f"PPO, {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
@@ -260,8 +258,7 @@ class PPOTrainer:
             AutoModelForTokenClassification, critic, "CRITIC_MODEL", self.device, at and at / "critic",
             new_head=True)
         if known_ids(self.critic) < min(len(self.tokenizer), known_ids(self.actor)):
-            knows = "knows fewer tokens than the actor and its tokenizer"
-            raise UserError(f"CRITIC_MODEL = {str(critic)!r} {knows}: take a critic of the actor's family")
+            raise UserError(f"CRITIC_MODEL = {str(critic)!r} must know all tokens of the actor's tokenizer")
         self.pad_id = padding_id(self.actor, self.tokenizer)
         # What is trained and saved, by its folder's name; what reads responses, by its constant
         self.models = {"policy": self.actor, "critic": self.critic}

@@ -334,23 +334,18 @@ class RCETrainer:
         """The next prompts' candidates with their weights; those that weigh nothing are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         tau = tau_at(self.run.step, self.run.total_steps)
+        weights = [rce_weights(row["rewards"], tau, WEIGHT_REWARDS) for row in chosen]
         parts = []  # (row, candidate, reward, weight)
-        effective = []
-        best = []
-        for row in chosen:
-            weights = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
-            effective.append(torch.special.entr(weights).sum().exp().item())
-            best.append(weights.max().item())
-            every = zip(row["candidates"], row["rewards"], weights.tolist())
+        for row, own in zip(chosen, weights):
+            every = zip(row["candidates"], row["rewards"], own.tolist())
             parts += [(row, c, reward, weight) for c, reward, weight in every if weight > 0]
-        rows, candidates, row_rewards, weights = (list(column) for column in zip(*parts))
-        prompts = [row["ids"] for row in rows]
-        batch = pack(prompts, [c["token_ids"] for c in candidates], self.pad_id, self.device)
-        batch.rows = rows
-        batch.candidates = candidates
-        batch.rewards = row_rewards
-        batch.weights = torch.tensor(weights, device=self.device)  # (rows,)
+        prompts = [row["ids"] for row, *_ in parts]
+        batch = pack(prompts, [c["token_ids"] for _, c, *_ in parts], self.pad_id, self.device)
+        batch.rows, batch.candidates, batch.rewards, kept = (list(column) for column in zip(*parts))
+        batch.weights = torch.tensor(kept, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
+        effective = [torch.special.entr(own).sum().exp().item() for own in weights]
+        best = [own.max().item() for own in weights]
         batch.facts = {
             "tau": tau,
             "effective_candidates": sum(effective) / len(chosen),
@@ -382,8 +377,8 @@ class RCETrainer:
     # ------------------------------------------------------------ rounds
 
     def plan_steps(self):
-        """The step at which this round ends, and all rounds if the later ones find as many prompts to train
-        on. Depends on the state alone: a resumed run plans alike."""
+        """The step at which this round ends, and all rounds if later ones train on as many prompts. Depends
+        on the state alone: a resumed run plans alike."""
         steps = NUM_EPOCHS * math.ceil(self.state.to_train / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         rounds_left = max(0, self.rounds - self.state.round + 1)
         self.round_end = self.state.round_start + steps
@@ -500,8 +495,7 @@ class RCETrainer:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def token_logprobs(self, prompts, responses):
-        """Log-probabilities of the responses' ids under the policy, a float32 tensor (rows, R) on the CPU, 0
-        after each end."""
+        """Log-probabilities of the responses' tokens under the policy, (rows, R), 0 after each end."""
         return all_logprobs(self.actor, pack(prompts, responses, self.pad_id, self.device)).cpu()
 
     def sequence_logprobs(self, prompts, responses):
@@ -594,9 +588,7 @@ class RCETrainer:
         """What the run's evaluations log: the pick on the prompts held back, the held-out set, and how many
         responses were proposed so far. Empty where there is nothing to evaluate."""
         metrics = {**self.validate(), **self.evaluate()}
-        if metrics:
-            metrics["responses"] = self.state.responses
-        return metrics
+        return metrics and {**metrics, "responses": self.state.responses}
 
     def validate(self):
         """How often the policy's own pick, its likeliest verified candidate, is right on the prompts held
