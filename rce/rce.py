@@ -3081,7 +3081,7 @@ def read_candidates(path, rows, vocabulary):
         if key not in rows or transcript(rows[key]["prompt"]) != record["prompt"]:
             raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS")
         if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-            raise UserError(f"{where}: token_ids must be 1 or more ids of ACTOR_MODEL, below {vocabulary}")
+            raise UserError(f"{where}: token_ids must be 1 or more ids below {vocabulary}, ACTOR_MODEL's")
         if hard not in (0, 1, None):
             raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
         groups.setdefault(key, []).append({"text": "", "source": ["given"], "temperature": [None], **record})
