@@ -7,6 +7,8 @@ IN_REWARDS = "tests/test_rewards.py::test_"
 IN_SPEED = "tests/test_speed.py::test_"
 
 AUTOGRADS = IN_SPEED + "logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit"
+LAST_NUMBER = IN_REWARDS + "last_number_reads_a_number_whatever_stands_around_it"
+TAGGED = IN_REWARDS + "a_tagged_answer_is_what_stands_between_the_last_tags"
 MUTANTS = [
     # survived until the audit: evaluation, best, patience
     (GRPO, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
@@ -541,4 +543,12 @@ MUTANTS = [
      IN_REWARDS + "hybrid_scales_within_the_prompt_and_mixes"),
     (REWARDS, "[r if h else r + weight * s", "[r + weight * s",
      IN_REWARDS + "similarity_orders_wrong_candidates_and_leaves_right_ones_alone"),
+
+    # answers in other formats
+    (REWARDS, r"(?:(?<![\w)])[-\u2212]", r"(?:[-\u2212]", LAST_NUMBER),
+    (REWARDS, "(text) or [None])[-1]", "(text) or [None])[0]", LAST_NUMBER),
+    (REWARDS, "[_last_number(g) for g in gold_answers(a)]", "[g for g in gold_answers(a)]", LAST_NUMBER),
+    (REWARDS, "answers_equal(_last_number(r), g)", "_last_number(r) == g", LAST_NUMBER),
+    (REWARDS, "re.findall(pattern, response)[-1:]", "re.findall(pattern, response)[:1]", TAGGED),
+    (REWARDS, "((?:(?!<answer>).)*?)", "(.*?)", TAGGED),
 ]
