@@ -161,7 +161,7 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "GROUP_SIZE": (2, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA": (1e-6, 1e9),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK": (0, 1e6),
-    "TOP_ENTROPY_FRACTION": (1e-6, 1),
+    "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
     "DUAL_CLIP": (1, 1e6),
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
