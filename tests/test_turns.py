@@ -369,7 +369,7 @@ def test_without_a_template_a_turn_is_its_text(tmp_path):
 
 def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, tmp_path):
     folder = with_template(tmp_path / "forgets", template=FORGETS)
-    said = "chat template writes earlier turns anew when one of the role 'user' follows, so not as"
+    said = "chat template writes earlier turns anew when one of the role 'user' follows"
     for constants, fits in (({}, False), ({"ENVIRONMENT_ROLE": "tool"}, True)):
         script = grpo(ENVIRONMENT=again, ACTOR_MODEL=folder, **constants)
         if fits:
