@@ -36,7 +36,7 @@ training_metrics_detailed.png and rce_icl_metrics_with_entropy.png. docs/rce_icl
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
-the network    Pointer                               the embedding  EMBEDDING; embed
+the network    Pointer                               the embedding  EMBEDDING; make_embedder
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
 """
@@ -52,6 +52,7 @@ import numpy as np
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 import torch  # noqa: E402
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
@@ -78,23 +79,18 @@ TEST_QUERIES: int | None = None  # only the first so many; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
 # Embeddings: "tfidf" (truncated SVD of TF-IDF, fitted on the demonstrations), or a folder or hub name of a
-# sentence or CLIP model; or a .npy or .pt file a data set, a row a vector
+# sentence model
 EMBEDDING = "tfidf"
 EMBEDDING_SIZE = 400  # of tfidf
-EMBEDDING_POOLING = "mean"  # mean | pooled: over a hub model's tokens, or its own pooled output
-TRAIN_VECTORS: str | None = None
-TEST_VECTORS: str | None = None
 EMBED_ANSWERS = True  # a candidate's vector has that of its answer beside that of its text
 
 # Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
-# or, where the data has images, of an image-text-to-text model
 READER = "votes"
 PRIOR_STRENGTH = 0.2  # of votes: what the class prior weighs against a demonstration of similarity 1
 INSTRUCTION: str | None = None  # what a language model reads first
 DEMONSTRATION = "Question: {text}\nAnswer: {answer}\n\n"
 QUERY = "Question: {text}\nAnswer:"
 CHAT_TEMPLATE = True  # the prompt is a user's message to a language model that has a template; False: a text
-ANSWER_END = "line"  # line | eos: what ends an answer, so that golds exclude one another; EOS always does
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
 DTYPE = "float32"  # float32 | bfloat16, of hub models
@@ -154,7 +150,6 @@ FREEZE = True  # attention, norms and gate alone are trained
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
-RERANK = 0  # the reader picks, by gt_prob, among so many beams: an upper bound, as it needs the golds; 0: off
 BOOTSTRAP = 2000  # resamples of the paired intervals
 
 # Bookkeeping
@@ -178,7 +173,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
-    "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS RERANK": (0, 1e12),
+    "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
@@ -186,10 +181,8 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "DROPOUT": (0, 0.9),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train"],
-    "EMBEDDING_POOLING": ["mean", "pooled"],
     "GOLDS": ["aliases", "annotators"],
     "POOL": ["random", "similarity"],
-    "ANSWER_END": ["line", "eos"],
     "DTYPE": ["float32", "bfloat16"],
     "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
     "WEIGHT_REWARDS": ["raw", "zscore"],
@@ -242,17 +235,9 @@ def shaped_rewards(candidates):
 
 class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
-
-    def __init__(self, query_size=1, candidate_size=1, hidden_size=64, layers=1, heads=4, dropout=0.0,
-                 pointer_temperature=0.1, **others):
-        self.query_size = query_size
-        self.candidate_size = candidate_size
-        self.hidden_size = hidden_size
-        self.layers = layers
-        self.heads = heads
-        self.dropout = dropout
-        self.pointer_temperature = pointer_temperature
-        super().__init__(**others)
+    query_size = candidate_size = hidden_size = layers = heads = 1
+    dropout = 0.0
+    pointer_temperature = 1.0
 
 
 class Pointer(PreTrainedModel):
@@ -337,20 +322,16 @@ class Pointer(PreTrainedModel):
         return lists, scores
 
     def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
-        """Lists drawn with uniform numbers (queries, lists, choices) at a temperature: pointers of that
-        shape."""
-        check_room(pool, uniform.shape[-1])
+        """Lists drawn with uniform numbers (queries, lists, choices, pool) at a temperature, as Gumbel's
+        maximum: pointers (queries, lists, choices)."""
+        check_room(pool, uniform.shape[2])
         state, keys = encoded or self.encode(queries, vectors, pool)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
-        for numbers in uniform.unbind(-1):
+        for numbers in uniform.unbind(2):
             logprobs = self.choice_logprobs(state, keys, taken)
-            probabilities = (logprobs / temperature).masked_fill(taken, -1e9).softmax(-1)
-            sums = probabilities.double().cumsum(-1)
-            choice = torch.searchsorted(sums, numbers.double()[..., None] * sums[..., -1:], right=True)
-            last = (~taken).long().cumsum(-1).argmax(-1, keepdim=True)  # the last that is open
-            choice = torch.minimum(choice, last)[..., 0]
+            choice = (logprobs / temperature - (-numbers.clamp(min=1e-9).log()).log()).argmax(-1)
             lists.append(choice)
             taken = taken.scatter(2, choice[..., None], True)
             state = self.advance(state, keys, choice)
@@ -450,8 +431,6 @@ class ICLTrainer:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
-            some = [(q, [self.demos[j] for j in self.corpus.pool_of(q)[:SHOTS]]) for q in queries[:8]]
-            check_reader(self.reader, some, self.run.say)
             if not self.mine(path, queries, SHOTS):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
@@ -524,7 +503,7 @@ class ICLTrainer:
         """GROUP_SIZE lists a query drawn from the policy as it is, answered now: candidates and rewards."""
         with self.run.timed("rollout"):
             self.policy.eval()
-            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS)
+            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS, batch.pool.shape[1])
             inputs = batch.vectors, self.corpus.vectors, batch.pool
             pointers = self.policy.sample(*inputs, uniform.to(self.device)).tolist()
             groups = []
@@ -610,7 +589,10 @@ class ICLTrainer:
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
-        write_whole(self.run.folder / "rce", self.save_rce, folder=True)
+        def fill(folder):
+            self.run.save_model(self.policy, folder / "policy")
+
+        write_whole(self.run.folder / "rce", fill, folder=True)
         self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
         self.state.stage = "grpo"
         self.state.begin = self.run.step
@@ -620,9 +602,6 @@ class ICLTrainer:
         self.run.begin_part()
         self.plan_steps()
         self.run.save()
-
-    def save_rce(self, folder):
-        self.run.save_model(self.policy, folder / "policy")
 
     def freeze(self):
         """Attention, norms and gate alone learn."""
@@ -1872,16 +1851,14 @@ def check_lists():
         raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
     if HIDDEN_SIZE % HEADS:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
-    if bool(TRAIN_VECTORS) != bool(TEST_VECTORS):
-        raise UserError("TRAIN_VECTORS and TEST_VECTORS belong together: give both or neither")
 
 
 def load_examples(spec, constant, split, limit=None):
     """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold
     that is named most often, which a demonstration shows. number is the row's, from 0."""
     needs = {"path", "type", "input", "output"}
-    texts = isinstance(spec, dict) and all(isinstance(x, str) and x for x in (*spec, *spec.values()))
-    if not texts or needs - set(spec) or set(spec) - needs - {"image", "name", "split"}:
+    texts = isinstance(spec, dict) and all(isinstance(x, str) for x in (*spec, *spec.values()))
+    if not texts or not needs <= set(spec) <= needs | {"image", "name", "split"}:
         takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
@@ -1959,20 +1936,18 @@ class TfidfEmbedder:
         self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=rare)
         try:
             counts = self.words.fit_transform([demo["text"] for demo in demos])
-        except ValueError as error:  # no word at all, or none in `rare` texts
-            why = f"finds no words in the demonstrations ({first_line(error)})"
-            raise UserError(f"EMBEDDING = 'tfidf' {why}: give a sentence model or vectors") from None
-        size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
-        if size < 1:
-            raise UserError("EMBEDDING = 'tfidf': the demonstrations have fewer than two different words")
-        self.svd = TruncatedSVD(size, random_state=0).fit(counts)
+            size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
+            self.svd = TruncatedSVD(size, random_state=0).fit(counts)
+        except ValueError as error:  # no word at all, none in `rare` texts, or one alone
+            why = f"finds too few words in the demonstrations ({first_line(error)})"
+            raise UserError(f"EMBEDDING = 'tfidf' {why}: give a sentence model") from None
 
-    def texts(self, texts):
-        return self.svd.transform(self.words.transform(texts))
+    def vectors(self, rows):
+        return self.svd.transform(self.words.transform([row["text"] for row in rows]))
 
 
 class HubEmbedder:
-    """A sentence model: the mean over its last layer's tokens, or its own pooled output."""
+    """A sentence model: the mean over its last layer's tokens."""
 
     def __init__(self, name, device):
         from transformers import AutoModel, AutoTokenizer
@@ -1985,41 +1960,22 @@ class HubEmbedder:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
 
     @torch.no_grad()
-    def texts(self, texts):
-        vectors = []
+    def vectors(self, rows):
+        means = []
         limit = min(512, self.tokenizer.model_max_length)
-        for i in range(0, len(texts), READER_BATCH_SIZE):
+        for i in range(0, len(rows), READER_BATCH_SIZE):
+            texts = [row["text"] for row in rows[i:i + READER_BATCH_SIZE]]
             read = self.tokenizer(
-                texts[i:i + READER_BATCH_SIZE], padding=True, truncation=True, max_length=limit,
-                return_tensors="pt").to(self.model.device)
-            out = self.model(**read)
-            if EMBEDDING_POOLING == "mean":
-                mask = read["attention_mask"][..., None].to(out.last_hidden_state.dtype)
-                vectors.append((out.last_hidden_state * mask).sum(1) / mask.sum(1))
-            elif getattr(out, "pooler_output", None) is not None:
-                vectors.append(out.pooler_output)
-            else:
-                raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: set EMBEDDING_POOLING=mean")
-        return torch.cat(vectors).float().cpu().numpy()
+                texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+            states = self.model(**read.to(self.model.device)).last_hidden_state
+            mask = read["attention_mask"][..., None].to(states.dtype)
+            means.append((states * mask).sum(1) / mask.sum(1))
+        return torch.cat(means).float().cpu().numpy()
 
 
-def vectors_of_files(examples):
-    """Vectors that were given, (examples, d): the rows of a .npy or .pt file are those of the data set's."""
-    paths = {"train": TRAIN_VECTORS, "validation": TRAIN_VECTORS, "test": TEST_VECTORS}
-    tables = {}
-    for path in (TRAIN_VECTORS, TEST_VECTORS):
-        try:
-            table = np.load(path) if path.endswith(".npy") else torch.load(path, weights_only=True).numpy()
-        except Exception as error:  # both raise many kinds
-            raise UserError(f"{path} cannot be read as vectors ({first_line(error)})") from None
-        count = max(e["number"] for e in examples if paths[e["split"]] == path) + 1
-        if table.ndim != 2 or len(table) < count or not np.isfinite(table).all():
-            raise UserError(f"{path}, of shape {table.shape}, must be {count} rows of finite numbers")
-        tables[path] = table
-    widths = {table.shape[1] for table in tables.values()}
-    if len(widths) > 1:
-        raise UserError(f"TRAIN_VECTORS and TEST_VECTORS must be equally wide, not {widths}")
-    return np.stack([tables[paths[e["split"]]][e["number"]] for e in examples])
+def make_embedder(demos, device):
+    """vectors(rows), (rows, d), of rows with "text" and "image". Replace it by your own."""
+    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
 
 
 def scaled(vectors):
@@ -2034,46 +1990,37 @@ def embed_splits(splits, demos, device, say):
     every = list({id(e): e for rows in (demos, *splits.values()) for e in rows}.values())
     every.sort(key=lambda e: (e["split"] == "test", e["number"]))
     answers = sorted({demo["answer"] for demo in demos})
-    if TRAIN_VECTORS:
-        vectors, of_answers = scaled(vectors_of_files(every)), None
-    else:
-        facts = [EMBEDDING, EMBEDDING_SIZE, EMBEDDING_POOLING, answers]
-        facts += [[e["id"], e["text"], e["split"]] for e in every]
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
-        if not path.exists():
-            embedder = make_embedder(demos, device)
-            texts = [e["text"] for e in every], [answer.replace("_", " ") for answer in answers]
-            arrays = [scaled(embedder.texts(some)) for some in texts]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
-            say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
-        with np.load(path) as file:
-            vectors, of_answers = file["arr_0"], file["arr_1"]
+    facts = [EMBEDDING, EMBEDDING_SIZE, answers, *([e["id"], e["text"], e["split"]] for e in every)]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
+    if not path.exists():
+        embedder = make_embedder(demos, device)
+        shown = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
+        arrays = [scaled(embedder.vectors(rows)) for rows in (every, shown)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
+        say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
+    with np.load(path) as file:
+        vectors, of_answers = file["arr_0"], dict(zip(answers, file["arr_1"]))
     for example, vector in zip(every, vectors):
         example["vector"] = vector
     for demo in demos:
-        demo["candidate_vector"] = demo["vector"]
-        if EMBED_ANSWERS and of_answers is not None:
-            of_answer = of_answers[answers.index(demo["answer"])]
-            demo["candidate_vector"] = np.concatenate([demo["vector"], of_answer])
-
-
-def make_embedder(demos, device):
-    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
+        parts = [demo["vector"], of_answers[demo["answer"]]]
+        demo["candidate_vector"] = np.concatenate(parts if EMBED_ANSWERS else parts[:1])
 
 
 def new_pointer(sizes):
     """A policy whose weights the run's generator draws."""
-    query_size, candidate_size = sizes
     return Pointer(PointerConfig(
-        query_size, candidate_size, HIDDEN_SIZE, LAYERS, HEADS, DROPOUT, POINTER_TEMPERATURE))
+        query_size=sizes[0], candidate_size=sizes[1], hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS,
+        dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
 
 
 def load_pointer(folder, sizes):
     """A policy from its folder; one weight that is missing or unexpected is an error."""
+    now = {"dropout": DROPOUT, "pointer_temperature": POINTER_TEMPERATURE}  # whatever it was trained with
     try:
-        policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True)
+        policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True, **now)
     except Exception as error:  # transformers raises many kinds
         raise UserError(f"{folder} is no policy of this program ({first_line(error)})") from None
     faults = {key: names for key, names in found.items() if names}
@@ -2083,9 +2030,6 @@ def load_pointer(folder, sizes):
     if made != tuple(sizes):
         todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
         raise UserError(f"{folder} reads vectors of {made} numbers, there are {tuple(sizes)}: {todo}")
-    policy.config.dropout = DROPOUT  # a changed constant counts from here on
-    policy.config.pointer_temperature = POINTER_TEMPERATURE
-    policy.dropout.p = DROPOUT
     return policy
 
 
@@ -2138,14 +2082,11 @@ class VoteReader:
         return weight / (PRIOR_STRENGTH + sum(votes.values()))
 
     def answers(self, asked):
-        return [self.answer(self.votes(*pair)) for pair in asked]
-
-    def answer(self, votes):
-        best = self.commonest
-        for answer in votes:
-            if self.probability(votes, answer) > self.probability(votes, best):
-                best = answer
-        return best
+        texts = []
+        for pair in asked:
+            votes = {self.commonest: 0.0} | self.votes(*pair)
+            texts.append(max(votes, key=partial(self.probability, votes)))
+        return texts
 
     def gold_probabilities(self, asked):
         probabilities = []
@@ -2156,31 +2097,13 @@ class VoteReader:
         return probabilities
 
 
-def reader_prompt(query, demonstrations):
-    """What a language model reads. A blank at its end would be the answer's: tokens begin with theirs."""
-    shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
-    return ((INSTRUCTION or "") + shown + QUERY.format(text=query["text"])).rstrip(" ")
-
-
 def first_answer(text):
-    """A greedy answer up to its end."""
-    return text.strip().partition("\n")[0].strip() if ANSWER_END == "line" else text.strip()
-
-
-def gold_forms(ids_of, prompt, golds):
-    """Ids of a prompt, how many of them stand before every answer (all but what a tokenizer merges with an
-    answer's beginning), and [(ids of an answer after those, weight of its gold)]. With a blank before it or
-    without, first_answer() reads an answer as the same: both count, and exclude each other."""
-    forms = [(form, weight) for gold, weight in gold_weights(golds).items() for form in (f" {gold}", gold)]
-    first, *whole = ids_of([prompt, *(prompt + form for form, _ in forms)])
-    border = min(len(os.path.commonprefix([first, ids])) for ids in whole)
-    found = {tuple(ids[border:]): weight for ids, (_, weight) in zip(whole, forms)}
-    return first, border, [(ids, weight) for ids, weight in found.items() if ids]
+    """A greedy answer up to its line's end."""
+    return text.strip().partition("\n")[0].strip()
 
 
 class LanguageReader:
-    """A causal language model: greedy answers, and the probability of the golds after the prompt, which is
-    read once for all of its golds."""
+    """A causal language model: greedy answers, and the probability of the golds after the prompt."""
 
     def __init__(self, name, device):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -2195,19 +2118,20 @@ class LanguageReader:
         # A model's own penalties and cuts stay out: gt_prob knows none
         model.generation_config = GenerationConfig(
             eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id)
-        ends = set(eos)
-        if ANSWER_END == "line":  # each token that begins with a newline, such as a paragraph's "\n\n"
-            texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
-            ends |= {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))}
+        # What ends an answer: EOS and each token that begins with a newline, such as a paragraph's "\n\n"
+        texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
+        ends = {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))} | {*eos}
         size = model.config.get_text_config().vocab_size
         self.ends = torch.tensor(sorted(n for n in ends if n < size), dtype=torch.long, device=device)
         if not len(self.ends):
-            raise UserError(f"READER = {name!r} has no token for ANSWER_END = {ANSWER_END!r}")
+            raise UserError(f"READER = {name!r} has no token that ends an answer, neither EOS nor a newline")
         self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
         self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     def prompt(self, query, demonstrations):
-        text = reader_prompt(query, demonstrations)
+        """What the model reads. A blank at its end would be the answer's: tokens begin with theirs."""
+        shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
+        text = ((INSTRUCTION or "") + shown + QUERY.format(text=query["text"])).rstrip(" ")
         if not self.chats:
             return text
         said = [{"role": "user", "content": text}]
@@ -2232,7 +2156,7 @@ class LanguageReader:
 
     @torch.no_grad()
     def answers(self, asked, **sampling):
-        """Greedy answers, or sampled ones with do_sample=True and what else generate() takes."""
+        """Greedy answers; sampled ones by generate()'s own options."""
         answers = []
         for i in range(0, len(asked), READER_BATCH_SIZE):
             rows = self.ids_of([self.prompt(*pair) for pair in asked[i:i + READER_BATCH_SIZE]])
@@ -2245,64 +2169,33 @@ class LanguageReader:
 
     @torch.no_grad()
     def gold_probabilities(self, asked):
-        found = []
-        for i in range(0, len(asked), READER_BATCH_SIZE):
-            rows, golds = [], []
-            for query, demonstrations in asked[i:i + READER_BATCH_SIZE]:
-                prompt = self.prompt(query, demonstrations)
-                first, border, forms = gold_forms(self.ids_of, prompt, query["golds"])
-                rows.append(first[:border])
-                golds.append(forms)
-            ids, mask = self.padded(rows, max(len(ids) for forms in golds for ids, _ in forms))
-            logprobs = iter(self.continuations(ids, mask, [[ids for ids, _ in forms] for forms in golds]))
-            for forms in golds:
-                found.append(gold_probability([next(logprobs) for _ in forms], [w for _, w in forms]))
-        return found
+        golds = []  # (number of the query, prompt, prompt and answer, weight)
+        for n, (query, demonstrations) in enumerate(asked):
+            prompt = self.prompt(query, demonstrations)
+            for gold, weight in gold_weights(query["golds"]).items():
+                golds.append((n, prompt, prompt + (gold if self.chats else f" {gold}"), weight))
+        found = [0.0] * len(asked)
+        for i in range(0, len(golds), READER_BATCH_SIZE):
+            numbers, prompts, texts, weights = zip(*golds[i:i + READER_BATCH_SIZE])
+            before, rows = self.ids_of(list(prompts)), self.ids_of(list(texts))
+            # less where a tokenizer merges the prompt's end with the answer's beginning
+            lengths = [len(row) - len(os.path.commonprefix([row, ids])) for row, ids in zip(rows, before)]
+            for n, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
+                found[n] += weight * math.exp(logprob)
+        return [min(1.0, probability) for probability in found]
 
-    def continuations(self, ids, mask, golds):
-        """Log-probability of each of a prompt's continuations and of an end after it, a flat list: the
-        prompt is read once, and its cache given to all of them."""
+    def answer_logprobs(self, rows, lengths):
+        """Log-probability of each row's last tokens, so many, and of an end after them, a list."""
+        ids, mask = self.padded(rows, 0)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        read = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        owner = torch.tensor([n for n, row in enumerate(golds) for _ in row], device=ids.device)
-        flat = [list(x) for row in golds for x in row]
-        width = max(map(len, flat))
-        given = torch.tensor([x + [self.pad_id] * (width - len(x)) for x in flat], device=ids.device)
-        lengths = torch.tensor([len(x) for x in flat], device=ids.device)
-        first = read.logits[:, -1].float().log_softmax(-1)[owner]  # (golds, vocabulary)
-        total = first.gather(1, given[:, :1])[:, 0].double()
-        cache = read.past_key_values
-        cache.batch_select_indices(owner)
-        ahead = torch.arange(width, device=ids.device)
-        seen = torch.cat([mask[owner], torch.ones_like(given)], 1)
-        places = positions[owner, -1:] + 1 + ahead
-        out = self.model(input_ids=given, attention_mask=seen, position_ids=places, past_key_values=cache)
-        after = out.logits.float().log_softmax(-1)
-        later = after[:, :-1].gather(2, given[:, 1:, None])[..., 0].double()
-        total = total + (later * (ahead[1:] < lengths[:, None])).sum(1)
-        last = after[torch.arange(len(flat), device=ids.device), lengths - 1]  # (golds, vocabulary)
-        return (total + last[:, self.ends].double().logsumexp(-1)).tolist()
-
-
-def check_reader(reader, asked, say):
-    """Warn where gt_prob of the reader's own greedy answers is not of the order of how often it gives them
-    when it is sampled: it then scores what this reader does not write."""
-    if not isinstance(reader, LanguageReader):
-        return
-    pairs = [(pair, answer) for pair, answer in zip(asked, reader.answers(asked)) if answer]
-    if not pairs:
-        return
-    owned = [({**query, "golds": [answer]}, demos) for (query, demos), answer in pairs]
-    scored = np.mean(reader.gold_probabilities(owned))
-    repeated = [pair for pair in pairs for _ in range(16)]
-    with torch.random.fork_rng():
-        torch.manual_seed(SEED)
-        drawn = reader.answers([pair for pair, _ in repeated], do_sample=True, top_k=0)
-    often = np.mean([text == answer for text, (_, answer) in zip(drawn, repeated)])
-    if max(scored, often) > 0.1 and 4 * min(scored, often) < max(scored, often):
-        gives = f"gives its own greedy answers gt_prob {scored:.4f}, and {often:.0%} of its samples are they"
-        todo = "look at QUERY, CHAT_TEMPLATE, ANSWER_END and MAX_ANSWER_TOKENS"
-        say(f"WARNING: READER = {READER!r} {gives}: gt_prob is not of what it writes; {todo}")
+        kept = max(lengths) + 1
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=kept)
+        logprobs = out.logits[:, -kept:].float().log_softmax(-1)
+        chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept:, None])[..., 0].double()  # (rows, kept - 1)
+        places = torch.arange(1 - kept, 0, device=ids.device)
+        own = places >= -torch.tensor(lengths, device=ids.device)[:, None]
+        ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
+        return ((chosen * own).sum(1) + ends).tolist()
 
 
 def load_reader(name, demos, device):
@@ -2317,7 +2210,6 @@ class Corpus:
     """Demonstrations, their vectors, and the pool of each query."""
 
     def __init__(self, splits, demos, device, say):
-        self.splits = splits
         self.demos = demos
         self.device = device
         self.number = {}  # rows that ask the same have one
@@ -2330,10 +2222,8 @@ class Corpus:
 
     def embed_query(self, text):
         """The vector of a new query."""
-        if TRAIN_VECTORS:
-            raise UserError("select() embeds its query: give an EMBEDDING in place of TRAIN_VECTORS")
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
-        return scaled(self.embedder.texts([text]))[0]
+        return scaled(self.embedder.vectors([{"text": text, "image": None}]))[0]
 
     def pool_of(self, query):
         """Numbers of a query's candidates within the demonstrations, (pool,): never one that asks
@@ -2392,6 +2282,9 @@ class Miner:
             group.proposed = sum(len(c["source"]) for c in group.candidates)
             self.choose_kept(group)
         self.verify(groups)
+        failed = [c["eval_error"] for group in groups for c in group.candidates if c["eval_failed"]]
+        if len(failed) == sum(len(group.candidates) for group in groups):
+            raise UserError(f"the reader failed for every one of {len(failed)} lists: {failed[0]}")
         device = self.corpus.device
         pointers = pad_pointers([group.candidates for group in groups]).to(device)
         pool = stack_pools([group.pool for group in groups]).to(device)
@@ -2427,8 +2320,8 @@ class Miner:
                         add(n, pointer, "beam", score=score)
         for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
             streams = [query_stream(query, f"sample {k}") for query in queries]
-            uniform = torch.stack([torch.rand(SAMPLES, shots, generator=g) for g in streams])
-            uniform = uniform.to(self.corpus.device)
+            size = SAMPLES, shots, padded.shape[1]
+            uniform = torch.stack([torch.rand(size, generator=g) for g in streams]).to(self.corpus.device)
             lists = self.policy.sample(*inputs, uniform, temperature, encoded).tolist()
             for n in range(len(queries)):
                 for pointer in lists[n]:
@@ -2476,41 +2369,32 @@ class Miner:
 
     def score_gold(self, groups):
         """gt_prob of the lists that have none yet."""
-        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
-        self.ask([x for x in pairs if x[1]["gt_prob"] is None], "gold_probabilities", take_gold)
+        self.ask([(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None],
+                 self.reader.gold_probabilities, take_gold)
 
     def verify(self, groups):
         """Answers of the lists, marked."""
-        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
-        self.ask(pairs, "answers", take_answer)
+        self.ask([(g, c) for g in groups for c in g.candidates], self.reader.answers, take_answer)
 
     def ask(self, pairs, method, take):
         """Ask the reader about (group, candidate) pairs, all at once; where that raises, one by one, and
-        lists that raise by themselves are marked as failed."""
-        ask = getattr(self.reader, method)
+        what raises by itself is marked as failed and not asked again."""
+        pairs = [(group, c) for group, c in pairs if not c["eval_failed"]]
         numbers = {id(group): group.pool.tolist() for group, _ in pairs}
         demos = self.corpus.demos
         asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
         try:
-            values = ask(asked) if asked else []
+            values = method(asked) if asked else []
         except UserError:
             raise
-        except Exception:  # a reader may raise anything
-            values = [ask_or_failure(ask, c, pair) for (_, c), pair in zip(pairs, asked)]
-        if pairs and all(c["eval_failed"] for _, c in pairs):
-            why = pairs[0][1]["eval_error"]
-            raise UserError(f"the reader's {method}() failed for every one of {len(pairs)} lists: {why}")
+        except Exception as error:  # a reader may raise anything
+            for pair in pairs if len(pairs) > 1 else ():
+                self.ask([pair], method, take)
+            if len(pairs) == 1:
+                pairs[0][1].update(eval_failed=True, eval_error=f"{type(error).__name__}: {error}")
+            return
         for (group, c), value in zip(pairs, values):
-            if not c["eval_failed"]:
-                take(c, value, group.query)
-
-
-def ask_or_failure(ask, c, pair):
-    """What the reader says of one list; None where it raises, which is written into the candidate."""
-    try:
-        return ask([pair])[0]
-    except Exception as error:  # a reader may raise anything
-        c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
+            take(c, value, group.query)
 
 
 # ================================================================ lists and files
@@ -2536,11 +2420,9 @@ def gold_first(c):
 
 
 def take_gold(c, value, query):
-    value = float(value)
     if not 0 <= value <= 1:
-        gave = f"gave {value} for {query['id']}"
-        raise UserError(f"the reader's gold_probability() {gave}: it must be from 0 to 1")
-    c["gt_prob"] = value
+        raise UserError(f"the reader gives {query['id']} gt_prob {value}: it must be from 0 to 1")
+    c["gt_prob"] = float(value)
 
 
 def take_answer(c, text, query):
@@ -2554,26 +2436,19 @@ def take_answer(c, text, query):
 
 def pad_pointers(groups):
     """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
-    lists = max(len(group) for group in groups)
-    choices = max(len(c["pointer"]) for group in groups for c in group)
-    padded = torch.full((len(groups), lists, choices), -1)
-    for i, group in enumerate(groups):
-        for j, c in enumerate(group):
-            padded[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
-    return padded
+    most = max(len(c["pointer"]) for group in groups for c in group)
+    lists = [[[*c["pointer"]] + [-1] * (most - len(c["pointer"])) for c in group] for group in groups]
+    return pad_sequence([torch.tensor(rows) for rows in lists], True, -1)
 
 
-def pad_columns(rows, fill=0.0, dtype=torch.float32):
-    """Lists of numbers as (rows, longest), `fill` after each end."""
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        padded[i, :len(row)] = torch.as_tensor(row)
-    return padded
+def pad_columns(rows):
+    """Lists of numbers as (rows, longest), 0 after each end."""
+    return pad_sequence([torch.as_tensor(row, dtype=torch.float32) for row in rows], True)
 
 
 def stack_pools(pools):
     """(queries, pool), -1 after the end of a shorter one."""
-    return pad_columns(pools, -1, torch.long)
+    return pad_sequence(pools, True, -1)
 
 
 def check_room(pool, shots):
@@ -2586,9 +2461,8 @@ def check_room(pool, shots):
 
 # What the marks of lists depend on: what was mined under others is neither trained on nor joined
 _READING = """
-    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE EMBEDDING_POOLING TRAIN_VECTORS TEST_VECTORS READER
-    PRIOR_STRENGTH INSTRUCTION DEMONSTRATION QUERY CHAT_TEMPLATE ANSWER_END MAX_ANSWER_TOKENS DTYPE GOLDS POOL
-    POOL_SIZE""".split()
+    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION
+    QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE""".split()
 # And which lists there are: parts of one file are never mined under two settings
 _MINING = _READING + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
@@ -2645,32 +2519,30 @@ def read_candidates(path, splits, demos):
     if mined_with.get("program") == "rce_icl":
         check_facts(path, mined_with, mining_facts(), _READING, "mine anew, in another OUTPUT_DIR")
     of_test = path.name.startswith("test_candidates_")
-    rows = splits["test"] if of_test else splits["train"] + splits["validation"]
-    known = {str(row["number"]): row for row in rows}
+    known = splits["test"] if of_test else splits["train"] + splits["validation"]
+    known = {str(row["number"]): row for row in known}
     position = {demo["number"]: j for j, demo in enumerate(demos)}
     asking = defaultdict(set)
     for demo in demos:
         asking[what_is_asked(demo)].add(demo["number"])
-    parsed = []
+    parsed = {}
     for key, record in records:
-        where = f"{path}, query {key}"
         try:
             told = record.get("query", {}).get("text")  # the source's files may not have it
             lists = [parse_list(c) for c in record["pointer_candidates"]]
-            pool = record.get("candidate_pool_ids")
-            pool = pool if pool is None else [index(number) for number in pool]
-            parsed.append((where, known.get(key), pool, lists, index(record.get("proposed") or len(lists))))
+            pool = [index(number) for number in record.get("candidate_pool_ids") or ()]
+            parsed[key] = pool, lists, index(record.get("proposed") or len(lists))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise UserError(f"{where}: cannot be read ({fault}); see docs/rce_icl.md") from None
+            raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
         if key not in known or told not in (None, known[key]["text"]):
-            raise UserError(f"{where}: there is no such query in the data: give that which was mined")
-    every = sorted({number for _, _, _, lists, _ in parsed for numbers, _ in lists for number in numbers})
+            raise UserError(f"{path}, query {key}: there is no such query in the data")
+    every = sorted({number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers})
     groups = []
-    for where, query, pool, lists, proposed in parsed:
-        own = asking[what_is_asked(query)]
-        # a file without pools: what any of its lists points to
-        pool = [number for number in every if number not in own] if pool is None else pool
+    for key, (pool, lists, proposed) in parsed.items():
+        where = f"{path}, query {key}"
+        own = asking[what_is_asked(known[key])]
+        pool = pool or [number for number in every if number not in own]  # a file without pools
         check_numbers(pool, position, own, f"{where}: its pool")
         place = {number: j for j, number in enumerate(pool)}
         candidates = {}
@@ -2680,7 +2552,7 @@ def read_candidates(path, splits, demos):
             candidates.setdefault(candidate["pointer"], candidate)
         if candidates:
             groups.append(SimpleNamespace(
-                query=query, pool=torch.tensor([position[number] for number in pool]),
+                query=known[key], pool=torch.tensor([position[number] for number in pool]),
                 candidates=list(candidates.values()), proposed=proposed))
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
@@ -2730,8 +2602,6 @@ def test_policies(trainer):
         for name, policy in policies.items():
             policy.to(trainer.device)
             found[name] = trainer.accuracy_of(queries, [x[0] for x in trainer.pick(queries, shots, policy)])
-        if RERANK:
-            found["rerank by gt_prob"] = rerank(trainer, queries, shots, list(policies.values())[-1])
         found["oracle"] = test_oracle(trainer, queries, shots)
         if found["oracle"] is None:
             return  # a signal
@@ -2745,27 +2615,14 @@ def test_policies(trainer):
 
 def baseline_accuracies(trainer, queries, shots):
     """Accuracies, (queries,) each, of what needs no training."""
-    pools = [trainer.corpus.pool_of(query) for query in queries]
-    drawn, similar = [], []
-    for query, pool in zip(queries, pools):
-        stream = query_stream(query, "baseline")
-        drawn.append(pool[torch.randperm(len(pool), generator=stream)[:shots]].tolist())
+    named = {"no demonstrations": [], "random": [], "similarity": []}
+    for query in queries:
+        pool = trainer.corpus.pool_of(query)
         order = trainer.corpus.similarity(query, pool).argsort(descending=True, stable=True)
-        similar.append(pool[order[:shots]].tolist())
-    none = [[] for _ in queries]
-    named = {"no demonstrations": none, "random": drawn, "similarity": similar}
+        drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))
+        for lists, chosen in zip(named.values(), (order[:0], drawn[:shots], order[:shots])):
+            lists.append(pool[chosen].tolist())
     return {name: trainer.accuracy_of(queries, lists) for name, lists in named.items()}
-
-
-def rerank(trainer, queries, shots, policy):
-    """Of the policy's RERANK beams the one with the highest gt_prob: it needs the golds, so an upper
-    bound."""
-    lists = []
-    for query, beams in zip(queries, trainer.pick(queries, shots, policy, RERANK)):
-        asked = [(query, [trainer.demos[j] for j in numbers]) for numbers in beams]
-        scores = trainer.reader.gold_probabilities(asked)
-        lists.append(beams[scores.index(max(scores))])
-    return trainer.accuracy_of(queries, lists)
 
 
 def test_oracle(trainer, queries, shots):
@@ -2789,18 +2646,18 @@ def bootstrap_interval(differences):
 
 
 def test_figures(results, name):
-    """Accuracies by shots, what `name` gains over similarity with its interval, and the share of the way from
+    """Accuracies by shots, what `name` gains over the others with its interval, and the share of the way from
     similarity to the oracle. results: {shots: {method: (queries,)}}."""
     figures = {"queries": len(next(iter(results.values()))["oracle"]), "policy": name, "shots": {}}
     for shots, found in results.items():
         means = {method: float(values.mean()) for method, values in found.items()}
-        gain = found[name] - found["similarity"]
+        gain = means[name] - means["similarity"]
         gap = means["oracle"] - means["similarity"]
-        others = {method: bootstrap_interval(found[name] - values) for method, values in found.items()
-                  if method != name}
         figures["shots"][str(shots)] = {
-            "accuracy": means, "gain_over_similarity": float(gain.mean()),
-            "intervals_of_gains": others, "share_of_gap": float(gain.mean()) / gap if gap > 0 else None}
+            "accuracy": means, "gain_over_similarity": gain, "share_of_gap": gain / gap if gap > 0 else None,
+            "intervals_of_gains": {
+                method: bootstrap_interval(found[name] - values) for method, values in found.items()
+                if method != name}}
     return figures
 
 
@@ -2829,7 +2686,7 @@ def draw_results(figures, path, title):
     shots = [int(key) for key in figures["shots"]]
     for method in next(iter(figures["shots"].values()))["accuracy"]:
         values = [each["accuracy"][method] for each in figures["shots"].values()]
-        axis.plot(shots, values, "o-" if method.startswith(("RCE", "rerank")) else "o--", label=method)
+        axis.plot(shots, values, "o-" if method.startswith("RCE") else "o--", label=method)
     axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)
