@@ -2815,11 +2815,6 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def rewards_by_mode(candidates, score=None):
     """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
     keys = ("hard", "soft", "gt_prob", score)
@@ -2996,6 +2991,11 @@ def take_parts(c, parts):
     if c["hard"] not in (0, 1) or not 0 <= soft <= 1:
         gave = f"{HARD_REWARD} gave {c['hard']:g}, {SOFT_REWARD} {soft:g}"
         raise UserError(f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {gave}")
+
+
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
 
 
 def gold_after_working(tokenizer, row, token_ids):
