@@ -27,8 +27,7 @@ Deliberate deviations from the papers:
     python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
-checkpoints, best/policy/, training_metrics_detailed.png and grpo_metrics_with_entropy.png. docs/reference.md
-defines every metric.
+checkpoints, best/policy/, two pictures. docs/reference.md defines every file and metric.
 
 To change      see
 the loss       policy_loss, GRPOTrainer.token_losses      the data       TRAIN_DATASETS; load_rows
@@ -156,25 +155,14 @@ EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of 
 SHARD = "none"  # none: each process has whole models | fsdp2: its part of them, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS MAX_TRAIN_PROMPTS": (1, 1e12),
-    "MAX_EVAL_PROMPTS GROUP_EPOCHS MINI_BATCHES NUM_EPOCHS MAX_STEPS EVAL_SAMPLES": (1, 1e12),
-    "MAX_TURNS MAX_CONTEXT_TOKENS": (1, 1e12),
-    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+_LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
+    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
-    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "RESAMPLE_FLAT_GROUPS REFERENCE_SYNC_STEPS OVERLONG_BUFFER": (0, 2**62),
-    "LEARNING_RATE WEIGHT_DECAY KL_COEF OVERLONG_PENALTY EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "REWARD_MODEL_WEIGHT ENTROPY_COEF": (-1e6, 1e6),
-    "REFERENCE_SYNC_ALPHA": (0, 1),
-    "TOP_ENTROPY_FRACTION": (1e-6, 1),
-    "CLIP_RANGE CLIP_RANGE_HIGH": (1e-6, 1e6),
+    "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA": (1e-6, 1e9),
+    "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK": (0, 1e6),
+    "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
     "DUAL_CLIP": (1, 1e6),
-    "TEMPERATURE": (1e-3, 1e3),
-    "LORA_RANK": (0, 65536),
-    "LORA_ALPHA": (1e-6, 1e6),
-    "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "ENVIRONMENT_ROLE": ["user", "tool"],
@@ -206,16 +194,14 @@ def group_advantages(scores, group_size, scale, leave_one_out):
 
 
 def overlong_penalty(lengths, max_new_tokens, buffer):
-    """0 up to max_new_tokens - buffer, then down to -1 at max_new_tokens, (rows,). Source: 2503.14476,
-    equation 13."""
+    """0 up to max_new_tokens - buffer, then down to -1 at max_new_tokens, (rows,): 2503.14476, eq. 13."""
     if not buffer:
         return torch.zeros_like(lengths)
     return ((max_new_tokens - buffer - lengths) / max(1, buffer)).clamp(-1, 0)
 
 
 def token_weights(mask, loss_type, max_new_tokens):
-    """(rows, R) weights over all rows of an optimizer step; its loss is the sum of weight * loss over its
-    tokens."""
+    """Weights (rows, R) of all rows of an optimizer step, whose loss is the sum of weight * loss."""
     if loss_type in ("grpo", "gspo"):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     return mask / (len(mask) * max_new_tokens if loss_type == "dr_grpo" else mask.sum())
@@ -267,12 +253,10 @@ class GRPOTrainer:
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:
-            does = "does nothing with LOSS_TYPE = 'cispo', whose ratios CLIP_RANGE_HIGH bounds"
-            todo = "set DUAL_CLIP to None, or take another LOSS_TYPE"
-            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} {does}: {todo}")
+            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo': set it to None")
         if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
-            why = "a frozen base under LORA_RANK cannot move towards the actor"
-            raise UserError(f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: {why}: set one of them to 0")
+            why = "LORA_RANK keeps the base frozen: set one of them to 0"
+            raise UserError(f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: {why}")
         self.device = find_device()
         self.run = Run("grpo", resume_from_checkpoint, self.device)
         self.run.title = f"GRPO ({LOSS_TYPE}), {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
@@ -332,9 +316,8 @@ class GRPOTrainer:
         return self.run.evaluation
 
     def plan_steps(self, done):
-        """The run's last step, as far as is known when so many are done: further prompts that
-        RESAMPLE_FLAT_GROUPS took are gone from the epochs, so it comes earlier then. Depends on the state
-        alone: a resumed run plans alike."""
+        """The run's last step, as far as is known when so many are done: RESAMPLE_FLAT_GROUPS takes prompts
+        out of the epochs. Depends on the state alone: a resumed run plans alike."""
         per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
         count = len(self.train_rows)
         not_begun = max(0, NUM_EPOCHS - self.state.epoch)
@@ -347,15 +330,16 @@ class GRPOTrainer:
         share of flat groups before that is what is logged."""
         prompts = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         batch = self.score(self.rollout(prompts))
-        batch.flat_groups = flat_groups(batch.scores).float().mean().item()
+        flat = flat_groups(batch.scores)
+        share = flat.float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
-            flat = flat_groups(batch.scores)
-            no_prompts = self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS
-            if no_prompts or not flat.any():
+            if not flat.any() or self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS:
                 break
-            keep = (~flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1)
+            keep = (~flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
             prompts = next_rows(self.train_rows, self.state, int(flat.sum()))
             batch = join_batches(batch, keep, self.score(self.rollout(prompts)), self.pad_id)
+            flat = flat_groups(batch.scores)
+        batch.flat_groups = share
         return batch
 
     def rollout(self, prompts):
@@ -369,9 +353,7 @@ class GRPOTrainer:
     def score(self, batch):
         """Scores of the responses and, where there is a reference, its log-probabilities of their tokens."""
         with self.run.timed("score"):
-            scores, batch.parts = self.rewards_of(batch)
-            penalty = overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
-            batch.scores = scores + OVERLONG_PENALTY * penalty
+            batch.scores, batch.parts = self.rewards_of(batch)
             batch.ref_logprobs = batch.logprobs
             if self.reference:
                 with without_adapter(self.reference):
@@ -380,14 +362,11 @@ class GRPOTrainer:
 
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
-        and the parts it left behind."""
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
+        with what long ones cost, and the parts it left behind."""
         with unsharded(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
-        return scores.to(self.device), parts
+            scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
+        penalty = overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
+        return scores.to(self.device) + OVERLONG_PENALTY * penalty, parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Score of each response, (rows,); edit or override freely. columns: what reward functions take by
@@ -442,6 +421,7 @@ class GRPOTrainer:
                     steps.append(self.optimizer_step(batch, chunk, moved=bool(steps)))
             check_first_ratio(steps, run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": LEARNING_RATE * scale}
 
     def optimizer_step(self, batch, rows, moved=True):
@@ -452,8 +432,7 @@ class GRPOTrainer:
         for (micro, learn), share in summed([self.actor], self.learning_parts(batch, rows), metrics):
             width = int(batch.response_lengths[micro].max())  # this micro-batch's alone: no normaliser
             mask = batch.response_mask[micro, :width]
-            # What the sampler knew is enough for the metrics of rows that do not learn, until the policy
-            # moves
+            # For rows that do not learn the sampler's own are enough until the policy moves
             logprobs = batch.logprobs[micro, :width]
             entropy = batch.entropies[micro, :width]
             if learn or moved:
@@ -473,8 +452,8 @@ class GRPOTrainer:
             if LOSS_TYPE != "cispo":
                 clipped = torch.where(advantages > 0, clipped, ratio < 1 - CLIP_RANGE)
             clipped = (clipped & (advantages != 0)).float()
-            approx_kl = ratio - 1 - ratio.log()
-            means = {"entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": approx_kl}
+            means = {
+                "entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": ratio - 1 - ratio.log()}
             for key, values in means.items():
                 share[key] = ((values * mask).sum() / tokens).item()
             share["ratio_max"] = (ratio - 1).abs().max().item()  # of names in _max the step has the greatest
@@ -547,10 +526,7 @@ class GRPOTrainer:
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
-        def score(*lists):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
-
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
+        return dealt_rewards(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -1734,17 +1710,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -2481,16 +2461,14 @@ def converse(model, tokenizer, rows, uniform, group_size=1):
     Returns a batch as respond() does, and its rows. A response is the text of its last turn, columns["turns"]
     has all; it is truncated if that turn was, or if the environment's answer did not fit."""
     prompts = [row["ids"] for row in rows]
-    first = respond(model, tokenizer, prompts, None if uniform is None else uniform[0], group_size)
-    first.rows = [row for row in rows for _ in range(group_size)]
+    batch = respond(model, tokenizer, prompts, None if uniform is None else uniform[0], group_size)
+    batch.rows = [row for row in rows for _ in range(group_size)]
     if not ENVIRONMENT:
-        return first
+        return batch
     episodes = [
-        SimpleNamespace(
-            number=i, row=row, ids=[], mask=[], logprobs=[], entropies=[], messages=[], response="",
-            truncated=False)
-        for i, row in enumerate(first.rows)]
-    add_turn(episodes, first, tokenizer)
+        SimpleNamespace(number=i, row=row, ids=[], mask=[], logprobs=[], entropies=[], messages=[])
+        for i, row in enumerate(batch.rows)]
+    add_turn(episodes, batch, tokenizer)
     going_on = episodes
     for turn in range(1, most_turns()):
         going_on = ask_environment(going_on, model, tokenizer)
@@ -2501,19 +2479,18 @@ def converse(model, tokenizer, rows, uniform, group_size=1):
         said = respond(model, tokenizer, contexts, own, at_once=BATCH_SIZE * GROUP_SIZE)
         add_turn(going_on, said, tokenizer)
 
-    def padded(key, value=0.0):
-        return pad_right([getattr(episode, key) for episode in episodes], value).to(model.device)
+    def column(key):
+        return [getattr(episode, key) for episode in episodes]
 
-    return SimpleNamespace(
-        rows=first.rows, prompt_ids=first.prompt_ids, prompt_lengths=first.prompt_lengths,
-        response_ids=padded("ids", padding_id(model, tokenizer)),
-        response_lengths=torch.tensor([len(episode.ids) for episode in episodes], device=model.device),
-        response_mask=padded("mask"), logprobs=padded("logprobs"), entropies=padded("entropies"),
-        truncated=torch.tensor([episode.truncated for episode in episodes], device=model.device),
-        responses=[episode.response for episode in episodes],
-        columns={
-            "response_ids": [episode.ids for episode in episodes],
-            "turns": [episode.messages for episode in episodes]})
+    batch.response_ids = pad_right(column("ids"), padding_id(model, tokenizer)).to(model.device)
+    batch.response_lengths = torch.tensor([len(ids) for ids in column("ids")], device=model.device)
+    batch.response_mask = pad_right(column("mask"), 0.0).to(model.device)
+    batch.logprobs = pad_right(column("logprobs"), 0.0).to(model.device)
+    batch.entropies = pad_right(column("entropies"), 0.0).to(model.device)
+    batch.truncated = torch.tensor(column("truncated"), device=model.device)
+    batch.responses = column("response")
+    batch.columns = {"response_ids": column("ids"), "turns": column("messages")}
+    return batch
 
 
 def add_turn(episodes, said, tokenizer):
@@ -2538,7 +2515,8 @@ def ask_environment(episodes, model, tokenizer):
     ends = end_ids(model, tokenizer).tolist()
 
     def ask(episode):
-        messages = conversation(episode.row["prompt"]) + episode.messages
+        asked = conversation(episode.row["prompt"])
+        messages = asked + episode.messages
         name = plain_name(ENVIRONMENT)
         try:
             with time_limit():
@@ -2552,15 +2530,9 @@ def ask_environment(episodes, model, tokenizer):
         if not isinstance(text, str):
             must = "must return a text, or None where the episode ends"
             raise UserError(f"ENVIRONMENT ({name}) {must}; it returned {repr(text)[:80]}")
-        tail = turn_text(tokenizer, conversation(episode.row["prompt"]), text, ends, episode.ids[-1])
         # some tokenizers begin a text with a space of their own, but not after a special token
-        ids = tokenizer(tokenizer.eos_token + tail, add_special_tokens=False)["input_ids"][1:]
-        if max(ids, default=0) >= known_ids(model):
-            knows = f"its tokenizer gives the id {max(ids)}, its model knows {known_ids(model)} ids"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {knows}: what ENVIRONMENT says cannot be read")
-        if tokenizer.unk_token_id in ids:  # show what the policy reads
-            text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return text, ids
+        tail = tokenizer.eos_token + turn_text(tokenizer, asked, text, ends, episode.ids[-1])
+        return text, tokenizer(tail, add_special_tokens=False)["input_ids"][1:]
 
     going_on = []
     for episode, (text, ids) in zip(episodes, map_over_ranks(episodes, ask)):
@@ -2578,9 +2550,9 @@ def ask_environment(episodes, model, tokenizer):
 
 def turn_text(tokenizer, asked, text, ends, end):
     """What the chat template puts between a turn of the policy, which ended in the id `end`, one of ends, and
-    its next: the environment's turn, and what begins the next one. Of the conversation it reads `asked`, the
-    prompt's messages, and some turn of the policy; what that said makes no difference, and is not written
-    anew. A template that shows turns of before otherwise than they were sampled is refused."""
+    its next: the environment's turn, and what begins the next one. It is read off the prompt's messages
+    `asked` and a stand-in for what the policy said, which makes no difference and is not written anew. A
+    template that shows turns of before otherwise than they were sampled is refused."""
     if not tokenizer.chat_template:
         return text
     where = f"ACTOR_MODEL = {ACTOR_MODEL!r}"
@@ -2591,15 +2563,13 @@ def turn_text(tokenizer, asked, text, ends, end):
         said = f"{begin}2\n</think>\n\n2"  # a template may forget what stands before that
     turns = [{"role": "assistant", "content": said}, {"role": ENVIRONMENT_ROLE, "content": text}]
     now = render(tokenizer, asked + turns, where, True)
-    after = now[len(seen):]
-    if not now.startswith(seen) or not after.startswith(said):
-        rewrites = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
-        todo = "take the other ENVIRONMENT_ROLE, or a template that keeps them"
-        raise UserError(f"{where}: its chat template {rewrites}, so not as they were sampled: {todo}")
-    tail = after[len(said):]
+    if not now.startswith(seen + said):
+        does = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
+        raise UserError(f"{where}: its chat template {does}: take the other role, or another template")
+    tail = now.removeprefix(seen + said)
     if not tail.startswith(tuple(tokenizer.batch_decode([[i] for i in ends]))):
-        todo = "take a template that does"
-        raise UserError(f"{where}: its chat template does not end a turn by the model's EOS alone: {todo}")
+        does = "does not end a turn by the model's EOS alone"
+        raise UserError(f"{where}: its chat template {does}: take a template that does")
     return tail.removeprefix(tokenizer.decode([end]))
 
 
@@ -2607,41 +2577,29 @@ def check_environment(trainer):
     """Refuse before anything is sampled what turns cannot do right."""
     if ENVIRONMENT is None:
         return
-    if not callable(ENVIRONMENT):
-        takes = "it takes a function(messages, response, answer)"
-        raise UserError(f"ENVIRONMENT = {ENVIRONMENT!r}: {takes} that returns a text or None")
     if OVERLONG_BUFFER:
         raise UserError(f"OVERLONG_BUFFER = {OVERLONG_BUFFER} is for single responses: set it to 0")
-    if MAX_CONTEXT_TOKENS < MAX_PROMPT_TOKENS + MAX_NEW_TOKENS:
-        one_turn = f"MAX_PROMPT_TOKENS + MAX_NEW_TOKENS = {MAX_PROMPT_TOKENS + MAX_NEW_TOKENS}"
-        less = f"is less than one turn, {one_turn}: raise it"
-        raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS} {less}")
-    readers = {**trainer.readers, **({"REWARD_MODEL": trainer.reward_model} if trainer.reward_model else {})}
-    for whose, model in readers.items():
+    most = f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}"
+    one_turn = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
+    if MAX_CONTEXT_TOKENS < one_turn:
+        raise UserError(f"{most} is less than a prompt and one turn may have, {one_turn}: raise it")
+    for whose, model in {**trainer.readers, "REWARD_MODEL": trainer.reward_model or trainer.actor}.items():
         if MAX_CONTEXT_TOKENS > positions_of(model):
-            reads = f"{whose} reads {positions_of(model)} at most: lower it"
-            raise UserError(f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}: {reads}")
+            raise UserError(f"{most}: {whose} reads {positions_of(model)} at most: lower it")
+    asked = conversation(trainer.train_rows[0]["prompt"])
     ends = end_ids(trainer.actor, trainer.tokenizer).tolist()
-    kinds = {tuple(m["role"] for m in conversation(row["prompt"])): row for row in trainer.train_rows}
-    for row in kinds.values():  # a prompt of each order of roles
-        asked = conversation(row["prompt"])
-        if "345" not in turn_text(trainer.tokenizer, asked, "345", ends, trainer.tokenizer.eos_token_id):
-            shows = f"does not show a text of the role {ENVIRONMENT_ROLE!r}"
-            todo = "take the other ENVIRONMENT_ROLE, or another template"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template {shows}: {todo}")
-        if trainer.reward_model:
-            roles = ("assistant", ENVIRONMENT_ROLE, "assistant")
-            turns = [{"role": role, "content": "2"} for role in roles]
-            chat(trainer.reward_tokenizer, row["prompt"], "REWARD_MODEL", turns)
+    if "345" not in turn_text(trainer.tokenizer, asked, "345", ends, ends[0]):
+        does = f"does not show a text of the role {ENVIRONMENT_ROLE!r}: take the other ENVIRONMENT_ROLE"
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template {does}")
 
 
 def turn_metrics(batch):
     """Means over responses: of the policy's turns, and of the environment's tokens."""
     if not ENVIRONMENT:
         return {}
-    spoken = [sum(m["role"] == "assistant" for m in turns) for turns in batch.columns["turns"]]
+    spoken = sum(m["role"] == "assistant" for turns in batch.columns["turns"] for m in turns)
     others = batch.response_lengths - batch.response_mask.sum(1)
-    return {"turns": sum(spoken) / len(spoken), "environment_tokens": others.mean().item()}
+    return {"turns": spoken / len(others), "environment_tokens": others.mean().item()}
 
 
 # ================================================================ further prompts for flat groups
@@ -2654,29 +2612,20 @@ def flat_groups(scores):
 
 
 def join_batches(batch, keep, more, pad_id):
-    """The rows `keep` of one batch and all of another, widened to one width."""
-    joined = SimpleNamespace(flat_groups=batch.flat_groups)
-    joined.rows = [batch.rows[i] for i in keep.tolist()] + more.rows
-    joined.responses = [batch.responses[i] for i in keep.tolist()] + more.responses
-    columns = batch.columns.items()
-    joined.columns = {name: [x[i] for i in keep.tolist()] + more.columns[name] for name, x in columns}
-    parts = batch.parts.items()
-    joined.parts = {name: torch.cat([values[keep.cpu()], more.parts[name]]) for name, values in parts}
-    for name, values in vars(batch).items():
-        if isinstance(values, torch.Tensor):
-            first, second = values[keep], getattr(more, name)
-            if values.dim() == 2:
-                width = max(values.shape[1], second.shape[1])
-                value = pad_id if name.endswith("_ids") else 0
-                first, second = (widen(x, width, value, name == "prompt_ids") for x in (first, second))
-            setattr(joined, name, torch.cat([first, second]))
-    return joined
+    """The rows `keep` of one batch and all of another, padded to one width."""
+    def join(name, kept, new):
+        if isinstance(kept, dict):
+            return {key: join(key, kept[key], new[key]) for key in kept}
+        rows = [kept[i] for i in keep] + [*new]
+        if not isinstance(kept, torch.Tensor):
+            return rows
+        if kept.dim() == 1:
+            return torch.stack(rows)
+        side = "left" if name == "prompt_ids" else "right"
+        value = pad_id if name.endswith("_ids") else 0
+        return torch.nn.utils.rnn.pad_sequence(rows, True, value, side)
 
-
-def widen(x, width, value, on_the_left):
-    """(rows, n) to (rows, width)."""
-    more = width - x.shape[1]
-    return torch.nn.functional.pad(x, (more, 0) if on_the_left else (0, more), value=value)
+    return SimpleNamespace(**{key: join(key, x, getattr(more, key)) for key, x in vars(batch).items()})
 
 
 def train_main():

@@ -443,12 +443,7 @@ class RecTrainer:
         asked = [{"prompt": [names[i] for i in row["history"]], "answer": names[row["target"]], "columns": {}}
                  for row in rows]
         batch = SimpleNamespace(rows=asked, responses=[names[i] for i in items.tolist()], columns={})
-
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
-        scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
+        scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
 
     def compute_rewards(self, histories, items, targets):
@@ -506,6 +501,7 @@ class RecTrainer:
                     steps.append(self.optimizer_step(batch, chunk))
             check_first_ratio(steps, self.run.step - self.state.begin)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": rate}
 
     def optimizer_step(self, batch, chunk):
@@ -1853,17 +1849,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}

@@ -31,9 +31,8 @@ Deliberate choices:
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
     python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy      # go on with GRPO
 
-Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/
-(training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/,
-training_metrics_detailed.png and rce_metrics_with_entropy.png. docs/reference.md defines every metric.
+Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/ (training_*.log,
+metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/, two pictures (docs/reference.md).
 
 To change     see
 the loss      rce_loss, RCETrainer.update                the data      TRAIN_DATASETS; load_rows
@@ -47,7 +46,6 @@ import hashlib
 import math
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,21 +158,12 @@ EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of 
 SHARD = "none"  # none: each process has whole models | fsdp2: its part of them, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
-    "NUM_EPOCHS ROUNDS PLATEAU_PATIENCE EVAL_SAMPLES KEEP_LAST_N_CHECKPOINTS MAX_STEPS": (1, 1e12),
-    "MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS MINE_PROMPTS VERIFY_TOP GOLD_FULL_COUNT": (1, 1e12),
-    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "BEAMS VERIFY_RANDOM": (0, 2**62),
-    "LEARNING_RATE WEIGHT_DECAY EARLY_STOPPING_THRESHOLD SIMILARITY_WEIGHT": (0, 1e6),
-    "REWARD_MODEL_WEIGHT": (-1e6, 1e6),
+_LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
+    "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+    "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT": (1e-6, 1e9),
+    "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
     "VALIDATION_FRACTION": (0, 0.9),
-    "TAU TAU_END": (1e-6, 1e6),
-    "TEMPERATURE": (1e-3, 1e3),
-    "LORA_RANK": (0, 65536),
-    "LORA_ALPHA": (1e-6, 1e6),
-    "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "STAGE": ["all", "mine", "train"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
@@ -279,7 +268,7 @@ class RCETrainer:
 
     def train(self):
         """Each round: mine, check up, train. Returns the last evaluation."""
-        with self.run.session(self.introduction()):
+        with self.run.session(headline(self.run, self.actor, self.train_rows, self.eval_rows)):
             if self.run.checkpoint and rank() == 0:  # perhaps an earlier one: its future is given up
                 move_aside(candidates_after(self.state.round), OUTPUT_DIR, self.run.say)
             self.run.save()  # what the first round mines from
@@ -305,19 +294,21 @@ class RCETrainer:
         new = number not in self.state.candidates
         if new and not path.exists():
             if STAGE == "train" or CANDIDATES and self.state.round == 1:
-                todo = "run STAGE=mine first, or set CANDIDATES to a parquet file"
-                raise UserError(f"there are no candidates at {path}: {todo}")
+                raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES")
             if not self.mine(path):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
         if not new and digest != self.state.candidates[number]:
-            todo = "put it back, or start afresh with RESUME=no"
-            raise UserError(f"{path} is not the file this run was trained on: {todo}")
+            raise UserError(f"{path} is not the file this run was trained on: put it back, or use RESUME=no")
         groups = read_candidates(path, self.rows, known_ids(self.actor))
-        self.split(groups if self.state.round == 1 else self.first_round())
+        self.split()
         self.choose_rows(groups)
         if new:
-            self.check_up(path, [candidates for _, candidates in groups])
+            proposed = sum(len(c["source"]) for _, candidates in groups for c in candidates)
+            figures = check_up([candidates for _, candidates in groups], proposed, path, self.run.say)
+            self.state.responses += proposed
+            counts = {"round": self.state.round, "responses": self.state.responses}
+            self.run.write_metrics("mine", {**counts, **figures})
         if not self.train_rows:
             raise UserError(f"{path}: no prompt has candidates of different reward: nothing to train on")
         self.state.to_train = len(self.train_rows)
@@ -327,13 +318,6 @@ class RCETrainer:
             steps = f"in steps {self.run.step + 1} to {self.round_end}, {len(self.validation)} to validate"
             self.run.say(f"Round {number}: {len(self.train_rows)} prompts to train on {steps}")
         return True
-
-    def check_up(self, path, groups):
-        proposed = sum(len(c["source"]) for group in groups for c in group)
-        self.state.responses += proposed
-        figures = check_up(groups, proposed, path, self.run.say)
-        counts = {"round": self.state.round, "responses": self.state.responses}
-        self.run.write_metrics("mine", {**counts, **figures})
 
     def choose_rows(self, groups):
         """What is trained on: prompts that are not held back and whose candidates' rewards differ. Where they
@@ -350,23 +334,18 @@ class RCETrainer:
         """The next prompts' candidates with their weights; those that weigh nothing are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         tau = tau_at(self.run.step, self.run.total_steps)
+        weights = [rce_weights(row["rewards"], tau, WEIGHT_REWARDS) for row in chosen]
         parts = []  # (row, candidate, reward, weight)
-        effective = []
-        best = []
-        for row in chosen:
-            weights = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
-            effective.append(torch.special.entr(weights).sum().exp().item())
-            best.append(weights.max().item())
-            every = zip(row["candidates"], row["rewards"], weights.tolist())
+        for row, own in zip(chosen, weights):
+            every = zip(row["candidates"], row["rewards"], own.tolist())
             parts += [(row, c, reward, weight) for c, reward, weight in every if weight > 0]
-        rows, candidates, row_rewards, weights = (list(column) for column in zip(*parts))
-        prompts = [row["ids"] for row in rows]
-        batch = pack(prompts, [c["token_ids"] for c in candidates], self.pad_id, self.device)
-        batch.rows = rows
-        batch.candidates = candidates
-        batch.rewards = row_rewards
-        batch.weights = torch.tensor(weights, device=self.device)  # (rows,)
+        prompts = [row["ids"] for row, *_ in parts]
+        batch = pack(prompts, [c["token_ids"] for _, c, *_ in parts], self.pad_id, self.device)
+        batch.rows, batch.candidates, batch.rewards, kept = (list(column) for column in zip(*parts))
+        batch.weights = torch.tensor(kept, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
+        effective = [torch.special.entr(own).sum().exp().item() for own in weights]
+        best = [own.max().item() for own in weights]
         batch.facts = {
             "tau": tau,
             "effective_candidates": sum(effective) / len(chosen),
@@ -398,8 +377,8 @@ class RCETrainer:
     # ------------------------------------------------------------ rounds
 
     def plan_steps(self):
-        """The step at which this round ends, and all rounds if the later ones find as many prompts to train
-        on. Depends on the state alone: a resumed run plans alike."""
+        """The step at which this round ends, and all rounds if later ones train on as many prompts. Depends
+        on the state alone: a resumed run plans alike."""
         steps = NUM_EPOCHS * math.ceil(self.state.to_train / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         rounds_left = max(0, self.rounds - self.state.round + 1)
         self.round_end = self.state.round_start + steps
@@ -412,12 +391,10 @@ class RCETrainer:
         self.state.cursor = 0
         self.run.save()
 
-    def first_round(self):
-        return read_candidates(candidates_path(1), self.rows, math.inf)
-
-    def split(self, groups):
+    def split(self):
         """Hold VALIDATION_FRACTION of the first round's prompts back, by the prompt's text: equal prompts
-        fall on one side. groups: its [(row, candidates)]."""
+        fall on one side."""
+        groups = read_candidates(candidates_path(1), self.rows, math.inf)
         texts = list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
         self.held_back = {texts[i] for i in order[:int(VALIDATION_FRACTION * len(texts))]}
@@ -441,7 +418,7 @@ class RCETrainer:
         rows = [rows[i] for i in order]
         if self.state.round == 1:
             return rows[:MINE_PROMPTS]
-        self.split(self.first_round())
+        self.split()
         is_free = [transcript(row["prompt"]) not in self.held_back for row in rows]
         count = sum(is_free[:MINE_PROMPTS])
         rows = [row for row, free in zip(rows, is_free) if free]
@@ -479,8 +456,7 @@ class RCETrainer:
         prompts = [row["ids"] for row in rows]
 
         def add(i, ids, source, temperature=None, **more):
-            prompt = transcript(rows[i]["prompt"])
-            new = {"prompt_id": rows[i]["id"], "prompt": prompt, "token_ids": list(ids)}
+            new = {"prompt_id": rows[i]["id"], "prompt": transcript(rows[i]["prompt"]), "token_ids": ids}
             record = groups[i].setdefault(tuple(ids), {**new, "source": [], "temperature": []})
             record["source"].append(source)
             record["temperature"].append(temperature)
@@ -488,8 +464,8 @@ class RCETrainer:
 
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
-            for i, ids in enumerate(response_lists(batch)):
-                add(i, ids, "greedy", sampler_logprob=batch.logprobs[i, :len(ids)].sum().item())
+            for i, ids in enumerate(batch.columns["response_ids"]):
+                add(i, ids, "greedy", sampler_logprob=batch.logprobs[i].sum().item())
         if BEAMS:
             for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
                 add(i // BEAMS, ids, "beam")
@@ -499,20 +475,18 @@ class RCETrainer:
                 streams = [self.prompt_generator(row, f"sample {k}") for row in rows]
                 uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=g) for g in streams])
                 batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
-                for i, ids in enumerate(response_lists(batch)):
+                for i, ids in enumerate(batch.columns["response_ids"]):
                     add(i // count, ids, "sample", float(temperature))
         if INCLUDE_REFERENCE:
             for i, row in enumerate(rows):
                 for ids in solutions(self.tokenizer, row):
                     add(i, ids, "reference")
         if not all(groups):
-            todo = "set GREEDY, BEAMS, or INCLUDE_REFERENCE with solutions no longer than MAX_NEW_TOKENS"
-            raise UserError(f"nothing proposes a candidate: {todo}")
-        groups = [list(group.values()) for group in groups]
-        for c in (c for group in groups for c in group):
+            raise UserError("nothing proposes a candidate: set GREEDY or BEAMS")
+        for c in (c for group in groups for c in group.values()):
             c["text"] = self.tokenizer.decode(c["token_ids"], skip_special_tokens=True)
             c["truncated"] = c["token_ids"][-1] not in eos
-        return groups
+        return [list(group.values()) for group in groups]
 
     def prompt_generator(self, row, use):
         """A random stream for one use of one prompt in one round, whatever was drawn before."""
@@ -521,8 +495,7 @@ class RCETrainer:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def token_logprobs(self, prompts, responses):
-        """Log-probabilities of the responses' ids under the policy, a float32 tensor (rows, R) on the CPU, 0
-        after each end."""
+        """Log-probabilities of the responses' tokens under the policy, (rows, R), 0 after each end."""
         return all_logprobs(self.actor, pack(prompts, responses, self.pad_id, self.device)).cpu()
 
     def sequence_logprobs(self, prompts, responses):
@@ -545,57 +518,50 @@ class RCETrainer:
     def verify(self, candidates, by_id):
         """Score candidates with the reward, all at once; where that raises, one by one, and those that raise
         by themselves are marked as failed."""
+        def parts_of(some):
+            """[{name: value}] of the reward's parts, one per candidate."""
+            _, parts = self.rewards_of(SimpleNamespace(
+                rows=[by_id[c["prompt_id"]] for c in some], responses=[c["text"] for c in some],
+                columns={"response_ids": [c["token_ids"] for c in some]}))
+            return [{name: values[i].item() for name, values in parts.items()} for i in range(len(some))]
+
         if not candidates:
             return
         try:
-            every = self.parts_of(candidates, by_id)
+            parts = parts_of(candidates)
         except Exception:  # a reward function may raise anything
-            every = [part_or_failure(c, self.parts_of, by_id) for c in candidates]
-        for c, parts in zip(candidates, every):
-            if parts is not None:
-                take_parts(c, parts)
-        if all(c["eval_failed"] for c in candidates):
-            why = candidates[0]["eval_error"]
-            raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
-
-    def parts_of(self, candidates, by_id):
-        """[{name: value}] of the reward's parts, one a candidate; what the reward raises comes through."""
-        _, parts = self.rewards_of(SimpleNamespace(
-            rows=[by_id[c["prompt_id"]] for c in candidates], responses=[c["text"] for c in candidates],
-            columns={"response_ids": [c["token_ids"] for c in candidates]}))
-        columns = {name: torch.as_tensor(values).flatten().tolist() for name, values in parts.items()}
-        return [{name: column[i] for name, column in columns.items()} for i in range(len(candidates))]
+            parts = []
+            for c in candidates:
+                try:
+                    parts += parts_of([c])
+                except Exception as error:
+                    why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+                    c.update(eval_failed=True, eval_mode="failed", eval_error=why)
+            if not parts:
+                raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
+        for c, own in zip((c for c in candidates if not c["eval_failed"]), parts):
+            take_parts(c, own)
 
     # ------------------------------------------------------------ gt_prob
 
     def score_gold(self, by_id, candidates, prompts):
         """gt_prob of each candidate; None where the row has no gold answer."""
-        rows = []  # (candidate's number, its working, a gold answer's ids, their weight)
-        for i, c in enumerate(candidates):
-            c["gt_prob"] = None
-            before, golds = gold_after_working(self.tokenizer, by_id[c["prompt_id"]], c["token_ids"])
-            rows += [(i, before, ids, weight) for ids, weight in golds]
-        if not rows:
-            return
-        responses = [before + ids for _, before, ids, _ in rows]
-        logprobs = self.token_logprobs([prompts[i] for i, *_ in rows], responses).double()
-        terms = defaultdict(list)  # of each candidate: (log-probability, weight) of each gold answer
-        for (i, before, ids, weight), row in zip(rows, logprobs):
-            terms[i].append((row[len(before):len(before) + len(ids)].sum().item(), weight))
-        for i, of_candidate in terms.items():
-            candidates[i]["gt_prob"] = gold_probability(*zip(*of_candidate))
+        rows = [by_id[c["prompt_id"]] for c in candidates]
+        found = [gold_after_working(self.tokenizer, row, c["token_ids"]) for row, c in zip(rows, candidates)]
+        responses = [before + ids for before, golds in found for ids, _ in golds]
+        asked = [prompt for prompt, (_, golds) in zip(prompts, found) for _ in golds]
+        logprobs = iter(self.token_logprobs(asked, responses).double() if asked else ())  # a response's each
+        for c, (before, golds) in zip(candidates, found):
+            sums = [next(logprobs)[len(before):len(before) + len(ids)].sum().item() for ids, _ in golds]
+            c["gt_prob"] = gold_probability(sums, [weight for _, weight in golds]) if golds else None
 
     # ------------------------------------------------------------ rewards
 
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
         and the parts it left behind."""
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
         with unsharded(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
+            scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -622,9 +588,7 @@ class RCETrainer:
         """What the run's evaluations log: the pick on the prompts held back, the held-out set, and how many
         responses were proposed so far. Empty where there is nothing to evaluate."""
         metrics = {**self.validate(), **self.evaluate()}
-        if metrics:
-            metrics["responses"] = self.state.responses
-        return metrics
+        return metrics and {**metrics, "responses": self.state.responses}
 
     def validate(self):
         """How often the policy's own pick, its likeliest verified candidate, is right on the prompts held
@@ -666,10 +630,7 @@ class RCETrainer:
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
-        def score(*lists):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
-
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
+        return dealt_rewards(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -678,15 +639,6 @@ class RCETrainer:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
         uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
         return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform).responses[0]
-
-    def introduction(self):
-        """What a run begins with, on the terminal."""
-        name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-        name = f"{name}: {size_of(self.actor)} on {self.device}, {DTYPE}"
-        prompts = f"{len(self.rows)} prompts to mine, {len(self.eval_rows)} held out"
-        which = f"round {min(self.state.round, self.rounds)} of {self.rounds}"
-        steps = f"steps {self.run.step} to {self.run.total_steps} at most"
-        return f"{name}; {prompts}; {which}, {steps}; writing to {OUTPUT_DIR}"
 
     def record(self, batch, metrics):
         """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
@@ -1872,17 +1824,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -2629,11 +2585,6 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def rewards_by_mode(candidates, score=None):
     """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
     keys = ("hard", "soft", "gt_prob", score)
@@ -2642,8 +2593,7 @@ def rewards_by_mode(candidates, score=None):
         return getattr(rewards, REWARD_MODE)(*columns)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        todo = "take another mode, or mine what it needs"
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
 
 
 def usable(candidates):
@@ -2717,8 +2667,7 @@ def own_pick(candidates):
 
 
 def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
-    tools/check_up.py makes a picture and a verdict too."""
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
@@ -2732,8 +2681,7 @@ def check_up(groups, proposed, path, say):
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
-        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 
@@ -2759,11 +2707,6 @@ def pack(prompts, responses, pad_id, device):
         response_mask=(torch.arange(width, device=device) < lengths[:, None]).float())
 
 
-def response_lists(batch):
-    """The ids of each response, a list, without what pads it."""
-    return [ids[:n] for ids, n in zip(batch.response_ids.tolist(), batch.response_lengths.tolist())]
-
-
 # ---------------------------------------------------------------- proposals and what the reward says of them
 
 def beam_search(model, prompts, eos, pad_id):
@@ -2782,11 +2725,9 @@ def beam_search(model, prompts, eos, pad_id):
             out = model.generate(ids, attention_mask=mask, generation_config=search, synced_gpus=False)
     finally:
         model.generation_config = own
-    responses = []
-    for row in out[:, ids.shape[1]:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
-        responses.append(row[:end])
-    return responses
+    responses = out[:, ids.shape[1]:].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in responses]
+    return [row[:end] for row, end in zip(responses, ends)]
 
 
 def solutions(tokenizer, row):
@@ -2798,17 +2739,12 @@ def solutions(tokenizer, row):
 
 
 def check_logprobs(candidates):
-    """Refuse a policy whose log-probabilities are not finite, or not what the sampler said of the greedy
-    responses: no reward could be trusted."""
-    apart = []  # nats per token
-    for c in candidates:
-        if not math.isfinite(c["logprob"]):
-            gives = f"gives {c['prompt_id']} a response with log-probability {c['logprob']}"
-            raise UserError(f"the policy {gives}: its weights are broken, or DTYPE does not suit it")
-        if "greedy" in c["source"]:
-            apart.append(abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])))
-    if apart and sum(apart) / len(apart) > (1e-3 if DTYPE == "float32" else 0.05):
-        what = f"scores responses {sum(apart) / len(apart):.2g} nats per token from what it gave them"
+    """Refuse a policy that scores the greedy responses otherwise than it sampled them, or as NaN."""
+    greedy = [c for c in candidates if "greedy" in c["source"]]
+    apart = [abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])) for c in greedy]
+    mean = sum(apart) / max(1, len(apart))  # nats per token
+    if not mean <= (1e-3 if DTYPE == "float32" else 0.05):
+        what = f"scores responses {mean:.2g} nats per token from what it gave them"
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {what} (DTYPE = {DTYPE}): no reward could be trusted")
 
 
@@ -2827,16 +2763,9 @@ def take_parts(c, parts):
         raise UserError(f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {gave}")
 
 
-def part_or_failure(c, parts_of, by_id):
-    """parts_of() one candidate; None where the reward raises, which is written into the candidate."""
-    try:
-        return parts_of([c], by_id)[0]
-    except Exception as error:  # a reward function may raise anything
-        why = " ".join([str(error), *getattr(error, "__notes__", ())])
-        if not isinstance(error, UserError):
-            why = f"{type(error).__name__}: {why}"
-        c.update(eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None)
-        return None
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
 
 
 def gold_after_working(tokenizer, row, token_ids):
@@ -2877,25 +2806,6 @@ _MINING = """
     BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL VERIFY_TOP VERIFY_RANDOM
     MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
 
-# One row a candidate; source and temperature list every way it was proposed; reward/<part> columns follow
-_COLUMNS = pa.schema([
-    ("prompt_id", pa.string()),
-    ("prompt", pa.string()),
-    ("token_ids", pa.list_(pa.int32())),
-    ("text", pa.string()),
-    ("source", pa.list_(pa.string())),
-    ("temperature", pa.list_(pa.float64())),
-    ("truncated", pa.bool_()),
-    ("logprob", pa.float64()),
-    ("hard", pa.float64()),
-    ("soft", pa.float64()),
-    ("gt_prob", pa.float64()),
-    ("eval_mode", pa.string()),
-    ("eval_failed", pa.bool_()),
-    ("eval_error", pa.string()),
-])
-
-
 def candidates_path(number):
     """The candidates of round `number`, from 1."""
     if CANDIDATES and number == 1:
@@ -2910,11 +2820,11 @@ def candidates_after(number):
 
 
 def write_parquet(records, path, facts):
-    """Candidates as parquet with checksums and what they were mined with, there whole or not at all."""
-    parts = sorted({key for record in records for key in record if key.startswith("reward/")})
-    columns = [*_COLUMNS, *((key, pa.float64()) for key in parts)]
-    schema = pa.schema(columns, metadata={"mined_with": json.dumps(facts)})
-    table = pa.Table.from_pylist(records, schema)
+    """Candidates as parquet with checksums and what they were mined with, there whole or not at all: a row
+    per candidate, of which source and temperature list every way it was proposed."""
+    names = dict.fromkeys(name for record in records for name in record)
+    table = pa.table({name: [record.get(name) for record in records] for name in names})
+    table = table.replace_schema_metadata({"mined_with": json.dumps(facts)})
     write_whole(path, lambda tmp: pq.write_table(table, tmp, write_page_checksum=True))
 
 
@@ -2933,23 +2843,18 @@ def read_candidates(path, rows, vocabulary):
     known is an error."""
     groups = {}
     for number, record in enumerate(read_parquet(path)[0], 1):
-        try:
-            key, ids, hard = record["prompt_id"], record["token_ids"], record["hard"]
-            told, failed = record["prompt"], record["eval_failed"]
-        except KeyError as error:
-            raise UserError(f"{path}: there is no column {error}; docs/rce.md lists those it takes") from None
-        if key not in rows or transcript(rows[key]["prompt"]) != told:
-            fault = f"prompt_id {key!r} with this prompt is not in TRAIN_DATASETS"
-        elif not ids or min(ids) < 0 or max(ids) >= vocabulary:
-            fault = f"token_ids must be 1 or more ids below {vocabulary}, those of ACTOR_MODEL's tokenizer"
-        elif hard not in (0, 1, None) and not failed:
-            fault = f"hard is {hard}; it takes 0, 1 or, where it was not verified, null"
-        else:
-            fault = None
-        if fault:
-            raise UserError(f"{path} row {number}: {fault}")
-        candidate = {"text": "", "source": ["given"], "temperature": [None], **record}
-        groups.setdefault(key, []).append(candidate)
+        where = f"{path} row {number}"
+        lacking = {"prompt_id", "prompt", "token_ids", "hard", "eval_failed"} - record.keys()
+        if lacking:
+            raise UserError(f"{where}: there is no column {lacking.pop()!r}; docs/rce.md lists them")
+        key, ids, hard = (record[name] for name in ("prompt_id", "token_ids", "hard"))
+        if key not in rows or transcript(rows[key]["prompt"]) != record["prompt"]:
+            raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS")
+        if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+            raise UserError(f"{where}: token_ids must be 1 or more ids below {vocabulary}, ACTOR_MODEL's")
+        if hard not in (0, 1, None):
+            raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
+        groups.setdefault(key, []).append({"text": "", "source": ["given"], "temperature": [None], **record})
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
     return [(rows[key], candidates) for key, candidates in groups.items()]

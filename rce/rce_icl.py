@@ -874,17 +874,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -1631,11 +1635,6 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def rewards_by_mode(candidates, score=None):
     """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
     keys = ("hard", "soft", "gt_prob", score)
@@ -1644,8 +1643,7 @@ def rewards_by_mode(candidates, score=None):
         return getattr(rewards, REWARD_MODE)(*columns)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        todo = "take another mode, or mine what it needs"
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
 
 
 def usable(candidates):
@@ -1719,8 +1717,7 @@ def own_pick(candidates):
 
 
 def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
-    tools/check_up.py makes a picture and a verdict too."""
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
@@ -1734,8 +1731,7 @@ def check_up(groups, proposed, path, say):
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
-        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 

@@ -22,15 +22,15 @@ MUTANTS = [
     (PPO, "- {None}), device=model.device)", "- {None}))", TEST + "ppo"),
     (PPO, "load_reward_model(REWARD_MODEL, self.device)",
      'load_reward_model(REWARD_MODEL, torch.device("cpu"))', TEST + "ppo"),
-    (PPO, '                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})\n',
-     '                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})\n'
+    (PPO, 'optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})\n',
+     'optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})\n'
      "                for some in optimizer.state.values():\n"
      "                    some.update({key: x.cpu() for key, x in some.items()})\n", TEST + "ppo"),
     (PPO, "batch.response_mask).item()\n        if self.ref",
      "batch.response_mask).numpy()\n        if self.ref", TEST + "ppo"),
-    (GRPO, "        return scores.to(self.device), parts\n", "        return scores, parts\n", TEST + "grpo"),
-    (RCE, "batch.weights = torch.tensor(weights, device=self.device)",
-     "batch.weights = torch.tensor(weights)", TEST + "rce"),
+    (GRPO, "return scores.to(self.device) + OVERLONG", "return scores + OVERLONG", TEST + "grpo"),
+    (RCE, "batch.weights = torch.tensor(kept, device=self.device)",
+     "batch.weights = torch.tensor(kept)", TEST + "rce"),
     (ICL, "self.policy.sample(*inputs, uniform.to(self.device))", "self.policy.sample(*inputs, uniform)",
      TEST + "rce_icl[0]"),
     (REC, "self.item_at = torch.zeros(len(codes), dtype=torch.long, device=device)",

@@ -17,8 +17,8 @@ MUTANTS = [
     (GRPO, "            check_first_ratio(steps, run.step)\n",
      '            [step.pop("log_ratio") for step in steps]\n',
      IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]"),
-    (RCE, 'len(apart) > (1e-3 if DTYPE == "float32" else 0.05)',
-     'len(apart) > (1e-3 if DTYPE == "float32" else 5.0)',
+    (RCE, 'mean <= (1e-3 if DTYPE == "float32" else 0.05)',
+     'mean <= (1e-3 if DTYPE == "float32" else 5.0)',
      IN_MODELS + "in_bfloat16_mining_ends_where_greedy_responses_score_otherwise"),
 
     # configs, tokenizers, positions

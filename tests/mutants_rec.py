@@ -211,7 +211,7 @@ MUTANTS = [
      IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole"),
     (REC, "(SEMANTIC_WEIGHT, self.semantic_reward)", "(COLLABORATIVE_WEIGHT, self.semantic_reward)",
      IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole"),
-    (REC, "dealt_rewards(score, BATCH_SIZE * GROUP_SIZE,", "dealt_rewards(score, BATCH_SIZE,",
+    (REC, "    size = BATCH_SIZE * GROUP_SIZE\n", "    size = BATCH_SIZE\n",
      IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole"),
     (REC, "ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)", "ref.lerp_(parameter, 1 - REFERENCE_SYNC_ALPHA)",
      IN_REC + "the_reference_follows_the_actor_when_asked"),

@@ -302,7 +302,7 @@ def test_recomputing_gives_the_same_adapter(tmp_path):
     ({"LORA_TARGETS": "embed_tokens"}, "'embed_tokens': Model has `tie_word_embeddings=True`"),
     ({"LORA_RANK": -1}, "LORA_RANK = -1 is out of range"),
     ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
-    ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: .*LORA_RANK"),
+    ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: LORA_RANK keeps"),
 ], ids=["absent", "no_layer", "tied", "rank", "alpha", "sync"])
 def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
     with pytest.raises(Exception, match=says) as error:

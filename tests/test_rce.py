@@ -366,7 +366,9 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
 def test_candidates_have_the_columns_that_are_promised(mined):
     table = pq.read_table(mined)
     records = table.to_pylist()
-    assert set(module._COLUMNS.names) | {"reward/exact_answer", "reward/rouge_l"} == set(table.column_names)
+    promised = (ROOT / "docs/rce.md").read_text().split("## Candidates")[1].split("## ")[0]
+    columns = re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", promised, re.MULTILINE)))
+    assert {*columns, "reward/exact_answer", "reward/rouge_l"} == set(table.column_names)
     groups = {}
     for c in records:
         groups.setdefault(c["prompt_id"], []).append(c)
@@ -594,9 +596,10 @@ def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
     script = rce()
     trainer = script.RCETrainer()
     compute = trainer.sequence_logprobs
-    trainer.sequence_logprobs = lambda *x: [value - 1 for value in compute(*x)]
-    with pytest.raises(script.UserError, match="nats per token from what it gave them"):
-        trainer.mine_part(trainer.train_rows[:2])
+    for wrong in (-1, math.nan):
+        trainer.sequence_logprobs = lambda *x: [value + wrong for value in compute(*x)]
+        with pytest.raises(script.UserError, match="nats per token from what it gave them"):
+            trainer.mine_part(trainer.train_rows[:2])
 
 
 # ---------------------------------------------------------------- the check-up
@@ -640,15 +643,13 @@ def test_check_up_figures_of_a_hand_made_table(rce, capsys):
     assert soft["prompts with flat reward"] == 0
 
 
-def test_the_check_up_says_how_many_could_not_be_scored(rce, mined, capsys):
-    script = rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[])
+def test_the_check_up_says_how_many_could_not_be_scored(rce, mined, capsys, tmp_path):
+    script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"), EVAL_DATASETS=[])
     records = pq.read_table(mined).to_pylist()
     for c in records[:2]:
         c.update(eval_failed=True, eval_error="no")
-    trainer = script.RCETrainer()
-    trainer.run.open_files()
-    groups = [[c for c in records if c["prompt_id"] == key] for key in {c["prompt_id"] for c in records}]
-    trainer.check_up("c.parquet", groups)
+    script.write_parquet(records, script.candidates_path(1), {})
+    trainer = prepared(script)
     said = capsys.readouterr().out
     assert f"WARNING: scoring failed for 2 of {len(records)} candidates" in said
     record, = [r for r in read(trainer.run.folder / "logs/metrics.jsonl") if r["phase"] == "mine"]

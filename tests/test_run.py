@@ -259,15 +259,16 @@ def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
     (({"length": [1.0, math.nan]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
 ])
 def test_parts_are_a_number_per_response(ppo, second, says):
-    script = ppo()
+    script = ppo(BATCH_SIZE=1)
     calls = iter([({"length": [1.0, 2.0]}, [1.0, 2.0]), second])
+    trainer = SimpleNamespace()
 
     def score(*lists):
-        parts, scores = next(calls)
-        return torch.tensor(scores), parts
+        trainer.reward_parts, scores = next(calls)
+        return scores
 
     with pytest.raises(script.UserError, match=says):
-        script.dealt_rewards(score, 2, reward_batch(*["abcd"] * 3))
+        script.dealt_rewards(trainer, "score", score, reward_batch(*["abcd"] * 3))
 
 
 def test_a_reward_on_another_device_or_with_a_gradient_is_taken(ppo):
