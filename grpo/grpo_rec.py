@@ -96,7 +96,6 @@ MAX_EVAL_ROWS: int | None = 300  # of validation
 PROMPT_TEMPLATE = "{history}"  # the tokenizer's chat template, if any, goes around it
 TITLE_HISTORY_ROWS = 0.0  # SFT: share of the rows also asked with titles in place of codes (a model of words)
 TITLE_ROWS = 0.0  # SFT: share of the items whose title alone asks for them (a model of words)
-EXCLUDE_HISTORY = False  # items of the history cannot be recommended
 
 # Rewards: the score is the sum of weight * part
 VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
@@ -325,10 +324,9 @@ class RecTrainer:
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         weights = (VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT)
-        if STAGE != "sft" and not any(weights) and not REWARD_FUNCTIONS:
+        if not any(weights) and not REWARD_FUNCTIONS:
             raise UserError("every reward weight is 0 and REWARD_FUNCTIONS is empty: give at least one")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.rewarded = any(weights) or bool(self.rewards)
 
     # ------------------------------------------------------------ the algorithm
 
@@ -363,7 +361,7 @@ class RecTrainer:
         self.actor.load_state_dict(self.reference.state_dict())
         folder = self.run.folder / "sft"
         if rank() == 0:
-            write_whole(folder, self.save_sft, folder=True)
+            write_whole(folder, lambda at: self.run.save_model(self.actor, at / "policy"), folder=True)
         if STAGE == "sft":
             self.run.last_word = f"SFT is done: {folder}/policy; STAGE=rl goes on from it"
             return
@@ -373,9 +371,6 @@ class RecTrainer:
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
         self.run.begin_part()
         self.plan_steps()
-
-    def save_sft(self, folder):
-        self.run.save_model(self.actor, folder / "policy")
 
     def plan_steps(self):
         """The step at which the stage ends if nothing ends it before, and the run's last one."""
@@ -568,16 +563,15 @@ class RecTrainer:
         return metrics
 
     def list_figures(self, lists, rows):
-        """Metrics of the best items (rows, EVAL_BEAMS): list_metrics() and, where something is rewarded, the
-        rewards of the GROUP_SIZE first; HR, NDCG and reward by row, each (rows,)."""
+        """Metrics of the best items (rows, EVAL_BEAMS), list_metrics() and the rewards of the GROUP_SIZE first;
+        HR, NDCG and reward by row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
+        every = [row for row in rows for _ in range(GROUP_SIZE)]
+        scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
+        metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
+        metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
         by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
-        if self.rewarded:
-            every = [row for row in rows for _ in range(GROUP_SIZE)]
-            scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
-            by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
-            metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
-            metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
         return metrics, by_row
 
     def evaluate_sft(self):
@@ -613,15 +607,12 @@ class RecTrainer:
         "title", "codes", "probability"}], by the policy of best/, or before the first evaluation as it is."""
         row = self.prompter.row_of(history)
         width = min(max(k, EVAL_BEAMS), len(self.catalogue.items))
-        model = self.best_policy()
-        excluded = excluded_items([row], self.device)
-        items, logprobs, _ = search(model, self.trie, [row["ids"]], width, self.pad_id, excluded=excluded)
+        items, logprobs, _ = search(self.best_policy(), self.trie, [row["ids"]], width, self.pad_id)
         found = []
         for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
-            if item >= 0:
-                found.append({
-                    "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
-                    "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
+            found.append({
+                "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
+                "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
         return found
 
     def best_policy(self):
@@ -2832,17 +2823,15 @@ class Trie:
         self.first = []  # of each level: (nodes,) its first child's number on the next level
         self.count = []  # (nodes,) how many children
         self.code = []  # (children,) the code that leads to each
-        self.below = []  # (children,) items below each
         self.width = []  # the most children that a node has
         paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) its node on each level
         for level in range(self.depth):
-            prefixes, at, below = codes[:, :level + 1].unique(dim=0, return_inverse=True, return_counts=True)
+            prefixes, at = codes[:, :level + 1].unique(dim=0, return_inverse=True)
             parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, at, paths[-1])
             count = parent.bincount()
             self.first.append((count.cumsum(0) - count).to(device))
             self.count.append(count.to(device))
             self.code.append(prefixes[:, -1].to(device))
-            self.below.append(below.to(device))
             self.width.append(int(count.max()))
             paths.append(at)
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
@@ -2852,17 +2841,12 @@ class Trie:
         self.columns = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long, device=device)
         self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each in CodeHead's logits
 
-    def options(self, level, nodes, excluded=None):
+    def options(self, level, nodes):
         """What may follow the nodes (...) of a level: codes, the nodes they lead to, and which of them are
-        there at all, all (..., width). excluded (..., H) are distinct items that may not, -1 for none: a
-        prefix is closed when all items below it are excluded."""
+        there at all, all (..., width)."""
         step = torch.arange(self.width[level], device=nodes.device)
         open_ = step < self.count[level][nodes].unsqueeze(-1)
         children = (self.first[level][nodes].unsqueeze(-1) + step).clamp(max=len(self.code[level]) - 1)
-        if excluded is not None:
-            gone_at = torch.where(excluded >= 0, self.paths[excluded, level + 1], -1)  # (..., H)
-            gone = (children.unsqueeze(-1) == gone_at.unsqueeze(-2)).sum(-1)
-            open_ = open_ & (gone < self.below[level][children])
         return self.code[level][children], children, open_
 
 
@@ -2897,31 +2881,14 @@ def check_head(model, trie, ids):
     """A model whose logits are not its output layer's, one by one, cannot be narrowed to the codes."""
     prompt = torch.tensor([ids], device=model.device)
     wanted = call_model(model, prompt, use_cache=False).logits[0, -1, trie.ids]
-    try:
-        with codes_alone(model, trie):
-            found = call_model(model, prompt, use_cache=False).logits[0, -1]
-        right = found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        right = False
-    if not right:
+    with codes_alone(model, trie):
+        found = call_model(model, prompt, use_cache=False).logits[0, -1]
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-3, rtol=1e-3):
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
 
-def excluded_items(rows, device):
-    """(rows, H) distinct items of each history, -1 for none; None without EXCLUDE_HISTORY."""
-    if not EXCLUDE_HISTORY:
-        return None
-    return pad_right([sorted(set(row["history"])) for row in rows], -1).to(device)
-
-
 @torch.no_grad()
-def search(model, trie, prompts, width, pad_id, uniform=None, excluded=None):
-    """walk(), with logits of the codes alone."""
-    with codes_alone(model, trie):
-        return walk(model, trie, prompts, width, pad_id, uniform, excluded)
-
-
-def walk(model, trie, prompts, width, pad_id, uniform, excluded):
+def search(model, trie, prompts, width, pad_id, uniform=None):
     """`width` items for each prompt (a list of ids), level by level down the trie: their numbers, the
     log-probabilities of their codes and the entropy at each: (prompts, width), twice (prompts, width, depth).
     Each prompt is read once; its cache is expanded to the prefixes that go on.
@@ -2930,53 +2897,51 @@ def walk(model, trie, prompts, width, pad_id, uniform, excluded):
     top-k, a sample without replacement. A list of (prompts, width): with replacement. Where the catalogue has
     fewer items, the rest are -1 with a log-probability of -inf."""
     count = len(prompts)
-    decoder = Decoder(model, prompts, 1, pad_id)
-    nodes = torch.zeros(count, 1, dtype=torch.long, device=model.device)
-    total = torch.zeros(count, 1, device=model.device)  # log-probability of each prefix
-    perturbed = torch.zeros(count, 1, device=model.device)
-    logprobs = torch.zeros(count, 1, 0, device=model.device)
-    entropies = torch.zeros(count, 1, 0, device=model.device)
+    device = model.device
+    with codes_alone(model, trie):
+        decoder = Decoder(model, prompts, 1, pad_id)
     logits = decoder.logits
+    nodes = torch.zeros(count, 1, dtype=torch.long, device=device)
+    total = torch.zeros(count, 1, device=device)  # log-probability of each prefix
+    perturbed = torch.zeros(count, 1, device=device)
+    steps = torch.zeros(count, 1, 0, 2, device=device)  # log-probability and entropy of each code
+    prompt = torch.arange(count, device=device)[:, None]
     for level in range(trie.depth):
-        among = None if excluded is None else excluded[:, None]
-        codes, children, open_ = trie.options(level, nodes, among)  # (prompts, prefixes, options)
-        said = logits.view(count, nodes.shape[1], -1)
-        some = constrained_logprobs(said, trie.columns[codes], open_, TEMPERATURE)
-        whole = torch.where(total.isfinite(), total, -math.inf).unsqueeze(-1) + some
-        options = some.shape[-1]
+        codes, children, open_ = trie.options(level, nodes)  # (prompts, prefixes, options)
+        logits = logits.view(*nodes.shape, -1)
+        logprobs = constrained_logprobs(logits, trie.columns[codes], open_, TEMPERATURE)
+        totals = total.unsqueeze(-1) + logprobs
+        options = codes.shape[-1]
+        keys = totals
         if uniform is not None and uniform[level].dim() == 2:
-            probabilities = some.expand(-1, width, -1).flatten(0, 1).exp()
-            chosen = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
-            parent = torch.arange(width, device=model.device).expand(count, -1) % nodes.shape[1]
-            keys = whole.flatten(1)
-            chosen = parent * options + chosen
+            probabilities = logprobs.expand(-1, width, -1).flatten(0, 1).exp()
+            parent = torch.arange(width, device=device).expand(count, -1) % nodes.shape[1]
+            code = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
+            chosen = parent * options + code
         else:
-            keys = whole
             if uniform is not None:
-                keys = conditional_gumbels(whole, perturbed.unsqueeze(-1), uniform[level])
-            keys = keys.flatten(1)
-            chosen = keys.topk(min(width, keys.shape[1])).indices  # (prompts, prefixes of the next level)
+                keys = conditional_gumbels(totals, perturbed.unsqueeze(-1), uniform[level])
+            chosen = keys.flatten(1).topk(min(width, keys[0].numel())).indices  # (prompts, next prefixes)
             parent = chosen // options
-        perturbed = keys.gather(1, chosen)
-        total = whole.flatten(1).gather(1, chosen)
+        perturbed = keys.flatten(1).gather(1, chosen)
+        total = totals.flatten(1).gather(1, chosen)
         nodes = children.flatten(1).gather(1, chosen)
-        tokens = codes.flatten(1).gather(1, chosen)
-        at = parent.unsqueeze(-1)
-        spread = entropy_of(some).gather(1, parent).unsqueeze(-1)
-        entropies = torch.cat([entropies.gather(1, at.expand(-1, -1, level)), spread], 2)
-        step = some.flatten(1).gather(1, chosen).unsqueeze(-1)
-        logprobs = torch.cat([logprobs.gather(1, at.expand(-1, -1, level)), step], 2)
+        step = torch.stack([
+            logprobs.flatten(1).gather(1, chosen), entropy_of(logprobs).gather(1, parent)], -1)
+        steps = torch.cat([steps[prompt, parent], step.unsqueeze(2)], 2)
         if level + 1 < trie.depth:
-            first = torch.arange(count, device=model.device)[:, None] * (len(logits) // count)
             # Where the last code is the only one left nothing needs to be computed
             needed = torch.ones_like(nodes) if level + 2 < trie.depth else trie.count[level + 1][nodes] > 1
             rows = needed.flatten().nonzero().squeeze(-1)
+            before = prompt * codes.shape[1] + parent
             logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
             if len(rows):
-                decoder.select_rows((first + parent).flatten()[rows])
-                logits[rows] = decoder.next(tokens.flatten()[rows]).to(logits.dtype)
+                decoder.select_rows(before.flatten()[rows])
+                tokens = codes.flatten(1).gather(1, chosen).flatten()[rows]
+                with codes_alone(model, trie):
+                    logits[rows] = decoder.next(tokens).to(logits.dtype)
     items = torch.where(total.isfinite(), trie.item_at[nodes], -1)
-    return items, logprobs, entropies
+    return items, *steps.unbind(-1)
 
 
 def draw_uniform(trie, rows, width, how, replacement, generator=None):
@@ -3002,8 +2967,7 @@ def candidates(model, trie, rows, width, how, pad_id, uniform):
             noise = [numbers[begin:begin + BATCH_SIZE].to(model.device) for numbers in uniform]
         with autocast(model):
             prompts = [row["ids"] for row in some]
-            items, logprobs, entropies = search(
-                model, trie, prompts, width, pad_id, noise, excluded_items(some, model.device))
+            items, logprobs, entropies = search(model, trie, prompts, width, pad_id, noise)
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
         at = order.unsqueeze(-1).expand(-1, -1, trie.depth)
         return items.gather(1, order), logprobs.gather(1, at), entropies.gather(1, at)
@@ -3016,7 +2980,6 @@ def candidates(model, trie, rows, width, how, pad_id, uniform):
     batch.items = items
     batch.logprobs = logprobs
     batch.entropies = entropies
-    batch.excluded = excluded_items(every, model.device)
     return batch
 
 
@@ -3028,9 +2991,7 @@ def best_items(model, trie, rows, width, pad_id):
     def some_rows(begin):
         some = rows[begin:begin + at_once]
         with autocast(model):
-            prompts = [row["ids"] for row in some]
-            return search(
-                model, trie, prompts, width_here, pad_id, excluded=excluded_items(some, model.device))[0]
+            return search(model, trie, [row["ids"] for row in some], width_here, pad_id)[0]
 
     found = map_over_ranks(range(0, len(rows), at_once), some_rows)
     return torch.nn.functional.pad(torch.cat(found).cpu(), (0, width - width_here), value=-1)
@@ -3050,8 +3011,7 @@ def item_batch(prompts, items, trie, pad_id):
         response_lengths=sizes,
         response_mask=(torch.arange(width, device=device) < sizes[:, None]).float(),
         paths=trie.paths[numbers, :depth].flatten(1),  # the node that each code is read at
-        children=trie.paths[numbers, 1:].flatten(1),  # and the one it leads to
-        excluded=None)
+        children=trie.paths[numbers, 1:].flatten(1))  # and the one it leads to
 
 
 def sft_batch(rows, trie, pad_id, device):
@@ -3067,13 +3027,12 @@ def item_logprobs(model, trie, batch, rows, temperature):
     after the end."""
     with autocast(model), codes_alone(model, trie):
         logits, mask = response_logits(model, batch, rows)  # (tokens, codes), (rows, R)
-    row, token = mask.nonzero(as_tuple=True)
+    token = mask.nonzero()[:, 1]
     nodes, children = (x[rows][:, :mask.shape[1]][mask] for x in (batch.paths, batch.children))
     found = []
     for level in range(trie.depth):
         at = (token % trie.depth == level).nonzero().squeeze(-1)
-        excluded = None if batch.excluded is None else batch.excluded[rows[row[at]]]
-        codes, _, open_ = trie.options(level, nodes[at], excluded)
+        codes, _, open_ = trie.options(level, nodes[at])
         logprobs = constrained_logprobs(logits[at], trie.columns[codes], open_, temperature)
         chosen = children[at] - trie.first[level][nodes[at]]
         found.append((at, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
@@ -3114,9 +3073,8 @@ class Catalogue:
             others = f"{len(doubles)} of {self.size} items have the codes of another ({named} ...)"
             say(f"WARNING: {others}: a hit on one counts for both")
         count = len(self.items)
-        distinct = count - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
-        if GROUP_SIZE > distinct:  # the list that evaluation rewards is a group of distinct items
-            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {distinct}, as many items as there are")
+        if GROUP_SIZE > count:  # the list that evaluation rewards is a group of distinct items
+            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}, as many items as there are")
         self.titles = read_titles(self.number, count) if ITEM_FILE else [""] * count
 
 
@@ -3257,9 +3215,6 @@ def load_splits(catalogue, say):
         say(f"WARNING: {leaked} training rows are rows of validation or test: left out of training")
     if not kept:
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r}: nothing to train on is left beside the other rows")
-    if EXCLUDE_HISTORY:
-        lost = sum(row["target"] in row["history"] for row in valid)
-        say(f"EXCLUDE_HISTORY: {lost} of {len(valid)} validation targets stand in it: they are never hit")
     return kept, valid, test
 
 
@@ -3549,9 +3504,6 @@ def top_items(model, rows):
     for begin in range(0, len(rows), 512):
         some = rows[begin:begin + 512]
         scores = model.scores([row["history"] for row in some]).clone()
-        if EXCLUDE_HISTORY:
-            for n, row in enumerate(some):
-                scores[n, row["history"]] = -math.inf
         best = scores.sort(dim=1, descending=True, stable=True)
         found.append(torch.where(best.values > -math.inf, best.indices, -1)[:, :EVAL_BEAMS])
     lists = torch.cat(found)
@@ -3582,7 +3534,7 @@ def list_metrics(lists, rows, popularity):
         metrics[f"hr@{k}"] = hits(lists, rows, k).mean().item()
         metrics[f"ndcg@{k}"] = gains(lists, rows, k).mean().item()
     items = len(popularity)
-    possible = lists[:, :min(lists.shape[1], items - MAX_HISTORY * EXCLUDE_HISTORY)]
+    possible = lists[:, :items]
     metrics["invalid_items"] = ((possible < 0) | (possible >= items)).float().mean().item()
     top = lists[:, :10]
     top = top[top >= 0]

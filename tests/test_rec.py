@@ -85,17 +85,16 @@ def trainer_of(module):
     return trainer
 
 
-def every_logprob(trainer, ids, left_out=(), temperature=1.0):
+def every_logprob(trainer, ids, temperature=1.0):
     """{item number: log-probability} after the prompt, the plain way: each prefix read alone, softmax over
     the codes that some item goes on with, by comparing lists."""
     codes = trainer.trie.codes.tolist()
-    items = [i for i in range(len(codes)) if i not in left_out]
     found = {}
-    for item in items:
+    for item in range(len(codes)):
         total = 0.0
         for level, code in enumerate(codes[item]):
             prefix = codes[item][:level]
-            allowed = sorted({codes[i][level] for i in items if codes[i][:level] == prefix})
+            allowed = sorted({some[level] for some in codes if some[:level] == prefix})
             with torch.no_grad():
                 logits = trainer.actor(input_ids=torch.tensor([ids + prefix])).logits[0, -1] / temperature
             total += logits[allowed].log_softmax(-1)[allowed.index(code)].item()
@@ -105,12 +104,11 @@ def every_logprob(trainer, ids, left_out=(), temperature=1.0):
 
 # ---------------------------------------------------------------- the trie
 
-def leaves(trie, excluded=None):
+def leaves(trie):
     """Items that a walk from the root reaches."""
     nodes = torch.zeros(1, dtype=torch.long)
     for level in range(trie.depth):
-        among = None if excluded is None else excluded.expand(len(nodes), -1)
-        _, children, open_ = trie.options(level, nodes, among)
+        _, children, open_ = trie.options(level, nodes)
         nodes = children[open_]
     return sorted(trie.item_at[nodes].tolist())
 
@@ -129,24 +127,13 @@ def test_the_trie_admits_exactly_the_catalogue(rec):
             assert (right.sum(1) == 1).all() and torch.equal(offered[right], codes[:, level])
 
 
-def test_a_prefix_is_closed_when_all_items_below_it_are_excluded(rec):
-    trie = trainer_of(rec()).trie
-    excluded = torch.tensor([[10, 3, 4, -1]])  # the only item of 2; both items of 01
-    assert leaves(trie, excluded) == [0, 1, 2, 5, 6, 7, 8, 9]
-    codes, _, open_ = trie.options(0, torch.zeros(1, dtype=torch.long), excluded)
-    assert open_.tolist() == [[True, True, False]]
-    _, _, open_ = trie.options(1, trie.paths[:1, 1], excluded)
-    assert open_.tolist()[0][:2] == [True, False]
-
-
 # ---------------------------------------------------------------- decoding
 
-def check_search(trainer, module, rows, width, left_out):
-    items, logprobs, entropies = module.search(
-        trainer.actor, trainer.trie, [row["ids"] for row in rows], width, trainer.pad_id,
-        excluded=module.excluded_items(rows, trainer.device))
+def check_search(trainer, module, rows, width):
+    prompts = [row["ids"] for row in rows]
+    items, logprobs, entropies = module.search(trainer.actor, trainer.trie, prompts, width, trainer.pad_id)
     for n, row in enumerate(rows):
-        wanted = every_logprob(trainer, row["ids"], left_out(row))
+        wanted = every_logprob(trainer, row["ids"])
         best = sorted(wanted, key=wanted.get, reverse=True)
         found = [item for item in items[n].tolist() if item >= 0]
         assert found == best[:width]
@@ -161,13 +148,7 @@ def test_beams_equal_exhaustive_search(rec):
     rows = trainer.valid_rows
     assert len({len(row["ids"]) for row in rows}) > 2
     for width in (6, 11, 14):  # the trie has 3, 6 and 11 prefixes: these beams lose none but at the end
-        check_search(trainer, module, rows, width, lambda row: ())
-
-
-def test_beams_without_the_history_equal_exhaustive_search(rec):
-    module = rec(EXCLUDE_HISTORY=True)
-    trainer = trainer_of(module)
-    check_search(trainer, module, trainer.valid_rows, 11, lambda row: row["history"])
+        check_search(trainer, module, rows, width)
 
 
 def test_both_ways_to_decode_find_the_same_beams(rec):
@@ -224,9 +205,8 @@ HOWS = [("beam", False), ("sample", False), ("sample", True)]
 
 
 @pytest.mark.parametrize("how, replacement", HOWS)
-@pytest.mark.parametrize("exclude", [False, True])
-def test_the_first_ratio_is_one(rec, how, replacement, exclude):
-    module = rec(CANDIDATES=how, REPLACEMENT=replacement, EXCLUDE_HISTORY=exclude, TEMPERATURE=1.3)
+def test_the_first_ratio_is_one(rec, how, replacement):
+    module = rec(CANDIDATES=how, REPLACEMENT=replacement, TEMPERATURE=1.3)
     trainer = trainer_of(module)
     batch = trainer.rollout()
     assert len({len(row["ids"]) for row in batch.rows}) > 1
@@ -234,8 +214,6 @@ def test_the_first_ratio_is_one(rec, how, replacement, exclude):
     logprobs, entropy = module.item_logprobs(trainer.actor, trainer.trie, batch, rows, module.TEMPERATURE)
     assert (logprobs - batch.logprobs).abs().max() < NATS
     assert (entropy - batch.entropies).abs().max() < NATS
-    if exclude:
-        assert all(int(i) not in row["history"] for i, row in zip(batch.items, batch.rows))
     sums = batch.logprobs.sum(1).view(-1, module.GROUP_SIZE)
     assert (sums[:, :-1] >= sums[:, 1:]).all()  # likelier ones first: what the ranking reward ranks
 
@@ -746,15 +724,6 @@ def test_baselines_count_what_they_say(rec):
     assert popular[0, :2].tolist() == [3, 2] and (popular[0, 4:] == -1).all()
 
 
-def test_baselines_leave_the_history_out_where_it_is_excluded(rec):
-    module = rec(EXCLUDE_HISTORY=True)
-    trainer = trainer_of(module)
-    rows = trainer.valid_rows
-    lists = module.top_items(module.Popularity(trainer.popularity), rows).tolist()
-    for row, some in zip(rows, lists):
-        assert sorted(i for i in some if i >= 0) == sorted(set(range(11)) - set(row["history"]))
-
-
 def figures_by_hand(world, pairs, lists, module):
     """hr@10, ndcg@10, reward and reward/value of lists, one for each (history, target)."""
     values = np.load(world / "values.npy")
@@ -990,7 +959,6 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
 
 @pytest.mark.parametrize("constants, sentence", [
     ({"GROUP_SIZE": 12}, "GROUP_SIZE = 12 is above 11"),
-    ({"GROUP_SIZE": 7, "EXCLUDE_HISTORY": True}, "GROUP_SIZE = 7 is above 6"),
     ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
     ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
     ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
