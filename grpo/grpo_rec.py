@@ -46,6 +46,7 @@ candidates     constrained_logprobs, search              the prompt     PROMPT_T
 import copy
 import csv
 import io
+import itertools
 import math
 import os
 import sys
@@ -142,7 +143,7 @@ SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that adv
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 2.0  # weight of the KL in the loss
+KL_COEF = 4.0  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
@@ -189,6 +190,8 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
+_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts that back off: the best pair on validation is taken
+_DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 # ================================================================ the maths of GRPO over items
 
@@ -317,7 +320,9 @@ class RecTrainer:
 
     def load_rewards(self):
         """What compute_rewards() needs: values, vectors, functions."""
-        self.values = read_values(self.catalogue) if VALUE_WEIGHT else None
+        self.values = None
+        if VALUE_WEIGHT:
+            self.values = read_array(VALUES_FILE, "VALUES_FILE", self.catalogue, square=True)
         self.vectors = item_vectors(self.catalogue) if SEMANTIC_WEIGHT else None
         asked = [*self.valid_rows, *self.test_rows, *(self.train_rows if COLLABORATIVE_WEIGHT else ())]
         self.sasrec = read_sasrec(self.train_rows, asked, self.run.say)
@@ -563,8 +568,8 @@ class RecTrainer:
         return metrics
 
     def list_figures(self, lists, rows):
-        """Metrics of the best items (rows, EVAL_BEAMS), list_metrics() and the rewards of the GROUP_SIZE first;
-        HR, NDCG and reward by row, each (rows,)."""
+        """Metrics of the best items (rows, EVAL_BEAMS) and rewards of the GROUP_SIZE first; HR, NDCG and
+        reward by row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
         every = [row for row in rows for _ in range(GROUP_SIZE)]
         scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
@@ -600,7 +605,9 @@ class RecTrainer:
             "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE}
         line = ("GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
                 "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}").format(**metrics)
-        self.run.record(metrics, batch.response_ids.numel(), sample_records_of(batch, self.catalogue), line)
+        logged = torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist()
+        samples = [sample_record(batch, i, self.catalogue) for i in logged]
+        self.run.record(metrics, batch.response_ids.numel(), samples, line)
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
@@ -636,18 +643,21 @@ class RecTrainer:
         return f"{name}, {DTYPE}; {items}; {rows}, {len(self.test_rows)} for the test; {stages}; {OUTPUT_DIR}"
 
     def prepare_baselines(self):
-        """Popularity, Markov counts and SASRec, of the rows that the model is trained on, and their lists for
-        validation."""
-        markov = Markov(self.train_rows, self.popularity)
-        self.baselines = {"popularity": Popularity(self.popularity), "markov": markov}
+        """Popularity, Markov counts, counts that back off, and SASRec, of the rows that the model is trained
+        on, and their figures on validation."""
+        paths = self.trie.paths.cpu()
+        self.baselines = {
+            "popularity": Counts(self.train_rows, paths[:, :1]),
+            "markov": Counts(self.train_rows, paths[:, [0, -1]]),
+            "counts": best_counts(self.train_rows, paths, self.valid_rows)}
         if self.sasrec:
             self.baselines["sasrec"] = self.sasrec
         self.levels = {}  # of validation, for the pictures
         for name, model in self.baselines.items():
             level, _ = self.list_figures(top_items(model, self.valid_rows), self.valid_rows)
             self.levels[name] = level
-            shown = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
-            self.run.say(f"{name:10} on validation: {shown}")
+            figures = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
+            self.run.say(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
 
     def test(self):
         """Baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json, the picture."""
@@ -678,12 +688,11 @@ class RecTrainer:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
             self.run.say(line)
-        if rank() > 0:
-            return
-        table = json.dumps({"rows": len(rows), **figures}, indent=1)
-        write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
-        records = read_metrics(self.run.folder / "logs/metrics.jsonl")
-        draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
+        if rank() == 0:
+            table = json.dumps({"rows": len(rows), **figures}, indent=1)
+            write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
+            records = read_metrics(self.run.folder / "logs/metrics.jsonl")
+            draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
 
 
 # ==== block: language models
@@ -3060,7 +3069,7 @@ class Catalogue:
         for row, (item, codes) in enumerate(index.items()):
             codes = tuple(codes)
             if codes in known:
-                doubles.append((item, self.items[known[codes]]))
+                doubles.append(f"{item} as {self.items[known[codes]]}")
             else:
                 known[codes] = len(self.items)
                 self.items.append(item)
@@ -3069,8 +3078,7 @@ class Catalogue:
             self.number[item] = known[codes]
         self.size = len(index)
         if doubles:
-            named = ", ".join(f"{a} as {b}" for a, b in doubles[:3])
-            others = f"{len(doubles)} of {self.size} items have the codes of another ({named} ...)"
+            others = f"{len(doubles)} of {self.size} items have the codes of another ({doubles[0]} ...)"
             say(f"WARNING: {others}: a hit on one counts for both")
         count = len(self.items)
         if GROUP_SIZE > count:  # the list that evaluation rewards is a group of distinct items
@@ -3122,10 +3130,9 @@ def read_rows(path, constant, catalogue, limit=None):
     """[{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the target's."""
     where = f"{constant} = {str(path)!r}"
     reader = csv.DictReader(io.StringIO(read_text(path, constant), newline=""))
-    lacks = [name for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN)
-             if name not in (reader.fieldnames or ())]
-    if lacks:
-        raise UserError(f"{where}: there is no column {lacks[0]!r}; it has {reader.fieldnames}")
+    for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
+        if name not in (reader.fieldnames or ()):
+            raise UserError(f"{where}: there is no column {name!r}; it has {reader.fieldnames}")
     rows = []
     try:
         for record in reader:
@@ -3162,9 +3169,9 @@ def transitions(rows, prefixes, say, name):
     next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
     found = []
     seen = set()
-    if cut := sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows):
-        longer = f"{cut} of {len(rows)} {name} histories are longer than MAX_HISTORY = {MAX_HISTORY}"
-        say(f"{longer}: cut from the left")
+    longer = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
+    if longer:
+        say(f"{longer} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
     for line, row in enumerate(rows):
         sequence = row["sequence"][-MAX_HISTORY - 1:]
         cut = len(row["sequence"]) - len(sequence)
@@ -3245,9 +3252,6 @@ class Prompter:
     def ids(self, history):
         return [*self.head, *(code for item in history for code in self.lists[item]), *self.tail]
 
-    def text_ids(self, text):
-        return [*self.head, *self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.tail]
-
     def row_of(self, history):
         """A row to recommend for, from items' names."""
         names = [str(item) for item in history]
@@ -3257,47 +3261,51 @@ class Prompter:
         return {"history": numbers, "ids": self.ids(numbers)}
 
     def sft_rows(self, train_rows, say):
-        """What SFT learns, [{"id", "prompt", "items", "learn", "first"}]. Where nothing stands behind the
-        history, one pass over a sequence asks for each of its items: the same loss as a row for each, at a
-        fifth of the time; first is then the item that the prompt is."""
-        found = []
+        """What SFT learns, [{"id", "prompt", "items", "learn"}]. Where nothing stands behind the history, one
+        pass over a sequence asks for each of its items: the same loss as a row for each, at a fifth of the
+        time."""
+        titles = self.title_rows(train_rows, say)
         if self.tail:
-            for row in train_rows:
-                found.append({
-                    "id": row["id"], "prompt": self.ids(row["history"]), "items": [row["target"]],
-                    "learn": [True], "first": None})
-        else:
-            lines = {}
-            for row in train_rows:
-                lines.setdefault(row["line"], []).append(row)
-            for some in lines.values():
-                asked = {row["at"] for row in some}
-                end = max(asked) + 1
-                sequence = some[0]["sequence"]
-                found.append({
-                    "id": some[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
-                    "learn": [at in asked for at in range(1, end)], "first": sequence[0]})
-        return found + self.title_rows(train_rows, say)
+            rows = [sft_row(row["id"], self.ids(row["history"]), row["target"]) for row in train_rows]
+            return rows + titles
+        lines = defaultdict(list)
+        for row in train_rows:
+            lines[row["line"]].append(row)
+        found = []
+        for rows in lines.values():
+            asked = {row["at"] for row in rows}
+            end = max(asked) + 1
+            sequence = rows[0]["sequence"]
+            found.append({
+                "id": rows[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
+                "learn": [at in asked for at in range(1, end)]})
+        return found + titles
 
     def title_rows(self, train_rows, say):
-        """Rows whose prompt has titles: of the history, or of the wanted item itself."""
+        """Rows of SFT whose prompt has titles: of the history, or of the wanted item itself."""
         generator = torch.Generator().manual_seed(0)
-        found = []
+        titles = self.catalogue.titles
+        asked = []  # (titles, item, name)
         order = torch.randperm(len(train_rows), generator=generator).tolist()
-        for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]:
-            titles = [self.catalogue.titles[item] for item in train_rows[i]["history"]]
-            found.append(("; ".join(titles), train_rows[i]["target"], f"{train_rows[i]['id']} by titles"))
-        items = torch.randperm(len(self.catalogue.items), generator=generator).tolist()
+        for row in [train_rows[i] for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]]:
+            text = "; ".join(titles[item] for item in row["history"])
+            asked.append((text, row["target"], f"{row['id']} by titles"))
+        items = torch.randperm(len(titles), generator=generator).tolist()
         for item in items[:round(TITLE_ROWS * len(items))]:
-            found.append((self.catalogue.titles[item], item, f"title of {self.catalogue.items[item]}"))
+            asked.append((titles[item], item, f"title of {self.catalogue.items[item]}"))
         rows = []
-        for text, item, name in found:
-            ids = self.text_ids(text)
-            if text and len(ids) + self.codes.shape[1] <= self.most:
-                rows.append({"id": name, "prompt": ids, "items": [item], "learn": [True], "first": None})
-        if len(rows) < len(found):
-            say(f"{len(found) - len(rows)} of {len(found)} rows of titles are empty or too long: left out")
+        for text, item, name in asked:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = [*self.head, *ids, *self.tail]
+            if text and len(prompt) + self.codes.shape[1] <= self.most:
+                rows.append(sft_row(name, prompt, item))
+        if len(rows) < len(asked):
+            say(f"{len(asked) - len(rows)} of {len(asked)} rows of titles are empty or too long: left out")
         return rows
+
+
+def sft_row(name, prompt, item):
+    return {"id": name, "prompt": prompt, "items": [item], "learn": [True]}
 
 
 def check_sizes():
@@ -3311,6 +3319,8 @@ def check_sizes():
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
+    if VALUE_WEIGHT and VALUES_FILE is None:
+        raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
     if REPLACEMENT and CANDIDATES == "beam":
         raise UserError("REPLACEMENT = True does nothing with CANDIDATES = 'beam': set one of them otherwise")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
@@ -3369,22 +3379,6 @@ def load_actor(checkpoint, catalogue, device):
     return tokenizer, model.eval()
 
 
-def sample_records_of(batch, catalogue):
-    """LOG_SAMPLES of a step's candidates for samples.jsonl."""
-    records = []
-    for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
-        row = batch.rows[i]
-        item = int(batch.items[i])
-        records.append({
-            "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
-            "item": catalogue.items[item], "title": catalogue.titles[item],
-            "target": catalogue.items[row["target"]],
-            "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
-            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
-            "advantage": batch.advantages[i].item()})
-    return records
-
-
 # ================================================================ item values and vectors
 
 
@@ -3395,31 +3389,25 @@ def load_arrays(path, constant):
         raise UserError(f"{constant} = {path!r}: cannot be read by NumPy ({first_line(error)})") from None
 
 
-def read_array(path, constant, catalogue):
-    """An array by the catalogue's numbers, (items, ...); the file has a row for each item of INDEX_FILE."""
+def read_array(path, constant, catalogue, square=False):
+    """An array by the catalogue's numbers, (items, ...) or square; the file has a row for each item of
+    INDEX_FILE."""
     array = load_arrays(path, constant)
-    numbers = array.dtype.kind in "fiu" and array.ndim == 2 and array.size
-    if not numbers or len(array) != catalogue.size or not np.isfinite(array).all():
-        takes = f"it takes finite numbers, a row for each of {catalogue.size} items of INDEX_FILE"
+    fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == catalogue.size
+    if not fits or square and array.shape[1] != len(array) or not np.isfinite(array).all():
+        each = "a row and a column" if square else "a row"
+        takes = f"it takes finite numbers, {each} for each of {catalogue.size} items of INDEX_FILE"
         raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")
-    return array[catalogue.rows].astype(np.float64)
-
-
-def read_values(catalogue):
-    """VALUES_FILE by the catalogue's numbers, (items, items)."""
-    if VALUES_FILE is None:
-        raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
-    array = read_array(VALUES_FILE, "VALUES_FILE", catalogue)
-    if array.shape[1] != catalogue.size:
-        takes = f"it takes a row and a column for each of {catalogue.size} items of INDEX_FILE"
-        raise UserError(f"VALUES_FILE = {VALUES_FILE!r} has shape {array.shape}: {takes}")
-    return array[:, catalogue.rows]
+    array = array[catalogue.rows].astype(np.float64)
+    return array[:, catalogue.rows] if square else array
 
 
 def item_vectors(catalogue):
     """Unit vectors of the items, (items, width), for the semantic reward; of titles the TF-IDF of words that
     stand in two or more."""
-    if VECTORS_FILE is None:
+    if VECTORS_FILE:
+        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
+    else:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         try:
@@ -3427,39 +3415,59 @@ def item_vectors(catalogue):
         except ValueError:
             todo = "no word stands in two titles of ITEM_FILE: set VECTORS_FILE"
             raise UserError(f"SEMANTIC_WEIGHT = {SEMANTIC_WEIGHT}: {todo}") from None
-    else:
-        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
     return torch.nn.functional.normalize(torch.tensor(array, dtype=torch.float32))
 
 
 # ================================================================ baselines
 
 
-class Popularity:
-    """Every user gets the items that were most often a target."""
+class Counts:
+    """How often items followed each other in rows, on each level of codes that paths (items, levels) has: the
+    node of each item, the root first. What is rare on one level is smoothed by the level above,
 
-    def __init__(self, counts):
-        self.counts = counts.float()
+        P_0(i) = i's share of the targets
+        P_l(i | j) = (n_l(j, i) + smoothing P_{l-1}(i | j)) / (n_l(j) + smoothing)
+
+    n_l(j, i): how often an item of j's node came before one of i's, times i's share of its node's targets. A
+    score is the sum over the history of decay ** (items further back) P(i | j)."""
+
+    def __init__(self, rows, paths, smoothing=1.0, decay=0.0):
+        self.smoothing = smoothing
+        self.decay = decay
+        last = torch.tensor([row["history"][-1] for row in rows])
+        targets = torch.tensor([row["target"] for row in rows])
+        popularity = targets.bincount(minlength=len(paths)).double()
+        self.shares = popularity / len(rows)
+        self.levels = []  # (node of each item, how often nodes followed each other, share within the node)
+        for nodes in paths.T[1:]:
+            size = int(nodes.max()) + 1
+            pairs = torch.stack([nodes[last], nodes[targets]])
+            ones = torch.ones(len(rows), dtype=torch.double)
+            followed = torch.sparse_coo_tensor(pairs, ones, (size, size), check_invariants=True).coalesce()
+            within = popularity / nodes.bincount(popularity).clamp(min=1)[nodes]
+            self.levels.append((nodes, followed, within))
 
     def scores(self, histories):
-        return self.counts.expand(len(histories), -1)
-
-
-class Markov:
-    """How often an item followed the history's last one; where equal, popularity."""
-
-    def __init__(self, rows, popularity):
-        self.popularity = popularity.float() / (1 + popularity.max())  # below 1: it only breaks ties
-        self.after = defaultdict(lambda: defaultdict(int))
-        for row in rows:
-            self.after[row["history"][-1]][row["target"]] += 1
-
-    def scores(self, histories):
-        scores = self.popularity.repeat(len(histories), 1)
+        items = sorted({item for history in histories for item in history})
+        after = self.shares.expand(len(items), -1)  # P(. | j) of each j of items
+        for nodes, followed, within in self.levels:
+            counts = followed.index_select(0, nodes[items]).to_dense()  # (len(items), nodes)
+            above = self.smoothing * after
+            after = (counts[:, nodes] * within + above) / (counts.sum(1, keepdim=True) + self.smoothing)
+        weights = torch.zeros(len(histories), len(items)).double()
+        place = {item: n for n, item in enumerate(items)}
         for n, history in enumerate(histories):
-            for item, count in self.after.get(history[-1], {}).items():
-                scores[n, item] += count
-        return scores
+            for back, item in enumerate(reversed(history)):
+                weights[n, place[item]] += self.decay ** back  # 0 ** 0 is 1
+        return weights @ after
+
+
+def best_counts(rows, paths, valid_rows):
+    """Of the Counts on all levels those of the smoothing and the decay that validation chooses by NDCG@10."""
+    def ndcg(counts):
+        return gains(top_items(counts, valid_rows), valid_rows, 10).mean()
+
+    return max((Counts(rows, paths, *how) for how in itertools.product(_SMOOTHING, _DECAYS)), key=ndcg)
 
 
 class SASRec:
@@ -3477,10 +3485,8 @@ class SASRec:
 
 def read_sasrec(train_rows, asked_rows, say):
     """SASREC_FILE's SASRec, or None and a sentence where it is not of these rows."""
-    if SASREC_FILE is None:
-        return None
     why = "there is no such file"
-    if Path(SASREC_FILE).exists():
+    if SASREC_FILE and Path(SASREC_FILE).exists():
         why = "it was made of other rows"
         arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
         users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))
@@ -3502,15 +3508,26 @@ def top_items(model, rows):
     fewer."""
     found = []
     for begin in range(0, len(rows), 512):
-        some = rows[begin:begin + 512]
-        scores = model.scores([row["history"] for row in some]).clone()
-        best = scores.sort(dim=1, descending=True, stable=True)
-        found.append(torch.where(best.values > -math.inf, best.indices, -1)[:, :EVAL_BEAMS])
+        scores = model.scores([row["history"] for row in rows[begin:begin + 512]])
+        found.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :EVAL_BEAMS])
     lists = torch.cat(found)
     return torch.nn.functional.pad(lists, (0, EVAL_BEAMS - lists.shape[1]), value=-1)
 
 
 # ================================================================ metrics, figures and pictures
+
+
+def sample_record(batch, i, catalogue):
+    """A candidate for samples.jsonl."""
+    row = batch.rows[i]
+    item = int(batch.items[i])
+    return {
+        "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
+        "item": catalogue.items[item], "title": catalogue.titles[item],
+        "target": catalogue.items[row["target"]],
+        "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
+        **{f"reward/{name}": values[i].item() for name, values in batch.parts.items()},
+        "advantage": batch.advantages[i].item()}
 
 
 def gains(lists, rows, k):
@@ -3527,19 +3544,15 @@ def hits(lists, rows, k):
 
 def list_metrics(lists, rows, popularity):
     """HR and NDCG at _KS of the best items (rows, EVAL_BEAMS) of rows; coverage@10, the share of the
-    catalogue in some list; popularity@10, the mean share of items that are less popular; invalid_items, the
-    share of the list's entries that are no item."""
+    catalogue in some list; popularity@10, the mean share of items that are less popular."""
     metrics = {}
     for k in _KS:
         metrics[f"hr@{k}"] = hits(lists, rows, k).mean().item()
         metrics[f"ndcg@{k}"] = gains(lists, rows, k).mean().item()
-    items = len(popularity)
-    possible = lists[:, :items]
-    metrics["invalid_items"] = ((possible < 0) | (possible >= items)).float().mean().item()
     top = lists[:, :10]
     top = top[top >= 0]
     less_popular = (popularity[:, None] > popularity).float().mean(1)  # (items,)
-    metrics["coverage@10"] = len(top.unique()) / items
+    metrics["coverage@10"] = len(top.unique()) / len(popularity)
     metrics["popularity@10"] = less_popular[top].mean().item()
     return metrics
 
@@ -3566,9 +3579,8 @@ def table_lines(figures):
     keys = ["hr@1", "hr@10", "ndcg@10", "hr@20", "reward", "coverage@10", "popularity@10"]
     lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in keys)]
     for name, figure in figures.items():
-        if "hr@10" in figure and "intervals" in figure:
-            cells = [f"{figure[key]:>15.4f}" if key in figure else " " * 15 for key in keys]
-            lines.append(f"  {name:14}" + "".join(cells))
+        if "intervals" in figure:
+            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys))
     for key, gained in figures.get("grpo_minus_sft", {}).items():
         low, high = gained["interval"]
         interval = f"95% interval {low:+.4f} to {high:+.4f}"
@@ -3576,50 +3588,39 @@ def table_lines(figures):
     if "possible" in figures:
         possible = figures["possible"]["value"]
         line = f"  the best possible value of {GROUP_SIZE} items: {possible:.4f}"
-        for name in ("sft", "grpo"):
-            if "reward/value" in figures.get(name, {}):
-                line += f"; {name} reaches {figures[name]['reward/value'] / possible:.1%}"
+        for name, figure in figures.items():
+            if "reward/value" in figure:
+                line += f"; {name} reaches {figure['reward/value'] / possible:.1%}"
         lines.append(line)
     return lines
 
 
 def draw_learning(records, folder, title, levels, figures):
-    """rec_learning.png, from the logs: HR, NDCG, rewards and entropy over the steps of both stages, with the
-    baselines' on validation as dashed lines; the test rows' HR and NDCG as bars with 95% intervals."""
+    """rec_learning.png, from the logs: HR, NDCG and reward over the steps of both stages, with the baselines'
+    on validation as dashed lines; below them the test rows' as bars with 95% intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(2, 3)
     trained = [record for record in records if record["phase"] == "train"]
-    begin = next((record["step"] - 1 for record in trained if "reward" in record), 0)
-    parts = [key for key in (trained or [{}])[-1] if key.startswith("reward/")]
-    panels = [["hr@10"], ["ndcg@10"], ["reward"], parts, ["entropy"]]
-    labels = ["hr@10", "ndcg@10", "reward", "reward parts of the candidates", "entropy (nats a code)"]
-    for axis, keys, label in zip(axes.flat, panels, labels):
-        for number, key in enumerate(keys):
-            plot_metric(axis, records, "train", key, f"C{number}", key)
-            plot_metric(axis, records, "eval", key, f"C{number}", key)
-            for other, (name, level) in enumerate(levels.items(), 1):
-                if len(keys) == 1 and key in level:
-                    axis.axhline(level[key], linestyle="--", color=f"C{other}", label=name)
-        if begin:
-            axis.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
-        axis.set(xlabel="training step", ylabel=label)
+    begin = next((record["step"] - 1 for record in trained if "reward" in record), None)
     names = [name for name in figures if "intervals" in figures[name]]
-    axis = axes[1, 2]
-    for side, key in enumerate(("hr@10", "ndcg@10")):
+    for (curve, bars), key in zip(figure.subplots(2, 3).T, ("hr@10", "ndcg@10", "reward")):
+        for phase in ("train", "eval"):
+            plot_metric(curve, records, phase, key, "C0", key)
+        for number, (name, level) in enumerate(levels.items(), 1):
+            curve.axhline(level[key], linestyle="--", color=f"C{number}", label=name)
+        if begin:
+            curve.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
+        curve.set(xlabel="training step", ylabel=key)
+        curve.legend(fontsize=8)
         means = np.array([figures[name][key] for name in names])
-        intervals = np.array([figures[name]["intervals"][key] for name in names])
-        errors = [means - intervals[:, 0], intervals[:, 1] - means]
-        at = np.arange(len(names)) + 0.4 * side
-        axis.bar(at, means, 0.38, yerr=np.maximum(errors, 0), capsize=3, label=f"{key}, test rows")
-    axis.set_xticks(np.arange(len(names)) + 0.2, names)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.margins(y=0.15)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+        low, high = np.array([figures[name]["intervals"][key] for name in names]).T
+        bars.bar(names, means, 0.6, yerr=np.maximum([means - low, high - means], 0), capsize=3)
+        bars.set(ylabel=f"{key} on the test rows, 95% intervals")
+        for axis in (curve, bars):
+            axis.grid(alpha=0.3)
+            axis.margins(y=0.15)
     write_whole(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
