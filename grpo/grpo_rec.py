@@ -12,21 +12,17 @@ and every log-probability below, sampled or trained, is of this constrained dist
     GRPO   GROUP_SIZE candidates of a history, of scores s_i, are each other's baseline (2402.03300):
            A_i = (s_i - mean of its group) / (std + 1e-4),   rho_t = pi(c_t) / pi_old(c_t)
            clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
-           L   = -mean_t w_i min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
+           L   = -mean_t min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
 
 LOSS_TYPE "gspo" has rho = exp(mean_t log rho_t) of the whole item (2507.18071); "dapo" and "grpo" are one,
 since all responses are as long. kl_t has k3's value against the best SFT policy and k2's gradient, that of
 KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
-- "sample" with REPLACEMENT: that of the expected reward, as in GRPO;
-- "sample" without (Gumbel top-k, 1903.06059): distinct items, each item in the group with another probability
-  than pi: biased towards rarer items, of lower variance;
-- "beam": no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list, better items up
-  and worse ones down, whatever their probability. It knows nothing of items beyond the list.
-GROUP_WEIGHTS = "policy" weighs an item by w_i = GROUP_SIZE pi(i) / sum of pi over its group, the baseline and
-the KL too: then the two latter are the exact gradient of the expected reward of pi renormalised over the
-group. Measured (docs/grpo_rec.md): it raises what a *sample* earns, and with it the few likeliest items;
-beams with "uniform" raise what a *list* earns, which is what is shown to a user, and are the default. There
-the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
+- "sample": that of the expected reward of a sample, as in GRPO;
+- "beam", the default: no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list,
+  better items up and worse ones down, whatever their probability. It knows nothing of items beyond the list,
+  and the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
+Samples raise what a *sample* earns, and with it the few likeliest items; beams raise what a *list* earns,
+which is what is shown to a user (docs/grpo_rec.md has both).
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
     python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
@@ -119,7 +115,6 @@ SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: nev
 
 # Rollout
 CANDIDATES = "beam"  # beam | sample
-REPLACEMENT = False  # sample: the same item may come twice in a group
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
 GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
 GROUP_SIZE = 16  # candidates a history; >= 2, since they are each other's baseline
@@ -136,7 +131,6 @@ WARMUP_STEPS = 0
 
 # Algorithm
 LOSS_TYPE = "dapo"  # dapo | gspo
-GROUP_WEIGHTS = "uniform"  # uniform | policy: see above
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
@@ -186,7 +180,6 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "CANDIDATES": ["beam", "sample"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "LOSS_TYPE": ["dapo", "gspo"],
-    "GROUP_WEIGHTS": ["uniform", "policy"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
@@ -210,29 +203,10 @@ def constrained_logprobs(logits, codes, open_, temperature):
     return logprobs.masked_fill(~open_, -math.inf)  # also where nothing is open: no NaN
 
 
-def conditional_gumbels(logprobs, perturbed, uniform):
-    """Perturbed log-probabilities of all children, (..., width), given that their maximum is their parent's,
-    perturbed (..., 1): the k greatest of a whole level are a sample without replacement. logprobs (...,
-    width) are of whole prefixes. Source: Kool et al. 2019 (1903.06059), appendix B.3."""
-    gumbels = logprobs - (-uniform.clamp(1e-30, 1 - 1e-7).log()).log()
-    greatest = gumbels.amax(-1, keepdim=True)
-    v = perturbed - gumbels + torch.log1p(-(gumbels - greatest).exp())
-    shifted = perturbed - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
-    return torch.where(logprobs.isfinite(), shifted, -math.inf)
-
-
-def group_weights(logprobs, group_size, kind):
-    """Weight of each candidate, (rows,), 1 in the mean of a group; logprobs (rows,) of whole items."""
-    if kind == "uniform":
-        return torch.ones_like(logprobs)
-    return group_size * logprobs.view(-1, group_size).softmax(1).flatten()
-
-
-def group_advantages(scores, weights, group_size, scale):
+def group_advantages(scores, group_size, scale):
     """Advantage of each candidate, (rows,); rows of a group are neighbours. Equal scores get zeros."""
     groups = scores.view(-1, group_size)
-    baseline = (groups * weights.view(-1, group_size)).mean(1, keepdim=True)
-    advantages = groups - baseline
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
         std = groups.std(1, keepdim=True) if scale == "group" else scores.std()
         advantages = advantages / (std + 1e-4)
@@ -420,9 +394,10 @@ class RecTrainer:
         (histories * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
             rows = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
-            # drawn at once: BATCH_SIZE does not matter to it
-            uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, CANDIDATES, REPLACEMENT)
-            return candidates(self.actor, self.trie, rows, GROUP_SIZE, CANDIDATES, self.pad_id, uniform)
+            uniform = None
+            if CANDIDATES == "sample":  # drawn at once: BATCH_SIZE does not matter to it
+                uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE)
+            return candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
 
     @torch.no_grad()
     def score(self, batch):
@@ -491,9 +466,7 @@ class RecTrainer:
 
     def compute_advantages(self, batch):
         """Compare each candidate with its group."""
-        logprobs = batch.logprobs.sum(1)
-        batch.weights = group_weights(logprobs, GROUP_SIZE, GROUP_WEIGHTS)
-        batch.advantages = group_advantages(batch.scores, batch.weights, GROUP_SIZE, SCALE_REWARDS)
+        batch.advantages = group_advantages(batch.scores, GROUP_SIZE, SCALE_REWARDS)
 
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
@@ -538,8 +511,7 @@ class RecTrainer:
         policy_losses, ratio = policy_loss(
             logprobs, batch.logprobs[rows], batch.advantages[rows, None], LOSS_TYPE, CLIP_RANGE,
             CLIP_RANGE_HIGH)
-        policy_losses = batch.weights[rows, None] * policy_losses
-        kl = batch.weights[rows, None] * kl_loss(logprobs, batch.ref_logprobs[rows])
+        kl = kl_loss(logprobs, batch.ref_logprobs[rows])
         return policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy, policy_losses, ratio, kl
 
     @torch.no_grad()
@@ -562,8 +534,8 @@ class RecTrainer:
             return list_metrics(lists, rows, self.popularity)
         metrics, _ = self.list_figures(lists, rows)
         generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, "sample", True, generator)
-        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, "sample", self.pad_id, uniform)
+        uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)
+        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
         metrics["reward_sampled"] = self.rewards_of(batch.rows, batch.items)[0].mean().item()
         return metrics
 
@@ -2902,9 +2874,8 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
     log-probabilities of their codes and the entropy at each: (prompts, width), twice (prompts, width, depth).
     Each prompt is read once; its cache is expanded to the prefixes that go on.
 
-    uniform None: beam search, best first. A list of (prompts, prefixes, children), a level each: Gumbel
-    top-k, a sample without replacement. A list of (prompts, width): with replacement. Where the catalogue has
-    fewer items, the rest are -1 with a log-probability of -inf."""
+    uniform None: beam search, best first; where the catalogue has fewer items, the rest are -1 with a
+    log-probability of -inf. Else random numbers (depth, prompts, width): samples with replacement."""
     count = len(prompts)
     device = model.device
     with codes_alone(model, trie):
@@ -2912,7 +2883,6 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
     logits = decoder.logits
     nodes = torch.zeros(count, 1, dtype=torch.long, device=device)
     total = torch.zeros(count, 1, device=device)  # log-probability of each prefix
-    perturbed = torch.zeros(count, 1, device=device)
     steps = torch.zeros(count, 1, 0, 2, device=device)  # log-probability and entropy of each code
     prompt = torch.arange(count, device=device)[:, None]
     for level in range(trie.depth):
@@ -2921,18 +2891,14 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
         logprobs = constrained_logprobs(logits, trie.columns[codes], open_, TEMPERATURE)
         totals = total.unsqueeze(-1) + logprobs
         options = codes.shape[-1]
-        keys = totals
-        if uniform is not None and uniform[level].dim() == 2:
+        if uniform is None:
+            chosen = totals.flatten(1).topk(min(width, totals[0].numel())).indices  # (prompts, next prefixes)
+            parent = chosen // options
+        else:
             probabilities = logprobs.expand(-1, width, -1).flatten(0, 1).exp()
             parent = torch.arange(width, device=device).expand(count, -1) % nodes.shape[1]
             code = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
             chosen = parent * options + code
-        else:
-            if uniform is not None:
-                keys = conditional_gumbels(totals, perturbed.unsqueeze(-1), uniform[level])
-            chosen = keys.flatten(1).topk(min(width, keys[0].numel())).indices  # (prompts, next prefixes)
-            parent = chosen // options
-        perturbed = keys.flatten(1).gather(1, chosen)
         total = totals.flatten(1).gather(1, chosen)
         nodes = children.flatten(1).gather(1, chosen)
         step = torch.stack([
@@ -2953,27 +2919,14 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
     return items, *steps.unbind(-1)
 
 
-def draw_uniform(trie, rows, width, how, replacement, generator=None):
-    """The random numbers of search() for so many rows, a tensor a level; None for beam search."""
-    if how == "beam":
-        return None
-    prefixes = 1
-    found = []
-    for options in trie.width:
-        shape = (rows, width) if replacement else (rows, prefixes, options)
-        found.append(torch.rand(shape, generator=generator))
-        prefixes = min(width, prefixes * options)
-    return found
-
-
-def candidates(model, trie, rows, width, how, pad_id, uniform):
+def candidates(model, trie, rows, width, pad_id, uniform):
     """`width` candidates for each row, likelier ones first: a batch, its tensors (rows * width, ...), that
     item_logprobs() takes."""
     def some_rows(begin):
         some = rows[begin:begin + BATCH_SIZE]
         noise = None
         if uniform is not None:
-            noise = [numbers[begin:begin + BATCH_SIZE].to(model.device) for numbers in uniform]
+            noise = uniform[:, begin:begin + BATCH_SIZE].to(model.device)
         with autocast(model):
             prompts = [row["ids"] for row in some]
             items, logprobs, entropies = search(model, trie, prompts, width, pad_id, noise)
@@ -3321,8 +3274,6 @@ def check_sizes():
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
     if VALUE_WEIGHT and VALUES_FILE is None:
         raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
-    if REPLACEMENT and CANDIDATES == "beam":
-        raise UserError("REPLACEMENT = True does nothing with CANDIDATES = 'beam': set one of them otherwise")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
         raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
     if (TITLE_HISTORY_ROWS or TITLE_ROWS) and not ITEM_FILE:

@@ -170,43 +170,24 @@ def test_a_narrow_beam_gives_distinct_items_in_order(rec):
         assert len(set(some)) == 2 and sums[0] >= sums[1]
 
 
-def frequencies(module, trainer, how, replacement, width, times):
-    """(How often each item is in the sample of one history, its probability)."""
+def test_samples_have_the_policys_probabilities(rec):
+    module = rec(BATCH_SIZE=6000)
+    trainer = trainer_of(module)
     row = trainer.valid_rows[0]
-    generator = torch.Generator().manual_seed(0)
-    module.BATCH_SIZE = times
-    uniform = module.draw_uniform(trainer.trie, times, width, how, replacement, generator)
-    batch = module.candidates(trainer.actor, trainer.trie, [row] * times, width, how, trainer.pad_id, uniform)
-    counts = batch.items.bincount(minlength=11).double() / times
-    p = every_logprob(trainer, row["ids"])
-    return counts, torch.tensor([p[i] for i in range(11)], dtype=torch.double).exp(), batch
-
-
-def test_samples_with_replacement_have_the_policys_probabilities(rec):
-    module = rec()
-    counts, p, _ = frequencies(module, trainer_of(module), "sample", True, 2, 6000)
+    uniform = torch.rand(3, 6000, 2, generator=torch.Generator().manual_seed(0))
+    batch = module.candidates(trainer.actor, trainer.trie, [row] * 6000, 2, trainer.pad_id, uniform)
+    share = batch.items.bincount(minlength=11).double() / 12000
+    logprobs = every_logprob(trainer, row["ids"])
+    p = torch.tensor([logprobs[i] for i in range(11)], dtype=torch.double).exp()
     assert p.sum().item() == pytest.approx(1, abs=1e-4)
-    assert ((counts / 2 - p).abs() < 4 * (p / 12000).sqrt() + 1e-3).all()
-
-
-def test_gumbel_top_k_has_the_inclusion_probabilities_of_drawing_without_replacement(rec):
-    module = rec()
-    counts, p, batch = frequencies(module, trainer_of(module), "sample", False, 2, 6000)
-    assert (batch.items.view(-1, 2)[:, 0] != batch.items.view(-1, 2)[:, 1]).all()
-    first = p[:, None] * p[None] / (1 - p[:, None])  # the first is i, the second j
-    first.fill_diagonal_(0)
-    wanted = first.sum(1) + first.sum(0)
-    assert ((counts - wanted).abs() < 4 * (wanted * (1 - wanted) / 6000).sqrt() + 1e-3).all()
+    assert ((share - p).abs() < 4 * (p / 12000).sqrt() + 1e-3).all()
 
 
 # ---------------------------------------------------------------- log-probabilities
 
-HOWS = [("beam", False), ("sample", False), ("sample", True)]
-
-
-@pytest.mark.parametrize("how, replacement", HOWS)
-def test_the_first_ratio_is_one(rec, how, replacement):
-    module = rec(CANDIDATES=how, REPLACEMENT=replacement, TEMPERATURE=1.3)
+@pytest.mark.parametrize("how", ["beam", "sample"])
+def test_the_first_ratio_is_one(rec, how):
+    module = rec(CANDIDATES=how, TEMPERATURE=1.3)
     trainer = trainer_of(module)
     batch = trainer.rollout()
     assert len({len(row["ids"]) for row in batch.rows}) > 1
@@ -281,33 +262,13 @@ def test_batch_size_changes_no_candidate(rec):
 def test_group_advantages_by_hand(rec):
     module = rec()
     scores = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 5.0, 0.0, 0.0, 3.0])
-    ones = torch.ones(9)
-    found = module.group_advantages(scores, ones, 3, "none")
+    found = module.group_advantages(scores, 3, "none")
     assert found.tolist() == [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0, -1.0, -1.0, 2.0]
-    scaled = module.group_advantages(scores, ones, 3, "group")
+    scaled = module.group_advantages(scores, 3, "group")
     assert scaled[:3].tolist() == pytest.approx([x / (7 ** 0.5 + 1e-4) for x in (-2, -1, 3)])
     assert scaled[3:6].tolist() == [0, 0, 0]
-    batch = module.group_advantages(scores, ones, 3, "batch")
+    batch = module.group_advantages(scores, 3, "batch")
     assert batch[2].item() == pytest.approx(3 / (scores.std().item() + 1e-4))
-
-
-def test_policy_weights_give_the_gradient_of_the_expected_reward_within_the_group(rec):
-    module = rec()
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 4, dtype=torch.double, generator=generator).requires_grad_()
-    scores = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, 0.0, 0.0, 3.0], dtype=torch.double)
-    logprobs = logits.log_softmax(1)
-    group = logprobs[:, :3].flatten()  # a group of three of four items, such as beams
-    kept = torch.tensor([0, 1, 2, 4, 5, 6])
-    expected = (logprobs[:, :3].softmax(1).flatten() * scores[kept]).sum() / 2
-    wanted, = torch.autograd.grad(expected, logits, retain_graph=True)
-    weights = module.group_weights(group.detach(), 3, "policy")
-    advantages = module.group_advantages(scores[kept], weights, 3, "none")
-    old = group.detach()[:, None]
-    losses, _ = module.policy_loss(group[:, None], old, advantages[:, None], "dapo", 0.2, 0.2)
-    found, = torch.autograd.grad(-(weights[:, None] * losses).mean(), logits)
-    assert torch.allclose(found, wanted, atol=1e-12)
-    assert module.group_weights(group, 3, "uniform").tolist() == [1.0] * 6
 
 
 @pytest.mark.parametrize("advantage, ratio, moves", [
@@ -368,8 +329,8 @@ def test_each_constant_of_the_loss_is_handed_to_its_place(rec, kind):
     trainer = trainer_of(rec(LOSS_TYPE=kind, **prices))
     generator = torch.Generator().manual_seed(0)
     logprobs, old, ref, entropy = (torch.randn(40, 3, generator=generator) / 3 for _ in range(4))
-    advantages, weights = (torch.randn(40, generator=generator) for _ in range(2))
-    batch = SimpleNamespace(logprobs=old, ref_logprobs=ref, advantages=advantages, weights=weights)
+    advantages = torch.randn(40, generator=generator)
+    batch = SimpleNamespace(logprobs=old, ref_logprobs=ref, advantages=advantages)
     rows = torch.arange(39, -1, -1)
     found = trainer.token_losses(batch, rows, logprobs, entropy)
     for n, i in enumerate(rows.tolist()):
@@ -377,10 +338,10 @@ def test_each_constant_of_the_loss_is_handed_to_its_place(rec, kind):
             log_ratio = (logprobs[n, t] - old[i, t]).item()
             if kind == "gspo":
                 log_ratio = (logprobs[n] - old[i]).mean().item()
-            ratio, a, w = math.exp(log_ratio), advantages[i].item(), weights[i].item()
-            policy = -w * min(ratio * a, min(max(ratio, 0.9), 1.4) * a)
+            ratio, a = math.exp(log_ratio), advantages[i].item()
+            policy = -min(ratio * a, min(max(ratio, 0.9), 1.4) * a)
             apart = (logprobs[n, t] - ref[i, t]).item()
-            kl = w * (math.exp(-apart) - 1 + apart)
+            kl = math.exp(-apart) - 1 + apart
             wanted = (policy + 0.3 * kl - 0.07 * entropy[n, t].item(), policy, ratio, kl)
             assert [x[n, t].item() for x in found] == pytest.approx(wanted, abs=1e-5)
 
@@ -399,23 +360,19 @@ def test_passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order
     assert all(sorted(some) == list(range(60)) for some in passes) and passes[0] != passes[1] != passes[2]
 
 
-def test_advantages_are_weighed_and_scaled_as_asked(rec):
-    trainer = trainer_of(rec(GROUP_WEIGHTS="policy", SCALE_REWARDS="batch"))
-    generator = torch.Generator().manual_seed(0)
-    batch = SimpleNamespace(
-        logprobs=torch.randn(6, 3, generator=generator), scores=torch.rand(6, generator=generator))
+def test_advantages_are_scaled_as_asked(rec):
+    trainer = trainer_of(rec(SCALE_REWARDS="batch"))
+    batch = SimpleNamespace(scores=torch.rand(6, generator=torch.Generator().manual_seed(0)))
     trainer.compute_advantages(batch)
     scores = batch.scores.numpy()
     for begin in (0, 3):
-        p = np.exp(batch.logprobs.sum(1).numpy()[begin:begin + 3])
-        p /= p.sum()
-        wanted = (scores[begin:begin + 3] - p @ scores[begin:begin + 3]) / (scores.std(ddof=1) + 1e-4)
-        assert batch.weights[begin:begin + 3].tolist() == pytest.approx(3 * p, abs=1e-5)
+        group = scores[begin:begin + 3]
+        wanted = (group - group.mean()) / (scores.std(ddof=1) + 1e-4)
         assert batch.advantages[begin:begin + 3].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_lists_groups_and_samples_are_as_asked(rec):
-    module = rec(LOG_SAMPLES=5, EVAL_BEAMS=23, CANDIDATES="sample", REPLACEMENT=True, GROUP_SIZE=11)
+    module = rec(LOG_SAMPLES=5, EVAL_BEAMS=23, CANDIDATES="sample", GROUP_SIZE=11)
     trainer = trainer_of(module)
     batch = trainer.rollout()
     assert any(len(set(group)) < 11 for group in batch.items.view(-1, 11).tolist())
@@ -1009,7 +966,6 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
     ({"COLLABORATIVE_WEIGHT": 1.0}, "needs a SASREC_FILE of these rows"),
     ({"TITLE_ROWS": 0.5}, "need an ACTOR_MODEL of words"),
     ({"PROMPT_TEMPLATE": "no place"}, "must contain {history} once"),
-    ({"REPLACEMENT": True, "CANDIDATES": "beam"}, "does nothing with CANDIDATES"),
     ({"MAX_HISTORY": 4000, "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "lower MAX_HISTORY"),
     ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': [Errno 2] No such file"),
     ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': [Errno 2] No such file"),
