@@ -3276,8 +3276,6 @@ def check_sizes():
         raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
         raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
-    if (TITLE_HISTORY_ROWS or TITLE_ROWS) and not ITEM_FILE:
-        raise UserError("TITLE_HISTORY_ROWS and TITLE_ROWS need the titles of an ITEM_FILE")
 
 
 # ================================================================ the model
@@ -3528,21 +3526,16 @@ def best_value(values, rows, count):
 def table_lines(figures):
     """Lines for the terminal: each policy on the test rows, the gain over SFT, what is possible."""
     keys = ["hr@1", "hr@10", "ndcg@10", "hr@20", "reward", "coverage@10", "popularity@10"]
-    lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in keys)]
+    lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in [*keys, "of best value"])]
+    possible = figures.get("possible")
     for name, figure in figures.items():
         if "intervals" in figure:
-            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys))
+            share = f"{figure['reward/value'] / possible['value']:>15.1%}" if possible else ""
+            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + share)
     for key, gained in figures.get("grpo_minus_sft", {}).items():
         low, high = gained["interval"]
         interval = f"95% interval {low:+.4f} to {high:+.4f}"
         lines.append(f"  GRPO minus SFT, {key}: {gained['mean']:+.4f} ({interval})")
-    if "possible" in figures:
-        possible = figures["possible"]["value"]
-        line = f"  the best possible value of {GROUP_SIZE} items: {possible:.4f}"
-        for name, figure in figures.items():
-            if "reward/value" in figure:
-                line += f"; {name} reaches {figure['reward/value'] / possible:.1%}"
-        lines.append(line)
     return lines
 
 
