@@ -13,7 +13,7 @@ LENGTHS = [
     ("grpo/grpo_rec.py", 697), ("rce/rce_icl.py", 715)]
 # Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
 MOST = {
-    "language models": 904, "faster decoding": 64, "data and rewards": 205, "the run": 797,
+    "language models": 905, "faster decoding": 64, "data and rewards": 205, "the run": 797,
     "mining and check-up": 133}
 
 
