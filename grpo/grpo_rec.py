@@ -1174,10 +1174,10 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     return ids.masked_fill(over, pad_id), lengths, logprobs, entropies
 
 
-def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
-    """generate() over lists of ids, at_once (BATCH_SIZE) at a time; uniform None is greedy. A batch whose
-    tensors are (rows, R): R is the longest response, response_mask is 1 up to and with the first EOS."""
-    size = at_once or BATCH_SIZE
+def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
+    """generate() over lists of ids, as many rows at a time as a training batch has; uniform None is greedy. A
+    batch whose tensors are (rows, R): R is the longest response, response_mask is 1 up to its first EOS."""
+    size = max(1, BATCH_SIZE * GROUP_SIZE // group_size)  # prompts
     eos_ids = end_ids(model, tokenizer)
     pad_id = padding_id(model, tokenizer)
 
@@ -1942,9 +1942,11 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
-    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
-    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
+    """What makes a run what it is: constants, this file, threads and GPU, on which sums' last bits depend."""
+    here = {Path(__file__).name: file_digest(__file__)["sha256"][:12], "GPU": None}
+    if torch.cuda.is_available():
+        here["GPU"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+    return {**constants(), **here, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):

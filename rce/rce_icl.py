@@ -994,9 +994,11 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
-    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
-    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
+    """What makes a run what it is: constants, this file, threads and GPU, on which sums' last bits depend."""
+    here = {Path(__file__).name: file_digest(__file__)["sha256"][:12], "GPU": None}
+    if torch.cuda.is_available():
+        here["GPU"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+    return {**constants(), **here, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):
