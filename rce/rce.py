@@ -536,7 +536,7 @@ class RCETrainer:
                     parts += parts_of([c])
                 except Exception as error:
                     why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-                    c.update(eval_failed=True, eval_mode="failed", eval_error=why)
+                    c.update(eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None)
             if not parts:
                 raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
         for c, own in zip((c for c in candidates if not c["eval_failed"]), parts):
