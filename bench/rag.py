@@ -1,15 +1,13 @@
-"""ppo_rag.py on its default world: test reward by seed, beside baselines, what can be learnt, and sb3's PPO.
+"""ppo_rag.py on its default world: test reward by seed and by split, beside rules and sb3's PPO.
 
-    python bench/rag.py seeds 1 2 3 4 5     # the default run of each seed, rules and regressors
-    python bench/rag.py splits 0 1 2 3 4 5  # the default run of seed 1 on each SPLIT_SEED, and rules
+    python bench/rag.py splits 0 1 2 3 4    # the default run on each SPLIT_SEED, seed 1
+    python bench/rag.py seeds 1 2 3         # the default run of each seed, on the shipped split
     python bench/rag.py sb3 1 2 3           # stable-baselines3's PPO on the same table, beside ours
     python bench/rag.py recall FILE ...     # BM25's recall on HotpotQA's files, titles counted once and twice
 
-seeds and sb3 need `pip install -r bench/requirements-rag.txt`, best in an environment of their own. Rules and
-regressors see the whole table of the training questions, every action's reward, of which PPO sees one action
-at a time. The rule "best by type" gives a question the action that is best on the training questions of its
-type; it is told the type, which the policy has to tell from the observation. Of three regressors of every
-action's reward from the observation the one counts whose choices are best on the validation questions.
+sb3 needs `pip install -r bench/requirements-rag.txt`, best in an environment of its own. Words after the
+numbers are words for the run (MAX_STEPS=300). The rules (`rules` in ppo_rag.py) see the whole table of
+the training questions, every action's reward, of which PPO sees one action at a time.
 """
 import importlib.util
 import json
@@ -61,46 +59,6 @@ def load_trainer(folder, **constants):
     return module, module.RAGTrainer()
 
 
-def best_by_type(table):
-    """Test reward where each type of question gets the action that is best on its training questions."""
-    rewards = table.rewards.double().mean(2)  # (questions, actions)
-    kinds = [row["type"] for row in table.questions]
-    best = {kind: rewards[[q for q in table.splits["train"] if kinds[q] == kind]].mean(0).argmax()
-            for kind in set(kinds)}
-    return statistics.mean(rewards[q, best[kinds[q]]].item() for q in table.splits["test"])
-
-
-def greedy_oracle(table):
-    """Test reward of the best action of each question, after the fact, among those of temperature 0: the
-    oracle over all actions takes the luckiest of the sampled answers too."""
-    greedy = [n for n, (_, temperature, _) in enumerate(table.actions) if temperature == 0]
-    return table.rewards.double().mean(2)[table.splits["test"]][:, greedy].amax(1).mean().item()
-
-
-def reference(table):
-    """(name, test reward) of the best of three regressors of every action's reward."""
-    from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor, RandomForestRegressor
-    from sklearn.multioutput import MultiOutputRegressor
-
-    seen = table.observations.numpy()
-    rewards = table.rewards.double().mean(2).numpy()  # (questions, actions)
-    train, validation, test = (table.splits[name] for name in ("train", "validation", "test"))
-    many = {"n_estimators": 500, "min_samples_leaf": 5, "random_state": 0}
-    boosted = HistGradientBoostingRegressor(max_iter=100, learning_rate=0.05, random_state=0)
-    found = []
-    for model in (RandomForestRegressor(**many), ExtraTreesRegressor(**many), MultiOutputRegressor(boosted)):
-        model.fit(seen[train], rewards[train])
-        reached = []
-        for rows in (validation, test):
-            chosen = model.predict(seen[rows]).argmax(1)
-            reached.append(rewards[rows, chosen].mean())
-        boosts = isinstance(model, MultiOutputRegressor)
-        found.append((*reached, type(boosted if boosts else model).__name__))
-        print(f"{found[-1][2]:32} validation {reached[0]:.3f}  test {reached[1]:.3f}")
-    best = max(found)
-    return best[2], best[1]
-
-
 def tested(folder, *words):
     """eval_test.json of a run with these words, as a user starts it."""
     command = [sys.executable, SCRIPT, *words, f"OUTPUT_DIR={folder}"]
@@ -108,49 +66,33 @@ def tested(folder, *words):
     return json.loads((Path(folder) / "eval_test.json").read_text())
 
 
-def splits(numbers):
-    """The default run on other splits of the same questions: PPO beside rules."""
-    out = Path(tempfile.mkdtemp(prefix="rag_splits_"))
-    found = []
-    for number in numbers:
-        run = tested(out / number, f"SPLIT_SEED={number}", "SEED=1")
-        _, trainer = load_trainer(out / "table" / number, SPLIT_SEED=int(number))
-        ppo, fixed, oracle = (run[name]["reward"] for name in ("policy", "best_fixed", "oracle"))
-        found.append((fixed, ppo, best_by_type(trainer.table), greedy_oracle(trainer.table), oracle))
-        low, high = run["interval"]
-        print(f"SPLIT_SEED {number}: gain over best fixed {ppo - fixed:+.3f} ({low:+.3f} to {high:+.3f})")
-    for n, name in enumerate(("best fixed", "PPO", "best by type", "oracle, greedy answers", "oracle")):
-        values = [row[n] for row in found]
-        print(f"{name:24}" + "  ".join(f"{x:.3f}" for x in values) + f"  mean {statistics.mean(values):.3f}")
-    fixed, ppo, rule, *_ = (statistics.mean(values) for values in zip(*found))
-    print(f"PPO gains {(ppo - fixed) / (rule - fixed):.0%} of what best by type gains over best fixed")
-
-
-def seeds(numbers):
-    """The default run of each seed, as a user starts it."""
+def compare(constant, words):
+    """The default run for each value of a constant: test rewards beside the baselines', gains over rules."""
+    values = [word for word in words if "=" not in word]
+    others = [word for word in words if "=" in word]
     out = Path(tempfile.mkdtemp(prefix="rag_"))
     results = []
-    for seed in numbers:
+    for value in values:
         started = time.time()
-        found = tested(out / seed, f"SEED={seed}")
-        results.append(found)
-        policy = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-        low, high = found["interval"]
-        gain = f"gain {found['gain_over_best_fixed']:+.3f} ({low:+.3f} to {high:+.3f})"
-        print(f"seed {seed}: {policy}  {gain}  {time.time() - started:.0f} s", flush=True)
-    rewards = [found["policy"]["reward"] for found in results]
-    spread = f"{min(rewards):.3f} to {max(rewards):.3f}"
-    fixed = results[0]["best_fixed"]["reward"]
-    print(f"mean test reward {statistics.mean(rewards):.3f} ({spread})")
-    for name in ("random", "best_fixed", "oracle"):
-        values = "  ".join(f"{key} {results[0][name][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-        print(f"{name:12} {values}")
-    _, trainer = load_trainer(out / "reference")
-    rule = best_by_type(trainer.table)
-    print(f"oracle over greedy answers {greedy_oracle(trainer.table):.3f}")
-    for name, reached in (("best by type", rule), reference(trainer.table)):
-        share = (statistics.mean(rewards) - fixed) / (reached - fixed)
-        print(f"{name} {reached:.3f}: PPO gains {share:.0%} of what it gains over best fixed")
+        results.append(tested(out / value, f"{constant}={value}", *others))
+        print(f"{constant}={value}: {time.time() - started:.0f} s", flush=True)
+        for name, gain in results[-1]["gains"].items():
+            low, high = gain["interval"]
+            print(f"  gain over {name:14}{gain['gain']:+.3f} ({low:+.3f} to {high:+.3f})", flush=True)
+    print(f"{'test reward':16}" + "  ".join(f"{value:>5}" for value in values) + "   mean")
+    for name in [name for name in results[0] if name != "gains"]:
+        rewards = [found[name]["reward"] for found in results]
+        print(f"{name:16}" + "  ".join(f"{x:.3f}" for x in rewards) + f"  {statistics.mean(rewards):.3f}")
+
+
+def splits(words):
+    """The default run on other splits of the same questions."""
+    compare("SPLIT_SEED", words)
+
+
+def seeds(words):
+    """The default run of other seeds."""
+    compare("SEED", words)
 
 
 def sb3(numbers):
@@ -196,7 +138,8 @@ def recall(files):
     """Share of the gold paragraphs among BM25's first k of all files' paragraphs, mean over questions."""
     module = load_module()
     records = [record for file in files for record in json.loads(Path(file).read_text())]
-    questions, corpus = module.from_hotpot(records, "HotpotQA")
+    questions, told = module.from_hotpot(enumerate(records, 1), "HotpotQA")
+    corpus = [{"title": title, "text": text} for title, text in told]
     print(f"{len(questions)} questions, {len(corpus)} paragraphs")
     for weight in (1, 2):
         module.TITLE_WEIGHT = weight

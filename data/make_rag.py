@@ -3,14 +3,17 @@
     python data/make_rag.py             # about 10 minutes on 2 cores
     python data/make_rag.py SEED=3 OUT=/tmp/rag
 
-Paragraphs are alike on purpose: twenty people share a first name and three a surname, six authors the noun
-of their cycle, films and operas bear the names of novels. Questions are of four types:
+Paragraphs are alike on purpose: twenty people share a first name and three a surname, films and operas bear
+the names of novels; a noun's cycle has one author or six. Questions are of five types, told by their words.
+What the best action is, the words do not tell in three of them; what BM25 finds does:
 
-    one-hop     When was Robert Merrow born?  BM25 puts the paragraph first.
-    two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
+    one-hop     When was Robert Merrow born?  BM25 puts the paragraph first. One in three has the surname as
+                it was spelt of old, Merrowe: twenty Roberts are as good to BM25, a reranker is needed.
+    reworded    In what year did the Torvalian Robert Merrow come into the world?  As above, in other words.
+    work        Who was the director of The Silent Harbor?  One paragraph where nothing else bears the name;
+                half are films or operas whose name a novel has too, and then it stands second or third.
+    two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 4th.
     comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
-    reworded    In what year did the Torvalian Robert Merrowe come into the world?  Only the first name
-                matches, so twenty paragraphs and more are equally good to BM25, and a reranker is needed.
 
 The reader, a causal model, learns on *other* worlds: every few steps the facts are dealt anew from the same
 vocabulary, so it reads and cannot remember.
@@ -31,8 +34,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 1
 OUT = str(Path(__file__).resolve().parent / "rag")
-QUESTIONS = {"one-hop": 300, "two-hop": 240, "comparison": 200, "reworded": 260}
-LEVELS = {"one-hop": "easy", "two-hop": "hard", "comparison": "medium", "reworded": "medium"}
+QUESTIONS = {"one-hop": 420, "work": 400, "reworded": 400, "two-hop": 200, "comparison": 80}
+OLD_SPELLINGS = 1 / 3  # of one-hop and reworded questions
+SHARED_NAMES = 1 / 2  # of work questions
+LONE_CREATORS = 1 / 2  # of the nouns: one author, director, composer each
 READER_STEPS = 1200
 READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions
 QUESTIONS_PER_CONTEXT = 10
@@ -155,9 +160,18 @@ def group_by(rows, key):
     return groups
 
 
-def make_world(rng):
+def thin_out(people, rng):
+    """Of LONE_CREATORS of the nouns one creator of each calling stays."""
+    lone = rng.sample(NOUNS, round(LONE_CREATORS * len(NOUNS)))
+    stay = {(person["noun"], person["calling"]): person for person in people if person["noun"] in lone}
+    return [person for person in people if stay.get((person["noun"], person["calling"]), person) is person]
+
+
+def make_world(rng, shipped=False):
     """All facts dealt anew: people, works, towns and who shares a name with whom."""
     people = make_people(rng)
+    if shipped:
+        people = thin_out(people, rng)
     works = make_works(people, rng)
     towns = make_towns(rng)
     return {
@@ -174,7 +188,7 @@ def make_world(rng):
 
 def question(type_, text, answer, *gold):
     titles = [entity["title"] for entity in gold]
-    return {"question": text, "answer": str(answer), "type": type_, "level": LEVELS[type_], "gold": titles}
+    return {"question": text, "answer": str(answer), "type": type_, "gold": titles}
 
 
 def ask_person(person, rng):
@@ -253,27 +267,42 @@ def other_person(person, world, rng):
     return rng.choice([p for p in world["people"] if p is not person])
 
 
+def respell(row, person, old):
+    """The question with the surname as it was spelt of old, or as the paragraphs have it."""
+    names = [f"{person['first']} {last}" for last in (person["last"], old_spelling(person["last"]))]
+    text = row["question"].replace(names[1], names[0])
+    return {**row, "question": text.replace(names[0], names[1]) if old else text}
+
+
+def ask(type_, world, rng):
+    """A question of the shipped world; the reader's lessons have more, and spellings as they come."""
+    person = rng.choice(world["people"])
+    work = rng.choice(world["works"])
+    if type_ == "one-hop" and rng.random() < 0.1:
+        return ask_town(rng.choice(list(world["towns"].values())), rng)
+    if type_ in ("one-hop", "reworded"):
+        row = (ask_person if type_ == "one-hop" else ask_reworded)(person, rng)
+        return respell(row, person, rng.random() < OLD_SPELLINGS)
+    if type_ == "work":
+        shared = rng.random() < SHARED_NAMES
+        while shared != (len(world["by_name"][work["name"]]) > 1) or shared and work["kind"] == "novel":
+            work = rng.choice(world["works"])
+        row = ask_work(work, rng)
+        text = row["question"].replace(f"the {work['kind']} {work['name']}", work["name"])
+        return {**row, "type": "work", "question": text}
+    if type_ == "two-hop":
+        return ask_two_hop(work, rng)
+    return ask_comparison(person, other_person(person, world, rng), rng)
+
+
 def make_questions(world, rng):
     """QUESTIONS[type] different questions of each type about the world, shuffled."""
     found = {}
-    counts = {type_: 0 for type_ in QUESTIONS}
-    while counts != QUESTIONS:
-        type_ = rng.choice([t for t in QUESTIONS if counts[t] < QUESTIONS[t]])
-        person = rng.choice(world["people"])
-        work = rng.choice(world["works"])
-        if type_ == "one-hop":
-            town = rng.choice(list(world["towns"].values()))
-            new = rng.choices(
-                [ask_person(person, rng), ask_work(work, rng), ask_town(town, rng)], [0.55, 0.35, 0.1])[0]
-        elif type_ == "two-hop":
-            new = ask_two_hop(work, rng)
-        elif type_ == "comparison":
-            new = ask_comparison(person, other_person(person, world, rng), rng)
-        else:
-            new = ask_reworded(person, rng)
-        if new["question"] not in found:
-            found[new["question"]] = new
-            counts[type_] += 1
+    for type_, count in QUESTIONS.items():
+        wanted = len(found) + count
+        while len(found) < wanted:
+            row = ask(type_, world, rng)
+            found.setdefault(row["question"], row)
     rows = list(found.values())
     rng.shuffle(rows)
     return rows
@@ -558,7 +587,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
 
     shipped = random.Random(SEED)
-    world = make_world(shipped)
+    world = make_world(shipped, shipped=True)
     corpus = make_corpus(world, shipped)
     questions = make_questions(world, shipped)
     write_lines(out / "corpus.jsonl", corpus)

@@ -32,10 +32,11 @@ To change      see
 the loss       policy_loss, value_loss, update       the data       DATASET; load_questions
 the reward     EM_WEIGHT ...; compute_rewards        a metric       RAGTrainer.record, evaluate
 the actions    TOP_KS, TEMPERATURES, RERANKS         a plot         self.run.panels; draw_learning
-what is seen   OBSERVATION, observe                  a part of QA   Retriever, Reranker, Prompts, Generator
+what is seen   OBSERVATION, observe                  a part of QA   Retriever, Reranker, Generator
 """
 import math
 import os
+import string
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,13 +55,13 @@ import rewards  # noqa: E402
 
 # ================================================================ constants
 
-# Data: a folder with corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type, level};
+# Data: a folder with corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type};
 # HotpotQA's json file (distractor format); or {"path": "hotpotqa/hotpot_qa", "type": "hub", "name":
 # "distractor", "split": "validation"}
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
 SAMPLE: int | None = None  # questions drawn from it; None: all
 VALIDATION_QUESTIONS = 200  # for best/ and early stopping
-TEST_QUESTIONS = 300  # seen once, at the end
+TEST_QUESTIONS = 400  # seen once, at the end
 SPLIT_SEED = 0  # which questions are drawn and in which split they are, whatever SEED is
 
 # The QA system: folders or hub names; each part is a class below that you may replace
@@ -81,7 +82,7 @@ CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
 
 # Actions: all combinations
 TOP_KS = (1, 2, 4, 8)  # paragraphs that the generator reads
-TEMPERATURES = (0.0, 0.5, 1.0)  # 0: greedy
+TEMPERATURES = (0.0, 0.7)  # 0: greedy
 RERANKS = (0, 1)  # 1: the reranker sorts the RERANK_DEPTH best before the first top_k are taken
 DRAWS = 1  # answers kept of each action with a temperature above 0
 
@@ -92,12 +93,12 @@ ROUGE_WEIGHT = 0.0
 COST_WEIGHT = 0.05
 COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, never the same
 COST_TOKENS = 100.0  # tokens that the generator reads and writes at a cost of 1
-COST_PAIRS = 20.0  # pairs that the reranker reads at a cost of 1
+COST_PAIRS = 4.0  # pairs that the reranker reads at a cost of 1
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
 
 # Baselines
 BASELINE = "both"  # fixed | random | both
-FIXED_ACTION = (4, 0.5, 0)  # top_k, temperature, rerank of the baseline "fixed"
+FIXED_ACTION = (4, 0.7, 0)  # top_k, temperature, rerank of the baseline "fixed"
 BASELINE_ONLY = False  # table and baselines alone, without training
 
 # Optimisation
@@ -175,18 +176,10 @@ def value_loss(values, old_values, returns, clip_range):
 SIGNS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
 YES_NO = "is are was were do does did has have had can could".split()
 OBSERVATION = (  # entry by entry; scores are BM25's of the question's best paragraphs, s1 the highest
-    "words",  # words of the question
-    "capitalised",  # of them, capitalised beyond the first: names
-    "unknown",  # share of its words that no paragraph has
-    "commas",  # its commas
-    *("has_" + word for word in SIGNS),  # 1 where the word stands in it
-    "yes_no",  # 1 where it begins with a form of be, do, have or can
-    "s1",  # highest score
-    "s1_per_word",
-    "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1",  # how fast the scores fall
-    "gap",  # (s1 - s2) / s1
-    "spread",  # standard deviation of the 20 best over their mean
-    "near",  # how many of the 20 best have at least .9 of s1
+    "words", "capitalised", "unknown", "commas",  # of the question; share of words that no paragraph has
+    *("has_" + word for word in SIGNS), "yes_no",  # 1 where it has the word; where it begins with one
+    "s1", "s1_per_word", "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1", "gap",  # gap: (s1 - s2) / s1
+    "spread", "near",  # of the 20 best: deviation over mean; how many have at least .9 of s1
     "overlap1", "overlap2", "overlap4",  # share of the question's words in the best 1, 2, 4 paragraphs
     "names1", "names2", "names4",  # share of its capitalised words in them
     "title1", "title2",  # share of the best, second best paragraph's title words in the question
@@ -233,21 +226,10 @@ def all_actions():
     return [(k, t, r) for k in TOP_KS for t in TEMPERATURES for r in RERANKS]
 
 
-class PolicyConfig(PretrainedConfig):
-    """Sizes of a policy, and the actions that its outputs stand for."""
-    model_type = "ppo_rag_policy"
-
-    def __init__(self, inputs=len(OBSERVATION), hidden_size=64, actions=(), **others):
-        self.inputs = inputs
-        self.hidden_size = hidden_size
-        self.actions = [list(action) for action in actions]
-        super().__init__(**others)
-
-
 class Policy(PreTrainedModel):
-    """Actor and critic: two layers, then a logit an action and a value. policy/ loads with
-    Policy.from_pretrained()."""
-    config_class = PolicyConfig
+    """Actor and critic: two layers, then a logit an action and a value. config has inputs, hidden_size and
+    the actions; policy/ loads with Policy.from_pretrained()."""
+    config_class = PretrainedConfig
 
     def __init__(self, config):
         super().__init__(config)
@@ -305,14 +287,16 @@ class RAGTrainer:
     def load_policy(self):
         """From the checkpoint when there is one; else new, its observations scaled by the training
         questions' alone."""
+        actions = [list(action) for action in self.table.actions]  # as JSON has them
         if self.run.checkpoint:
             self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
         else:
-            self.policy = Policy(PolicyConfig(hidden_size=HIDDEN_SIZE, actions=self.table.actions))
+            sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
+            self.policy = Policy(PretrainedConfig(**sizes, actions=actions))
             seen = self.table.observations[self.table.splits["train"]]
             self.policy.mean.copy_(seen.mean(0))
             self.policy.scale.copy_(seen.std(0, unbiased=False) + 1e-3)
-        if self.policy.config.actions != [list(action) for action in self.table.actions]:
+        if self.policy.config.actions != actions:
             other = "was trained on other actions, TOP_KS x TEMPERATURES x RERANKS"
             raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
         self.optimizer = torch.optim.AdamW(
@@ -351,11 +335,11 @@ class RAGTrainer:
             parts = {key: part[rows, actions, draws] for key, part in self.table.parts.items()}
             return SimpleNamespace(
                 rows=rows, observations=observations, actions=actions, draws=draws, parts=parts,
-                values=values, logprobs=logprobs.gather(1, actions[:, None])[:, 0],
-                rewards=self.table.rewards[rows, actions, draws])
+                rewards=parts["reward"], values=values,
+                logprobs=logprobs.gather(1, actions[:, None])[:, 0])
 
     def score(self):
-        """Reward of every answer in the table, (questions, actions, draws), and its parts."""
+        """table.parts of every answer, (questions, actions, draws): reward, em, f1, cost, seconds, action."""
         table = self.table
         shape = (len(table.questions), len(table.actions), DRAWS)
         texts = [text for row in table.responses for draws in row for text in draws]
@@ -364,10 +348,12 @@ class RAGTrainer:
         self.reward_parts = {}
         with time_limit():
             scores = call_reward("compute_rewards", self.compute_rewards, prompts, texts, answers)
-        table.parts = {key: torch.as_tensor(part).view(shape) for key, part in self.reward_parts.items()}
-        table.parts["cost"] = table.seconds if COST == "seconds" else table.read
-        table.parts["seconds"] = table.seconds
-        table.rewards = scores.view(shape) - COST_WEIGHT * table.parts["cost"]
+        parts = {key: torch.as_tensor(part).view(shape) for key, part in self.reward_parts.items()}
+        cost = table.seconds if COST == "seconds" else table.read
+        table.rewards = scores.view(shape) - COST_WEIGHT * cost
+        table.parts = {"reward": table.rewards, **parts, "cost": cost, "seconds": table.seconds}
+        for key, values in zip(ACTION, zip(*table.actions)):
+            table.parts[key] = torch.tensor(values, dtype=torch.float)[:, None].expand(shape)
 
     def compute_rewards(self, questions, responses, answers):
         """What each answer is worth before its cost, (rows,); edit or override freely. self.reward_parts is
@@ -441,10 +427,7 @@ class RAGTrainer:
 
     def measure(self, rows, actions):
         """Means over questions, and over the draws of an action, of what these actions (rows,) bring."""
-        chosen = torch.tensor(self.table.actions, dtype=torch.float64)[actions]  # (rows, 3)
-        metrics = {"reward": self.table.rewards[rows, actions].double().mean().item()}
-        metrics |= {key: part[rows, actions].double().mean().item() for key, part in self.table.parts.items()}
-        return {**metrics, **dict(zip(ACTION, chosen.mean(0).tolist()))}
+        return {key: part[rows, actions].double().mean().item() for key, part in self.table.parts.items()}
 
     def evaluate(self):
         """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's,
@@ -457,35 +440,31 @@ class RAGTrainer:
     def record(self, batch, metrics):
         """The step's metrics, LOG_SAMPLES of its episodes and its line on the terminal."""
         parts = {key: part.double().mean().item() for key, part in batch.parts.items()}
-        chosen = torch.tensor(self.table.actions, dtype=torch.float64)[batch.actions]  # (episodes, 3)
-        unexplained = (batch.rewards - batch.values).var() / (batch.rewards.var() + 1e-8)
+        errors = batch.rewards - batch.values
+        unexplained = errors.var() / (batch.rewards.var() + 1e-8)
         metrics = {
-            "epoch": self.state.epoch, **metrics, "reward": batch.rewards.double().mean().item(), **parts,
-            "advantage": (batch.rewards - batch.values).mean().item(),
-            "explained_variance": (1 - unexplained).item(), **dict(zip(ACTION, chosen.mean(0).tolist()))}
-        columns = {"reward": batch.rewards, **batch.parts}
+            "epoch": self.state.epoch, **metrics, **parts, "advantage": errors.mean().item(),
+            "explained_variance": (1 - unexplained).item()}
         samples = []
         for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
             response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
-            scores = {key: round(values[n].item(), 6) for key, values in columns.items()}
-            did = dict(zip(ACTION, self.table.actions[batch.actions[n]]))
-            samples.append({**asked, "response": response, **scores, **did})
+            scores = {key: round(part[n].item(), 6) for key, part in batch.parts.items()}
+            samples.append({**asked, "response": response, **scores})
         line = ("Update {step}/{total}: R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} "
                 "PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}")
         line = line.format(step=self.run.step + 1, total=self.run.total_steps, **metrics)
         self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
 
     def baselines(self):
-        """What needs no training, printed and written: every fixed action, FIXED_ACTION, random, the best
-        fixed action of the training questions and the oracle, each on every split."""
-        table = self.table
-        self.figures = baseline_figures(table)
+        """What needs no training, each on every split, printed and written: see baseline_figures."""
+        self.figures = baseline_figures(self.table)
         Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
-        wanted = ["fixed", "random"] if BASELINE == "both" else [BASELINE]
-        for name in [*wanted, "best_fixed", "oracle", "every_action"]:
+        names = ["fixed", "random"] if BASELINE == "both" else [BASELINE]
+        names += ["best_fixed", "best_by_type", "tree", "oracle_greedy", "oracle"]
+        for name in [*names, "every_action"]:
             write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", self.figures[name])
-        for text in table_lines(table, self.figures, wanted):
+        for text in table_lines(self.table, self.figures, names):
             self.run.say(text)
 
     def test(self):
@@ -500,9 +479,11 @@ class RAGTrainer:
             did = f"top_k {top_k}, temperature {temperature}, rerank {rerank}"
             response = self.table.responses[row][action][0]
             self.run.say(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
-        found = test_figures(self.table, rows, actions, self.measure(rows, actions), self.figures)
+        found = {"policy": self.measure(rows, actions)}
+        found |= test_figures(self.table, rows, actions, self.figures)
         write_json(self.run.folder / "eval_test.json", found)
-        self.run.say(test_line(found))
+        for text in test_lines(found):
+            self.run.say(text)
 
     def answer(self, question):
         """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now: after
@@ -557,8 +538,6 @@ def load_rows(datasets, constant, limit=None):
 
 def read_records(spec, where):
     """Yields (line number from 1, record) of one data set."""
-    if spec["type"] not in ("jsonl", "parquet", "hub"):
-        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     try:
         if spec["type"] == "jsonl":
             records = Path(spec["path"]).read_bytes().split(b"\n")
@@ -590,25 +569,22 @@ def look_up(record, path, where):
 
 
 def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
+    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
         items = value if isinstance(value, list) and value else [value]
         return [read_as("text", item, where) for item in items]
-    right = (int, float) if kind == "number" else (str, int, float)
-    if not isinstance(value, right) or value != value:  # NaN
-        takes = "a number" if kind == "number" else "a text or a number"
-        raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
-    return value if kind == "number" else str(value)
+    if not isinstance(value, (str, int, float)) or value != value:  # NaN
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+    return str(value)
 
 
 def read_prompt(value, where):
     """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    def without_nulls(record):  # parquet and the hub fill in the keys that a message lacks
-        return {key: item for key, item in record.items() if item is not None}
-
     if isinstance(value, str) and value.strip():
         return value
-    messages = json.loads(json.dumps(value, default=list), object_hook=without_nulls)
+    # without the nulls that parquet and the hub fill in for keys that a message lacks
+    messages = json.loads(json.dumps(value, default=str), object_hook=lambda record: {
+        key: item for key, item in record.items() if item is not None})
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -639,18 +615,17 @@ def next_rows(rows, state, count):
 
 def resolve_rewards(functions, constant):
     """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = {}
+    resolved = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = getattr(function, "__name__", type(function).__name__)
-        while name in resolved:  # such as two lambdas
-            name += "_2"
-        resolved[name] = (name, function, float(pair[1]))
-    return list(resolved.values())
+        name = plain_name(function)
+        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
+        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
+    return resolved
 
 
 @contextmanager
@@ -726,13 +701,11 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
 
 # ==== block: the run
-# What a trainer does beside its algorithm: constants and errors, processes, OUTPUT_DIR and its lock,
-# checkpoints and resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it
-# byte-identical in every trainer: change it in one, `python tests/blocks.py FILE` copies it to the others.
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
+# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
 import ast
 import difflib
 import hashlib
-import io
 import json
 import math
 import os
@@ -754,6 +727,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 
@@ -767,8 +742,7 @@ def first_line(error):
 
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with 1.
-    An error of one process ends all of them; the first that fails prints it."""
+    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -785,7 +759,6 @@ def run_main(trainer_class):
             print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
     if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -802,23 +775,22 @@ def sentence_of(error):
         return f"USE_WANDB = True: {first_line(error)}"
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run is gone, or was silent ({first_line(error)})"
-    on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
-    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
 
 
 def fails_first():
     """True on the first process of the run that calls it; before they have met, on process 0."""
-    if not _STORE:
-        return rank() == 0
-    with suppress(RuntimeError):  # the store may be gone with the process that held it
-        return _STORE[0].compare_set("failed", "", str(rank())).decode() == str(rank())
-    return False
+    with suppress(Exception):  # no store yet, or gone with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
 
 
 def constants():
-    """Every constant of this file, as it is now."""
-    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    """Every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=plain_name))
 
 
 def plain_name(value):
@@ -827,11 +799,9 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is, as JSON has it: constants, this file, and the threads of a process, on
-    which the last bits of sums depend."""
-    values = {**constants(), "OMP_NUM_THREADS": torch.get_num_threads()}
-    values[Path(__file__).name] = file_digest(__file__)["sha256"][:12]
-    return json.loads(json.dumps(values, default=plain_name))
+    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
+    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):
@@ -849,16 +819,14 @@ def apply_overrides(words):
         if "str" not in kind or "None" in kind and text == "None":
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        if "float" in kind and type(value) is int:
-            value = float(value)
-        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
-            raise UserError(f"{key}={text} does not fit: {takes}")
+        value = float(value) if "float" in kind and type(value) is int else value
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
         globals()[key] = value
 
 
 def check_constants():
-    """Refuse numbers out of range, unknown words and empty texts before anything is loaded or written."""
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
@@ -866,9 +834,6 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-    for key, value in constants().items():
-        if isinstance(value, str) and not value.strip():
-            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
 
 
 def load_pretrained(auto_class, path, constant, **options):
@@ -881,8 +846,7 @@ def load_pretrained(auto_class, path, constant, **options):
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
-    processes that torchrun began meet here."""
+    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
     join_processes()
     mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -899,10 +863,8 @@ def find_device():
 
 
 def seed_everything(seed):
-    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
-    (a prompt shared by its responses) are added in whatever order the threads come, on the CPU too."""
-    with suppress(ImportError):
-        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
+    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
         import sklearn.metrics  # noqa: F401
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -913,23 +875,21 @@ def seed_everything(seed):
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    """The state of Python's, NumPy's and torch's generators, as plain types."""
     name, words, *rest = np.random.get_state()
-    numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    state["torch"] = torch.get_rng_state().tolist()
+    if torch.cuda.is_initialized():  # dropout's
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
-def rng_digest():
-    """One value for the state of all generators."""
-    state = get_rng_state()
-    text = repr((state["python"], state["numpy"])).encode()
-    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
 # ---------------------------------------------------------------- processes
@@ -940,68 +900,54 @@ def rank():
 
 
 def world_size():
-    """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-_STORE = []  # by which the processes met
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
-    sharded = globals().get("SHARD") == "fsdp2"
-    if world_size() == 1 and not sharded or dist.is_initialized():
+    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
+    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
     if "MASTER_ADDR" not in os.environ:
         raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
-    store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _STORE.append(store)
-    dist.init_process_group(backend, store=store, **options)
-    first, *others = all_gather(settings())
-    for number, other in enumerate(others, 1):
-        if differ := [name for name in first if other.get(name) != first[name]]:
-            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
+    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
+    everyone = all_gather(settings())
+    for name, value in everyone[0].items():
+        if any(other.get(name) != value for other in everyone):
+            raise UserError(f"the processes differ in {name}: make it the same")
 
 
 def all_gather(value=None):
-    """What every process gives, a list by rank: plain types and tensors, each on the own device."""
+    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
     if not dist.is_initialized():
         return [value]
-    data = io.BytesIO()
-    torch.save(value, data)
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, data.getvalue())
-
-    def here(storage, location):
-        return storage.cuda() if location.startswith("cuda") else storage
-
-    return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
+    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return everyone
 
 
 def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    """What function() gives to the first process, which alone calls it."""
     return all_gather(function() if rank() == 0 else None)[0]
 
 
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
     if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::world_size()]]
+    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
     _DEALING.pop()
-    everyone = all_gather(mine)
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
@@ -1018,24 +964,16 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill, folder=False):
-    """fill(tmp) writes a file, or a folder's files, which get a manifest; then fsync and rename: `path` is
-    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
-    restore_folder() puts the old one back."""
+def write_whole(path, fill):
+    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
+    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(tmp, ignore_errors=True)
     try:
-        if folder:
-            tmp.mkdir(parents=True)
         fill(tmp)
-        if folder:
-            files = [p for p in sorted(tmp.rglob("*")) if p.is_file()]
-            digests = {str(p.relative_to(tmp)): file_digest(p) for p in files}
-            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
         for part in [*tmp.rglob("*"), tmp]:
             fsync(part)
-        if folder and path.exists():
+        if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
@@ -1043,9 +981,8 @@ def write_whole(path, fill, folder=False):
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         restore_folder(path)
-        why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
         todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved: {why}; {todo}") from None
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
 
 
 def restore_folder(folder):
@@ -1073,12 +1010,10 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The newest whole checkpoint of a run, or the one that RESUME names, or None to start afresh; asks at a
-    terminal when resume is "ask"."""
-    named = resume not in ("ask", "yes", "no")
-    run = resume if named else output_dir
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
+    run = output_dir if resume in ("ask", "yes", "no") else resume
     checkpoints = list_checkpoints(run) if resume != "no" else []
-    if named and not checkpoints:
+    if run == resume and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
         if fault := checkpoint_fault(folder):
@@ -1092,8 +1027,7 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
     if checkpoints:
-        todo = "put a good copy back, or start afresh with RESUME=no, which keeps the old run"
-        raise UserError(f"no checkpoint in {run} is whole: {todo}")
+        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
 
 
 def move_aside(paths, output_dir, say):
@@ -1106,17 +1040,6 @@ def move_aside(paths, output_dir, say):
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
-def run_facts(device):
-    """Versions, git commit and device, for training_config.json."""
-    words = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-    git = shutil.which("git") and subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": world_size(),
-        "threads": torch.get_num_threads(), "device": name}
-
-
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
     if step < warmup:
@@ -1127,12 +1050,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
 
 
 def read_metrics(path):
-    """The records of metrics.jsonl; a line that is none, by a hand's or a disk's doing, is left out."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def plot_metric(axis, records, phase, key, color, label):
@@ -1152,12 +1070,9 @@ def plot_metric(axis, records, phase, key, color, label):
 
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics)."""
-    from matplotlib.figure import Figure
-
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
-    inch = 1 / figure.get_figheight()
-    # matplotlib's own layouts draw everything twice
+    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -1173,27 +1088,28 @@ def draw_plot(records, path, title, panels):
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. name is that
-    of the plots; `files` are what a new start moves aside, beside its own; best_by are the metrics of an
-    evaluation that best/ and patience follow, the first that is there; later_of_equal: of equally good
-    policies best/ keeps the later; `logs` are further files in logs/, for write()."""
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. `files` are
+    what a new start moves aside, beside its own; best_by the metrics of an evaluation that best/ and patience
+    follow, the first that is there; later_of_equal: of equally good policies best/ keeps the later."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_lines", "wandb_id", "evaluation")
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
         self.device = device
         self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl", *logs))  # by name, open while training
+        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
         self.log_lines = {}  # how many each had when the checkpoint was saved
         self.log = None  # of the texts that say() prints
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
+        form = "{percentage:3.0f}%|{bar:8}| {desc}"
+        self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1205,16 +1121,12 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
-        of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
-        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
-        chosen = ""
+        self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
-            if self.folder.is_dir():
-                self.take_lock()
-                restore_folder(self.folder / "best")
-            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = all_gather(chosen)[0]
-        self.checkpoint = Path(chosen) if chosen else None  # to go on from
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
+        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
         seed_everything(SEED)
 
     def begin_part(self):
@@ -1226,18 +1138,17 @@ class Run:
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Released when the process exits, even after SIGKILL."""
+        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire()
+            self.lock.acquire(blocking=False)
         except filelock.Timeout:
-            todo = "wait for it, stop it, or set another OUTPUT_DIR"
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
-        model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
-        merged(policy)."""
+        tensors; models and optimizers by their folder's name, the tokenizer, if any, beside each model. Where
+        one is resumed from, state and optimizers become what it holds. best/ keeps merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -1250,10 +1161,13 @@ class Run:
     def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
-        self.open_files(headline)
+        if rank() == 0:
+            self.open_files()
+        self.best_value = all_gather(self.best_value)[0]
+        self.say(headline)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield self
+            yield
             self.listen()
             self.save()
             self.say_the_end()
@@ -1273,17 +1187,14 @@ class Run:
             print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
-        """Whether a signal has come to one of the processes; all call it at the same places. There they find
-        out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
+        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
         if len(set(drawn)) > 1:
-            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
-            raise UserError(f"the processes have drawn different random numbers: {todo}")
+            raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
     def should_continue(self):
-        """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
 
@@ -1309,8 +1220,7 @@ class Run:
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
 
     def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
-        second, some of its responses in samples.jsonl, its line on the terminal."""
+        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
         speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
@@ -1328,16 +1238,14 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
     def write(self, name, lines):
-        """Lines to one of the logs that a resumed run goes on with."""
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
-            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
         self.bar.total = self.total_steps
-        self.bar.set_description_str(line, refresh=False)
-        self.bar.update(self.step - self.bar.n)
+        self.bar.n = self.step
+        self.bar.set_description_str(f"{progress}  {line}")
         self.say(f"{line}  {progress}", terminal=self.bar.disable)
 
     def say(self, text, terminal=True):
@@ -1353,23 +1261,20 @@ class Run:
             self.unlogged = []
 
     def count_skipped(self, finite, ids):
-        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
-        prompts are named, and five in a row end the run."""
+        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
         self.skipped = 0 if finite else self.skipped + 1
         if not finite:
-            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
-            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
+            names = " ".join(sorted(set(ids)))
+            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
-        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
+        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
+        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
-        self.evaluation = metrics
         if not metrics:
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
@@ -1386,24 +1291,22 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.models["policy"]
-            policy = self.merged(policy) if self.merged else policy
+            policy = self.merged(self.models["policy"])
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
-                write_whole(self.folder / "best", fill, folder=True)
+                write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers), folder=True)
+        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -1418,6 +1321,8 @@ class Run:
         saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
         torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(settings(), indent=1))
+        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def fill_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
@@ -1430,22 +1335,20 @@ class Run:
 
     def load_checkpoint(self, folder):
         """State, optimizers and generators as they were; the models were loaded from the same folder."""
-        prompts = getattr(self.state, "prompts", None)
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
                 raise ValueError("it is no state of this trainer")
-            if saved["state"]["prompts"] != prompts:
-                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
+            if (prompts := saved["state"]["prompts"]) != self.state.prompts:
+                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.saved})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                options = [dict(group) for group in optimizer.param_groups]
-                optimizer.load_state_dict(saved["optimizers"][name])
-                for group, now in zip(optimizer.param_groups, options):
-                    group.clear()
-                    group.update(now)  # a changed constant counts from here on
+                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
+                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
+                    group["params"] = old["params"]
+                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
             todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
@@ -1454,27 +1357,12 @@ class Run:
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
-    def open_files(self, headline):
-        if rank() == 0:
-            self.open_folder()
-        self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
-        hidden = rank() > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
-
-    def open_folder(self):
+    def open_files(self):
         """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.lock.is_locked:
-            self.take_lock()
+        self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
-
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -1496,13 +1384,17 @@ class Run:
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a")
+            self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        config = {"constants": constants(), **run_facts(self.device)}
-        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        config = {
+            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
-        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
         records = read_metrics(self.folder / "logs/metrics.jsonl")
         if not records:
             return
@@ -1514,10 +1406,8 @@ class Run:
     def say_the_end(self):
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
-        seconds = time.perf_counter() - self.started
-        why = "Done" if self.step == self.total_steps else "Stopped early"
-        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = self.last_word or end
         self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()
@@ -1533,10 +1423,9 @@ class Retriever:
     def __init__(self, corpus):
         import bm25s
 
-        self.tokenize = bm25s.tokenize
+        self.tokenize = partial(bm25s.tokenize, return_ids=False, show_progress=False)
         self.size = len(corpus)
-        texts = [" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus]
-        words = self.tokenize(texts, return_ids=False, show_progress=False)
+        words = self.tokenize([" ".join([p["title"]] * TITLE_WEIGHT + [p["text"]]) for p in corpus])
         if not any(words):
             raise UserError("DATASET: no paragraph has a word of two letters or more that is no stop word")
         self.index = bm25s.BM25()
@@ -1545,10 +1434,15 @@ class Retriever:
     def search(self, question, count):
         """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. A question
         without a word that BM25 counts scores 0 with each."""
-        words, = self.tokenize([question], return_ids=False, show_progress=False)
+        words, = self.tokenize([question])
         scores = self.index.get_scores(words) if words else np.zeros(self.size, dtype=np.float32)
         ids = np.argsort(-scores, kind="stable")[:count]
         return ids.tolist(), scores[ids]
+
+
+def paragraph_text(paragraph):
+    """What a reranker reads of it."""
+    return f"{paragraph['title']}: {paragraph['text']}"
 
 
 class Reranker:
@@ -1560,7 +1454,7 @@ class Reranker:
         self.tokenizer = load_pretrained(AutoTokenizer, name, "RERANKER")
         model = load_pretrained(AutoModelForSequenceClassification, name, "RERANKER", dtype=DTYPE)
         self.model = model.to(device).eval()
-        config = self.model.config
+        config = model.config
         if config.num_labels != 1:
             raise UserError(f"RERANKER = {name!r} has {config.num_labels} labels: it takes one of one label")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
@@ -1569,11 +1463,11 @@ class Reranker:
         self.limit = min(512, room, self.tokenizer.model_max_length)
 
     @torch.no_grad()
-    def scores(self, pairs):
-        """Scores of (question, paragraph text) pairs, (pairs,)."""
-        questions, texts = zip(*pairs)
+    def scores(self, question, texts):
+        """A score of each paragraph's text, (texts,)."""
         limit = {"truncation": "longest_first", "max_length": self.limit}
-        read = self.tokenizer(list(questions), list(texts), padding=True, return_tensors="pt", **limit)
+        asked = [question] * len(texts)
+        read = self.tokenizer(asked, texts, padding=True, return_tensors="pt", **limit)
         return self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
 
 
@@ -1584,60 +1478,17 @@ class Trigrams:
     def __init__(self, corpus):
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        texts = [paragraph_text(paragraph) for paragraph in corpus]
-        self.row = {text: row for row, text in enumerate(texts)}
-        self.grams = TfidfVectorizer(  # of each word with a blank at both ends
-            preprocessor=lambda text: " ".join(words_of(text)), analyzer="char_wb", ngram_range=(3, 3),
-            binary=True, smooth_idf=False)
-        self.grams.fit(texts)
-        self.grams.idf_ = np.log1p(np.exp(self.grams.idf_ - 1))  # log(1 + corpus / count)
-        self.paragraphs = self.grams.transform(texts)  # of unit length
+        def plain(text):
+            return " ".join(words_of(text))
 
-    def scores(self, pairs):
-        """Cosines of (question, paragraph text) pairs, (pairs,)."""
-        questions, texts = zip(*pairs)
-        told = self.paragraphs[[self.row[text] for text in texts]]
-        return torch.tensor(self.grams.transform(questions).multiply(told).sum(1)).flatten().float()
+        # of each word with a blank at both ends
+        self.grams = TfidfVectorizer(preprocessor=plain, analyzer="char_wb", ngram_range=(3, 3), binary=True)
+        self.grams.fit(map(paragraph_text, corpus))
 
-
-def paragraph_text(paragraph):
-    """What a reranker reads of it."""
-    return f"{paragraph['title']}: {paragraph['text']}"
-
-
-class Prompts:
-    """Builds what the generator reads: every paragraph that fits, in order, and says how many did not."""
-
-    def __init__(self, tokenizer, limit):
-        self.tokenizer = tokenizer
-        self.limit = limit  # tokens
-
-    def build(self, question, paragraphs):
-        """(prompt, how many of the paragraphs stand in it)."""
-        fit = len(paragraphs)
-        while fit and self.length(self.fill(question, paragraphs[:fit])) > self.limit:
-            fit -= 1
-        if not fit:
-            self.check(question, f"the question {question[:80]!r}")
-        return self.fill(question, paragraphs[:fit]), fit
-
-    def check(self, question, name):
-        """Refuse a question that does not fit, though no paragraph stands beside it."""
-        takes = self.length(self.fill(question, []))
-        if takes > self.limit:
-            limit = f"GENERATOR and MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} allow {self.limit}"
-            raise UserError(f"{name} takes {takes} tokens in PROMPT without any paragraph, {limit}")
-
-    def fill(self, question, paragraphs):
-        contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
-        prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
-        if self.tokenizer.chat_template:
-            said = [{"role": "user", "content": prompt}]
-            prompt = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        return prompt
-
-    def length(self, prompt):
-        return len(self.tokenizer(prompt)["input_ids"])
+    def scores(self, question, texts):
+        """The question's cosine with each paragraph's text, (texts,)."""
+        asked = self.grams.transform([question])
+        return torch.from_numpy((self.grams.transform(texts) @ asked.T).toarray()[:, 0])
 
 
 class Generator:
@@ -1665,36 +1516,47 @@ class Generator:
         room = room if self.reads_apart else max(0, room - MAX_NEW_TOKENS)
         self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
 
+    def prompt(self, question, paragraphs):
+        """(prompt, how many of the paragraphs stand in it): as many as fit, in order."""
+        for fit in range(len(paragraphs), -1, -1):
+            contexts = [PARAGRAPH.format(n=n, **p) for n, p in enumerate(paragraphs[:fit], 1)]
+            prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
+            if self.tokenizer.chat_template:
+                chat = [{"role": "user", "content": prompt}]
+                prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            length = len(self.tokenizer(prompt)["input_ids"])
+            if length <= self.limit:
+                return prompt, fit
+        takes = f"takes {length} tokens in PROMPT without any paragraph"
+        limit = f"GENERATOR and MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} allow {self.limit}"
+        raise UserError(f"the question {question[:80]!r} {takes}, {limit}")
+
     @torch.no_grad()
     def answers(self, prompts, temperature, seed):
         """[(text, tokens read and written)] of the prompts; sampled from the seed above temperature 0."""
-        read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-        read = read.to(self.model.device)
-        heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
         device = self.model.device
+        read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        read = read.to(device)
+        heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # by default every GPU
             torch.manual_seed(seed)
             wrote = self.model.generate(**read, **heat)
-        begin = 1 if self.reads_apart else read["input_ids"].shape[1]
-        wrote = wrote[:, begin:]
+        wrote = wrote[:, 1 if self.reads_apart else read["input_ids"].shape[1]:]
         lengths = (wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)
         texts = self.tokenizer.batch_decode(wrote, skip_special_tokens=True)
-        texts = [text.strip().split("\n")[0].strip() for text in texts]
-        return list(zip(texts, lengths.tolist()))
+        return [(text.strip().split("\n")[0].strip(), n) for text, n in zip(texts, lengths.tolist())]
 
 
 class QASystem:
-    """Retriever, reranker, prompts and generator over one corpus [{"title", "text"}]."""
+    """Retriever, reranker and generator over one corpus [{"title", "text"}]."""
 
     def __init__(self, corpus, device):
         self.corpus = corpus
         self.retriever = Retriever(corpus)
-        self.reranker = None
         if 1 in RERANKS:
             self.reranker = Trigrams(corpus) if RERANKER == "lexical" else Reranker(RERANKER, device)
         self.generator = Generator(GENERATOR, device)
-        self.prompts = Prompts(self.generator.tokenizer, self.generator.limit)
-        self.vocabulary = {word for p in corpus for word in words_of(f"{p['title']} {p['text']}")}
+        self.vocabulary = {word for p in corpus for word in words_of(paragraph_text(p))}
 
     def observe(self, question):
         """The observation of a question, a tensor (len(OBSERVATION),)."""
@@ -1702,29 +1564,25 @@ class QASystem:
         paragraphs = [self.corpus[i] for i in ids]
         return torch.from_numpy(observe(question, scores, paragraphs, self.vocabulary))
 
-    def ranked(self, questions, rerank):
-        """Ids of each question's paragraphs, best first, as many as the largest action may read."""
+    def ranked(self, question, rerank):
+        """Ids of the question's paragraphs, best first, as many as the largest action may read."""
         depth = max(TOP_KS)
         if not rerank:
-            return [self.retriever.search(question, depth)[0] for question in questions]
-        ranked = []
-        for question in questions:
-            ids, _ = self.retriever.search(question, max(depth, RERANK_DEPTH))
-            head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
-            scores = self.reranker.scores([(question, paragraph_text(self.corpus[i])) for i in head])
-            order = scores.argsort(descending=True, stable=True).tolist()
-            ranked.append(([head[n] for n in order] + tail)[:depth])
-        return ranked
+            return self.retriever.search(question, depth)[0]
+        ids, _ = self.retriever.search(question, max(depth, RERANK_DEPTH))
+        head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
+        scores = self.reranker.scores(question, [paragraph_text(self.corpus[i]) for i in head])
+        order = scores.argsort(descending=True, stable=True).tolist()
+        return ([head[n] for n in order] + tail)[:depth]
 
-    def read(self, questions, ranked, top_k):
-        """[(prompt, how many of top_k paragraphs stand in it)]."""
-        both = zip(questions, ranked)
-        return [self.prompts.build(question, [self.corpus[i] for i in ids[:top_k]]) for question, ids in both]
+    def prompt(self, question, ids, top_k):
+        """(prompt, how many of the first top_k paragraphs stand in it)."""
+        return self.generator.prompt(question, [self.corpus[i] for i in ids[:top_k]])
 
     def answer(self, question, action):
         """The answer to one question under (top_k, temperature, rerank)."""
         top_k, temperature, rerank = action
-        (prompt, _), = self.read([question], self.ranked([question], rerank), top_k)
+        prompt, _ = self.prompt(question, self.ranked(question, rerank), top_k)
         return self.generator.answers([prompt], temperature, SEED)[0][0]
 
 
@@ -1735,85 +1593,83 @@ def check_choices():
     """Refuse actions, a DATASET, PROMPT or PARAGRAPH that cannot be, before anything is read."""
     for key, least in (("TOP_KS", 1), ("TEMPERATURES", 0), ("RERANKS", 0)):
         values = globals()[key]
-        numbers = all(isinstance(value, (int, float)) and value >= least for value in values)
-        if not values or not numbers or len(set(values)) < len(values):
+        if not values or min(values) < least or len(set(values)) < len(values):
             raise UserError(f"{key} = {values!r}: it takes different numbers from {least}, such as (1,)")
     if not set(RERANKS) <= {0, 1} or 1 in RERANKS and not RERANKER:
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
-    right = {"path", "type"} <= set(DATASET) <= {"path", "type", "name", "split"}
-    if not right or DATASET["type"] not in ("folder", "hotpotqa", "hub"):
+    if "path" not in DATASET or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
-    prompt = {"contexts": "<c>", "question": "<q>"}
-    paragraph = {"text": "<x>", "n": 1, "title": "<t>"}
-    for constant, pattern, values in (("PROMPT", PROMPT, prompt), ("PARAGRAPH", PARAGRAPH, paragraph)):
-        try:
-            filled = pattern.format(**values)
-        except (LookupError, ValueError, AttributeError, TypeError) as error:
-            filled = f"({first_line(error)})"
-        if any(value not in filled for name, value in values.items() if name not in ("n", "title")):
-            takes = f"it takes {', '.join(f'{{{name}}}' for name in values)}; a brace itself is written twice"
-            raise UserError(f"{constant} = {pattern!r} makes {filled!r}: {takes}")
+    for constant, needs, may in (
+            ("PROMPT", ["contexts", "question"], []), ("PARAGRAPH", ["text"], ["n", "title"])):
+        pattern = globals()[constant]
+        names = {"a lone brace"}
+        with suppress(ValueError):
+            names = {name for _, name, *_ in string.Formatter().parse(pattern) if name is not None}
+        if not set(needs) <= names <= {*needs, *may}:
+            takes = f"it takes {', '.join(f'{{{name}}}' for name in needs + may)}"
+            raise UserError(f"{constant} = {pattern!r}: {takes}; a brace itself is written twice")
+
+
+def read_question(record, where):
+    """A row {"id", "question", "answer", "type"} of a file's record; of several answers the best counts."""
+    row = {"id": where.rsplit("/", 1)[-1], "type": str(record.get("type") or "")}
+    for key in ("question", "answer"):
+        value = look_up(record, key, where)
+        kind = "texts" if key == "answer" and isinstance(value, list) else "text"
+        row[key] = read_as(kind, value, f"{where}: {key!r}")
+        if not "".join(row[key]).strip():
+            raise UserError(f"{where}: its {key} is empty; mend or delete the line")
+    return row
 
 
 def from_hotpot(records, where):
-    """(questions, corpus) of HotpotQA's distractor format, of the file or of the hub."""
+    """(questions, corpus) of numbered records in HotpotQA's format, of the file or of the hub. Gold
+    paragraphs that are not in a record's own context (fullwiki) do not count."""
     questions = []
     corpus = {}  # (title, text): row id
-    for number, record in enumerate(records, 1):
-        line = f"{where}: record {number}"
+    for number, record in records:
+        line = f"{where} record {number}"
         try:
             context = record["context"]
             if isinstance(context, dict):  # the hub's columns
                 context = list(zip(context["title"], context["sentences"]))
             facts = record["supporting_facts"]
             gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
-            gold = []
-            for title, sentences in context:
-                row = corpus.setdefault((title, "".join(sentences).strip()), len(corpus))
-                gold += [row] if title in gold_titles else []
-            asked = {key: record[key] for key in ("question", "answer")}
-            asked |= {key: record.get(key) for key in ("type", "level")}
-        except (KeyError, TypeError, ValueError, AttributeError):
+            told = [(title, "".join(sentences).strip()) for title, sentences in context]
+        except (KeyError, TypeError, ValueError):
             form = "question, answer, context, supporting_facts"
-            raise UserError(f"{line} is not HotpotQA's distractor format ({form})") from None
-        if len(gold) < len(gold_titles):
-            raise UserError(f"{line} has supporting facts that are not in its context")
-        questions.append({**asked, "gold_docs": gold, "id": f"{where.rsplit('/', 1)[-1]}:{number}"})
-    return questions, [{"title": title, "text": text} for title, text in corpus]
-
-
-def read_lines(path, columns):
-    """(where it stands, line number, record) of a jsonl file whose records have these columns."""
-    where = f"DATASET: {path}"
-    for number, record in read_records({"path": path, "type": "jsonl"}, where):
-        line = f"{where} line {number}"
-        lacks = [column for column in columns if record.get(column) in (None, "", [])]
-        if lacks:
-            raise UserError(f"{line}: there is no {lacks[0]!r}; mend or delete the line")
-        yield line, number, record
+            raise UserError(f"{line} is not HotpotQA's format ({form})") from None
+        rows = [corpus.setdefault(paragraph, len(corpus)) for paragraph in told]
+        gold = [row for row, (title, _) in zip(rows, told) if title in gold_titles]
+        questions.append({**read_question(record, line), "gold_docs": gold})
+    return questions, corpus
 
 
 def from_folder(folder):
     """(questions, corpus) of corpus.jsonl and questions.jsonl."""
-    paragraphs = {}  # (title, text): row id
+    def lines(name):
+        where = f"DATASET: {folder}/{name}"
+        for number, record in read_records({"path": f"{folder}/{name}", "type": "jsonl"}, where):
+            yield f"{where} line {number}", record
+
+    corpus = {}  # (title, text): row id
     titles = {}  # title: row ids
-    for _, _, record in read_lines(f"{folder}/corpus.jsonl", ("title", "text")):
-        title, text = str(record["title"]), str(record["text"])
-        row = paragraphs.setdefault((title, text), len(paragraphs))
-        titles.setdefault(title, []).append(row)
+    for line, record in lines("corpus.jsonl"):
+        values = [(key, look_up(record, key, line)) for key in ("title", "text")]
+        title, text = (read_as("text", value, f"{line}: {key!r}") for key, value in values)
+        titles.setdefault(title, set()).add(corpus.setdefault((title, text), len(corpus)))
     questions = []
-    for line, number, record in read_lines(f"{folder}/questions.jsonl", ("question", "answer", "gold")):
-        wanted = record["gold"] if isinstance(record["gold"], list) else [record["gold"]]
-        missing = [title for title in map(str, wanted) if title not in titles]
+    for line, record in lines("questions.jsonl"):
+        wanted = read_as("texts", record["gold"], f"{line}: 'gold'") if record.get("gold") else []
+        missing = [title for title in wanted if title not in titles]
         if missing:
             raise UserError(f"{line}: its gold paragraph {missing[0]!r} is not in corpus.jsonl")
-        gold = [row for title in map(str, wanted) for row in titles[title]]
-        asked = {key: record.get(key) for key in ("question", "answer", "type", "level")}
-        questions.append({**asked, "gold_docs": gold, "id": f"questions.jsonl:{number}"})
-    return questions, [{"title": title, "text": text} for title, text in paragraphs]
+        gold = sorted(set().union(*(titles[title] for title in wanted)))
+        questions.append({**read_question(record, line), "gold_docs": gold})
+    return questions, corpus
 
 
 def load_questions(say):
@@ -1823,19 +1679,14 @@ def load_questions(say):
     where = f"DATASET: {path}"
     if kind == "folder":
         questions, corpus = from_folder(path)
-    elif kind == "hotpotqa":
+    elif kind == "hub":
+        questions, corpus = from_hotpot(read_records(DATASET, where), where)
+    else:
         try:
-            questions, corpus = from_hotpot(json.loads(Path(path).read_text()), where)
+            records = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{where} is no JSON to read ({first_line(error)})") from None
-    else:
-        questions, corpus = from_hotpot((record for _, record in read_records(DATASET, where)), where)
-    for row in questions:
-        for key in ("question", "answer", "type", "level"):
-            value = str(row[key]) if isinstance(row[key], (int, float)) else row[key] or ""
-            if not isinstance(value, str) or key in ("question", "answer") and not value.strip():
-                raise UserError(f"{where}: {row['id']} has the {key} {row[key]!r}: a text is wanted")
-            row[key] = value
+        questions, corpus = from_hotpot(enumerate(records, 1), where)
     same = {" ".join(words_of(row["question"])) or row["question"]: row for row in reversed(questions)}
     questions = list(same.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
@@ -1847,14 +1698,14 @@ def load_questions(say):
     for number, row in enumerate(questions):
         row["split"] = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
     say(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
-    return questions, corpus
+    return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
 # ================================================================ the table: every question x action x draw
 
 
 def part_digest(name):
-    """What a model is: its files' digests for a folder, name and commit for the hub."""
+    """What a model is: its files' digests for a folder, its name for the hub."""
     if name and Path(name).is_dir():
         files = sorted(path for path in Path(name).rglob("*") if path.is_file())
         return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
@@ -1879,10 +1730,8 @@ def read_cache(path):
     one that a kill left half written is answered again."""
     known = {}
     for line in path.read_text().splitlines() if path.exists() else ():
-        try:
+        with suppress(ValueError):
             known |= {tuple(record[key] for key in KEYS): record for record in json.loads(line)}
-        except ValueError:
-            continue
     return known
 
 
@@ -1897,33 +1746,28 @@ def add_to_cache(path, records):
 
 
 def answer_block(qa, questions, missing):
-    """Records of the missing (top_k, temperature, rerank, draw) of a few questions, in batches of one top_k:
-    their prompts are about equally long."""
-    found = []
+    """Records of the missing (top_k, temperature, rerank, draw) of a few questions, a batch each."""
     ranked = {}
-    rerank_seconds = 0.0
+    rank_seconds = {}
     for rerank in sorted({rerank for _, _, rerank, _ in missing}):
         started = time.perf_counter()
-        ranked[rerank] = qa.ranked(questions, rerank)
-        rerank_seconds = time.perf_counter() - started if rerank else 0.0
-    for top_k, temperature, draw in sorted({(k, t, draw) for k, t, _, draw in missing}):
-        sides = sorted({r for k, t, r, d in missing if (k, t, d) == (top_k, temperature, draw)})
-        asked = [(question, rerank) for rerank in sides for question in questions]
-        read = [prompt for rerank in sides for prompt in qa.read(questions, ranked[rerank], top_k)]
-        key = json.dumps([questions, sides, top_k, temperature, draw]).encode()
+        ranked[rerank] = [qa.ranked(question, rerank) for question in questions]
+        rank_seconds[rerank] = time.perf_counter() - started
+    records = []
+    for action in missing:
+        top_k, temperature, rerank, draw = action
+        read = [qa.prompt(question, ids, top_k) for question, ids in zip(questions, ranked[rerank])]
+        key = json.dumps([questions, *action]).encode()
         seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
         started = time.perf_counter()
         answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)
-        seconds = (time.perf_counter() - started) / len(asked)
-        for n, ((question, rerank), (_, fit), (text, tokens)) in enumerate(zip(asked, read, answers)):
-            ids = ranked[rerank][n % len(questions)][:top_k]
-            pairs = min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0
-            found.append({
-                "question": question, "top_k": top_k, "temperature": float(temperature), "rerank": rerank,
-                "draw": draw, "response": text, "tokens": tokens, "pairs": pairs, "paragraphs": ids,
-                "left_out": len(ids) - fit,
-                "seconds": seconds + (rerank_seconds / len(questions) if rerank else 0.0)})
-    return found
+        seconds = (time.perf_counter() - started + rank_seconds[rerank]) / len(questions)
+        for question, ids, (_, fit), (text, tokens) in zip(questions, ranked[rerank], read, answers):
+            records.append({
+                **dict(zip(KEYS, (question, *action))), "response": text, "tokens": tokens,
+                "pairs": min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0, "paragraphs": ids[:top_k],
+                "left_out": len(ids[:top_k]) - fit, "seconds": seconds})
+    return records
 
 
 def warn_of_unknown_words(questions, qa, say):
@@ -1944,74 +1788,93 @@ def fill_table(questions, qa, say):
     path = cache_path(qa.corpus, qa.generator)
     known = read_cache(path)
     warn_of_unknown_words(questions, qa, say)
-    actions = all_actions()
-    wanted = [(k, float(t), r, draw) for k, t, r in actions for draw in range(DRAWS if t > 0 else 1)]
-    texts = [row["question"] for row in questions]
-    blocks = [texts[n:n + QUESTIONS_AT_ONCE] for n in range(0, len(texts), QUESTIONS_AT_ONCE)]
+    wanted = [(*action, draw) for action in all_actions() for draw in range(DRAWS if action[1] > 0 else 1)]
     todo = []
-    for block in blocks:
+    for n in range(0, len(questions), QUESTIONS_AT_ONCE):
+        block = [row["question"] for row in questions[n:n + QUESTIONS_AT_ONCE]]
         missing = [key for key in wanted if any((text, *key) not in known for text in block)]
         todo += [(block, missing)] if missing else []
-    for row in questions if todo else ():  # before hours of answers
-        qa.prompts.check(row["question"], row["id"])
     if todo:
-        say(f"Answering {len(texts)} questions under {len(actions)} actions once; kept in {path}")
-    for block, keys in tqdm(todo, unit="block", mininterval=0.1 if sys.stderr.isatty() else 15):
-        records = answer_block(qa, block, keys)
+        for row in questions:  # before hours of answers
+            qa.generator.prompt(row["question"], [])
+        say(f"Answering {len(questions)} questions, {len(wanted)} times each, once; kept in {path}")
+    for block, missing in tqdm(todo, unit="block", mininterval=0.1 if sys.stderr.isatty() else 15):
+        records = answer_block(qa, block, missing)
         if not any(record["response"] for record in records):
             hint = "does it fit PROMPT, and does it write within MAX_NEW_TOKENS?"
             raise UserError(f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts: {hint}")
-        known.update({tuple(record[key] for key in KEYS): record for record in records})
         add_to_cache(path, records)
-    return collect(questions, qa, actions, known, say)
+        known |= {tuple(record[key] for key in KEYS): record for record in records}
+    return collect(questions, qa, known, say)
 
 
-def collect(questions, qa, actions, known, say):
-    """The table as tensors (questions, actions, draws): responses, what was read, observations (questions,
-    len(OBSERVATION)), rows of each split."""
-    shape = (len(questions), len(actions), DRAWS)
-    read, seconds = torch.zeros(shape), torch.zeros(shape)
-    responses = []
-    left_out = 0
-    for q, row in enumerate(questions):
-        responses.append([])
-        for a, (top_k, temperature, rerank) in enumerate(actions):
-            draws = [d if temperature > 0 else 0 for d in range(DRAWS)]
-            records = [known[row["question"], top_k, float(temperature), rerank, d] for d in draws]
-            responses[q].append([record["response"] for record in records])
-            for d, record in enumerate(records):
-                read[q, a, d] = record["tokens"] / COST_TOKENS + record["pairs"] / COST_PAIRS
-                seconds[q, a, d] = record["seconds"]
-                left_out += record["left_out"] > 0
-        for rerank in RERANKS:
-            key = (row["question"], max(TOP_KS), float(TEMPERATURES[0]), rerank, 0)
-            row[f"ranked_{rerank}"] = known[key]["paragraphs"]
+def collect(questions, qa, known, say):
+    """The table: questions, actions, rows of each split, observations (questions, len(OBSERVATION)), and as
+    (questions, actions, draws) responses, the cost of what was read, seconds."""
+    actions = all_actions()
+    records = []
+    for row in questions:
+        draws = [[(*a, d if a[1] > 0 else 0) for d in range(DRAWS)] for a in actions]
+        records.append([[known[row["question"], *key] for key in keys] for keys in draws])
+        for (top_k, _, rerank), answered in zip(actions, records[-1]):
+            if top_k == max(TOP_KS):
+                row[f"ranked_{rerank}"] = answered[0]["paragraphs"]
+
+    def column(key):
+        return [[[record[key] for record in draws] for draws in row] for row in records]
+
+    left_out = (torch.tensor(column("left_out")) > 0).sum().item()
     if left_out:
-        which = f"{left_out} of {read.numel()} prompts"
+        which = f"{left_out} of {len(questions) * len(actions) * DRAWS} prompts"
         say(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
     splits = {"train": [], "validation": [], "test": []}
     for q, row in enumerate(questions):
         splits[row["split"]].append(q)
-    observations = torch.stack([qa.observe(row["question"]) for row in questions])
     return SimpleNamespace(
-        questions=questions, actions=actions, splits=splits, observations=observations, responses=responses,
-        read=read, seconds=seconds)
+        questions=questions, actions=actions, splits=splits, responses=column("response"),
+        observations=torch.stack([qa.observe(row["question"]) for row in questions]),
+        read=torch.tensor(column("tokens")) / COST_TOKENS + torch.tensor(column("pairs")) / COST_PAIRS,
+        seconds=torch.tensor(column("seconds")))
 
 
 # ================================================================ baselines, figures and pictures
 
 
 def recall_at(questions, rerank, top_k):
-    """Share of the gold paragraphs among the first top_k, mean over questions."""
-    shares = [share(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions]
-    return sum(shares) / len(shares)
+    """Share of the gold paragraphs among the first top_k, mean over the questions that name some."""
+    ranked = [(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions if row["gold_docs"]]
+    return sum(share(gold, ids) for gold, ids in ranked) / max(1, len(ranked))
+
+
+def rules(table):
+    """{name: an action for each question, (questions,)}, of the whole table of the training questions, of
+    which PPO sees one action at a time: the best action, the best of each type, the best of each leaf of a
+    regression tree on what is observed, with as many leaves as are best on the validation questions."""
+    from sklearn.tree import DecisionTreeRegressor
+
+    mean = table.rewards.double().mean(2)  # (questions, actions)
+    train, validation = table.splits["train"], table.splits["validation"]
+    fixed = mean[train].mean(0).argmax()
+    types = [row["type"] for row in table.questions]
+    rows = {kind: [q for q in train if types[q] == kind] for kind in types}
+    best = {kind: mean[rows[kind]].mean(0).argmax() if rows[kind] else fixed for kind in rows}
+    seen = table.observations.numpy()
+    trees = []
+    for leaves in (2, 3, 4, 6, 8, 12, 16, 24, 32):
+        tree = DecisionTreeRegressor(max_leaf_nodes=leaves, min_samples_leaf=5, random_state=0)
+        actions = torch.from_numpy(tree.fit(seen[train], mean[train]).predict(seen).argmax(1))
+        trees.append((mean[validation, actions[validation]].mean(), -leaves, actions))
+    by_type = torch.stack([best[kind] for kind in types])
+    return {"best_fixed": fixed.expand(len(types)), "best_by_type": by_type, "tree": max(trees)[2]}
 
 
 def split_means(table, actions):
-    """{split: {reward, em, f1, cost, seconds}} where each question gets actions[q]: weights of the actions,
-    (questions, actions), that sum to 1."""
+    """{split: {reward, em, ...}} where each question gets actions[q], an action or, (questions, actions),
+    weights of all that sum to 1."""
+    if actions.ndim == 1:
+        actions = torch.eye(len(table.actions), dtype=torch.float64)[actions]
     found = {split: {"questions": len(rows)} for split, rows in table.splits.items()}
-    for key, part in {"reward": table.rewards, **table.parts}.items():
+    for key, part in table.parts.items():
         means = (part.double().mean(2) * actions).sum(1)  # (questions,)
         for split, rows in table.splits.items():
             found[split][key] = means[rows].mean().item()
@@ -2019,32 +1882,29 @@ def split_means(table, actions):
 
 
 def baseline_figures(table):
-    """What needs no training: fixed, random, the best fixed action of the training questions, the oracle
-    (the best action of each question, chosen after the fact), every action."""
-    count = len(table.actions)
-    one_hot = torch.eye(count, dtype=torch.float64)
-    everyone = torch.ones(len(table.questions), 1, dtype=torch.float64)
+    """What needs no training: every action, FIXED_ACTION, a random action, the rules, and the best action of
+    each question after the fact, of the greedy ones or of all, where the luckiest sample counts."""
     mean = table.rewards.double().mean(2)  # (questions, actions)
-    best = int(mean[table.splits["train"]].mean(0).argmax())
-    named = [dict(zip(ACTION, action)) for action in table.actions]
-    figures = {
-        "random": split_means(table, everyone / count),
-        "best_fixed": {"action": named[best], "index": best, **split_means(table, everyone * one_hot[best])},
-        "oracle": split_means(table, one_hot[mean.argmax(1)]),
-        "every_action": [
-            {"action": named[a], **split_means(table, everyone * one_hot[a])} for a in range(count)]}
+    greedy = mean.clone()
+    greedy[:, [temperature > min(TEMPERATURES) for _, temperature, _ in table.actions]] = -math.inf
+    chosen = {**rules(table), "oracle_greedy": greedy.argmax(1), "oracle": mean.argmax(1)}
+    figures = {"random": split_means(table, torch.full_like(mean, 1 / len(table.actions)))}
+    figures |= {name: split_means(table, actions) for name, actions in chosen.items()}
+    figures["every_action"] = [
+        {"action": dict(zip(ACTION, action)), **split_means(table, torch.tensor(a).expand(len(mean)))}
+        for a, action in enumerate(table.actions)]
+    figures["best_fixed"]["action"] = figures["every_action"][chosen["best_fixed"][0]]["action"]
     if tuple(FIXED_ACTION) in table.actions:
-        fixed = table.actions.index(tuple(FIXED_ACTION))
-        figures["fixed"] = {"action": named[fixed], **split_means(table, everyone * one_hot[fixed])}
+        figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
     return figures
 
 
-def table_lines(table, figures, wanted):
+def table_lines(table, figures, names):
     """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
-    lines = ["Recall of the gold paragraphs, all questions:"]
+    lines = []
     for rerank in RERANKS:
-        shares = [f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS]
-        lines.append(f"  {'reranked' if rerank else 'BM25':10}" + "  ".join(shares))
+        shares = "  ".join(f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS)
+        lines.append(f"Recall of the gold paragraphs, {'reranked' if rerank else 'BM25':8}  {shares}")
     cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
     heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
     lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
@@ -2052,17 +1912,14 @@ def table_lines(table, figures, wanted):
     mean = table.rewards.double().mean(2)
     train = table.splits["train"]
     for kind in sorted({table.questions[q]["type"] for q in train}):
-        rows = [q for q in train if table.questions[q]["type"] == kind]
-        means = mean[rows].mean(0)
-        best = int(means[cold].argmax())
-        cells = [f"{means[a]:.3f}{'*' if n == best else ' '}" for n, a in enumerate(cold)]
+        means = mean[[q for q in train if table.questions[q]["type"] == kind]].mean(0)[cold].tolist()
+        cells = [f"{value:.3f}{'*' if value == max(means) else ' '}" for value in means]
         lines.append(f"  {kind or 'all':14}" + "".join(f"{cell:>12}" for cell in cells))
     lines.append("Baselines on the test questions:")
-    for name in [*wanted, "best_fixed", "oracle"]:
-        figure = figures[name]["test"]
-        action = tuple(figures[name]["action"].values()) if "action" in figures[name] else ""
-        values = "  ".join(f"{key} {figure[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-        lines.append(f"  {name.replace('_', ' '):12}{values}  {action}")
+    for name in names:
+        action = tuple(figures[name].get("action", {}).values()) or ""
+        values = [f"{key} {figures[name]['test'][key]:.3f}" for key in ("reward", "em", "f1", "cost")]
+        lines.append(f"  {name.replace('_', ' '):14}{'  '.join(values)}  {action}")
     return lines
 
 
@@ -2073,25 +1930,25 @@ def bootstrap_interval(values):
     return np.quantile(means, (0.025, 0.975)).tolist()
 
 
-def test_figures(table, rows, actions, metrics, figures):
-    """The policy's figures on the test questions, beside the best fixed action of the training questions."""
-    mean = table.rewards.double().mean(2)[rows]  # (rows, actions)
-    gained = mean.gather(1, actions[:, None])[:, 0] - mean[:, figures["best_fixed"]["index"]]
-    gain = gained.mean().item()
-    figure = {name: figures[name]["test"] for name in ("random", "best_fixed", "oracle")}
-    possible = figure["oracle"]["reward"] - figure["best_fixed"]["reward"]
-    return {
-        "policy": metrics, **figure, "gain_over_best_fixed": gain, "interval": bootstrap_interval(gained),
-        "share_of_oracle_gain": gain / max(1e-9, possible)}
+def test_figures(table, rows, actions, figures):
+    """{baseline: its means on the test questions, "gains": {rule: mean gain over it, and its 95% interval}}
+    of the actions (rows,) for the test questions (rows,)."""
+    mean = table.rewards.double().mean(2)
+    found = {name: figure["test"] for name, figure in figures.items() if name != "every_action"}
+    found["gains"] = {}
+    for name, chosen in rules(table).items():
+        gained = mean[rows, actions] - mean[rows, chosen[rows]]
+        found["gains"][name] = {"gain": gained.mean().item(), "interval": bootstrap_interval(gained)}
+    return found
 
 
-def test_line(found):
-    policy, fixed = found["policy"], found["best_fixed"]
-    low, high = found["interval"]
-    values = "  ".join(f"{key} {policy[key]:.3f}" for key in ("reward", "em", "f1", "cost"))
-    gain = f"{found['gain_over_best_fixed']:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
-    oracle = f"{found['oracle']['reward']:.3f} after the fact"
-    return f"Test: {values}; best fixed action {fixed['reward']:.3f}, gain {gain}; oracle {oracle}"
+def test_lines(found):
+    values = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+    yield f"Test: {values}; oracle {found['oracle']['reward']:.3f} after the fact"
+    for name, gain in found["gains"].items():
+        interval = "{:+.3f} to {:+.3f}".format(*gain["interval"])
+        rule = f"{name.replace('_', ' '):12}  {found[name]['reward']:.3f}"
+        yield f"  {rule}, gain over it {gain['gain']:+.3f} (95% interval {interval})"
 
 
 def write_json(path, value):
@@ -2106,26 +1963,23 @@ def draw_learning(folder, title, table, figures):
     records = read_metrics(folder / "logs/metrics.jsonl")
     figure = Figure(figsize=(16, 11), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(3, 3)
-    keys = ("reward", "em", "f1", "cost", "top_k", "temperature", "rerank", "entropy")
-    for axis, key in zip(axes.flat, keys):
+    *axes, last = figure.subplots(3, 3).flat
+    for axis, key in zip(axes, ("reward", "em", "f1", "cost", "top_k", "temperature", "rerank", "entropy")):
         plot_metric(axis, records, "train", key, "C0", "sampled, training questions")
-        plot_metric(axis, records, "eval", key, "C5", "greedy, validation questions")
-        for number, name in enumerate(("random", "fixed", "best_fixed", "oracle"), 1):
-            if key in figures.get(name, {}).get("validation", {}):
-                level = figures[name]["validation"][key]
+        plot_metric(axis, records, "eval", key, "C6", "greedy, validation questions")
+        for number, name in enumerate(("random", "fixed", "best_fixed", "best_by_type", "tree"), 1):
+            level = figures.get(name, {}).get("validation", {}).get(key)
+            if level is not None:
                 axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
         axis.set(xlabel="update", ylabel=key)
-    axis = axes[2, 2]
+        axis.grid(alpha=0.3)
     for rerank in RERANKS:
         shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
-        axis.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
-    axis.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
-    axis.legend()
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels())))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=6)
+        last.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
+    last.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
+    last.grid(alpha=0.3)
+    last.legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     write_whole(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 

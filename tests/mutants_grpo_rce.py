@@ -15,7 +15,8 @@ MUTANTS = [
      IN_GRPO + "evaluating_takes_nothing_from_the_random_streams_of_training"),
     (RCE, "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)", "EVAL_SAMPLES, MAX_NEW_TOKENS)",
      IN_RCE + "evaluating_and_validating_take_nothing_from_the_random_streams_of_training"),
-    (GRPO, "        metrics = all_gather(metrics)[0]  # what follows from them is the same on all\n",
+    (GRPO, "        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same"
+     " on all\n",
      '        metrics["reward"] = metrics.get("accuracy_greedy", 0)\n',
      IN_GRPO + "best_follows_the_sampled_reward_and_not_the_greedy_accuracy"),
     (GRPO, " + EARLY_STOPPING_THRESHOLD", "",

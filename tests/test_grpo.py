@@ -679,7 +679,8 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
     patience = []
     halvings = []
 
-    def fill_best(metrics, *_):
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
         saved.append(metrics["reward"])
 
     def write_metrics(phase, metrics):
@@ -825,7 +826,7 @@ def test_a_prompt_of_exactly_the_greatest_length_is_kept_and_one_longer_is_not(g
 def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
     functions = [("exact_answer", 1.0), ("answer_format", 1.0)]
     trainer = grpo(LOG_SAMPLES=3, BATCH_SIZE=4, REWARD_FUNCTIONS=functions).GRPOTrainer()
-    trainer.run.open_files("a headline")
+    trainer.run.open_files()
     batch = scored_batch(trainer, 4)
     metrics = trainer.update(batch)
     batch.flat_groups = 0.0

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import statistics
 import zlib
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from transformers import (
     GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
     PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration)
 
+BASELINES = "fixed random best_fixed best_by_type tree oracle_greedy oracle every_action".split()
 NAMES = "Ada Bea Cid Dov Eli Fay Gus Hal Ida Jon Kim Leo Mia Ned Ola Pia".split()
 TOWNS = "Arle Bryn Cole Dune".split()
 
@@ -292,12 +294,15 @@ def test_top_k_decides_how_many_paragraphs_the_generator_reads(rag, monkeypatch)
 @pytest.mark.parametrize("limit", [34, 45, 60, 75, 90, 105, 1000])
 def test_a_prompt_has_the_most_paragraphs_that_fit_and_says_how_many(rag, world, limit):
     script = rag()
-    prompts = script.Prompts(make_tokenizer(), limit)
+    generator = script.Generator(script.GENERATOR, torch.device("cpu"))
     paragraphs = [{"title": name, "text": f"{name} was born in Arle ."} for name in NAMES[:8]]
-    prompt, fit = prompts.build("Where was Ada born?", paragraphs)
-    lengths = [prompts.length(prompts.fill("Where was Ada born?", paragraphs[:n])) for n in range(9)]
-    assert fit == max([n for n in range(9) if lengths[n] <= limit], default=0)
-    assert prompt == prompts.fill("Where was Ada born?", paragraphs[:fit])
+    whole = [generator.prompt("Where was Ada born?", paragraphs[:n]) for n in range(9)]
+    assert [n for _, n in whole] == list(range(9))
+    lengths = [len(generator.tokenizer(prompt)["input_ids"]) for prompt, _ in whole]
+    generator.limit = limit
+    prompt, fit = generator.prompt("Where was Ada born?", paragraphs)
+    assert fit == max(n for n in range(9) if lengths[n] <= limit)
+    assert prompt == whole[fit][0]
 
 
 def test_prompts_that_do_not_fit_are_counted_and_said(rag, capsys):
@@ -384,17 +389,15 @@ def test_the_reranker_scores_a_pair_alone_as_in_a_batch_and_sorts_by_it(rag, wor
     script = rag()
     qa = script.QASystem(*script.load_questions(print)[1:], torch.device("cpu"))
     texts = [f"{name} was born in Arle ." + " near" * (7 * n % 16) for n, name in enumerate(NAMES)]
-    pairs = [("Where was Ada born?", text) for text in texts]
-    scores = qa.reranker.scores(pairs)
-    assert scores.tolist() == pytest.approx([qa.reranker.scores([pair]).item() for pair in pairs], abs=1e-4)
+    asked = "Where was Ada born?"
+    alone = [qa.reranker.scores(asked, [text]).item() for text in texts]
+    assert qa.reranker.scores(asked, texts).tolist() == pytest.approx(alone, abs=1e-4)
     question = "Where was Cid born?"
-    plain, = qa.ranked([question], 0)
-    sorted_, = qa.ranked([question], 1)
     best = qa.retriever.search(question, script.RERANK_DEPTH)[0]
     paragraphs = [qa.corpus[i] for i in best]
-    scores = qa.reranker.scores([(question, f"{p['title']}: {p['text']}") for p in paragraphs])
-    assert plain == best[:3]
-    assert sorted_ == [best[n] for n in scores.argsort(descending=True, stable=True)[:3]]
+    scores = qa.reranker.scores(question, [f"{p['title']}: {p['text']}" for p in paragraphs])
+    assert qa.ranked(question, 0) == best[:3]
+    assert qa.ranked(question, 1) == [best[n] for n in scores.argsort(descending=True, stable=True)[:3]]
 
 
 def test_trigrams_find_an_old_spelling_and_prefer_what_is_rare(rag):
@@ -403,16 +406,17 @@ def test_trigrams_find_an_old_spelling_and_prefer_what_is_rare(rag):
     script = rag(RERANKER="lexical")
     qa = script.Trigrams(corpus)
     texts = [script.paragraph_text(paragraph) for paragraph in corpus]
-    scores = qa.scores([("Where was Ada Tinsele born?", text) for text in texts])
+    scores = qa.scores("Where was Ada Tinsele born?", texts)
     assert scores.argmax() == 1 and scores[1] > 1.3 * scores.sort().values[1]
     assert set(qa.grams.build_analyzer()("Ada, 7!")) == {" ad", "ada", "da ", " 7 "}
-    counts = {" ad": 3, "ada": 3, "da ": 3, " ar": 1, "arl": 1}  # by the formula, of one word each
+    counts = {" ad": 3, "ada": 3, "da ": 3, " ar": 1, "arl": 1, "rl ": 1}  # of three texts, one word each
     alone = script.Trigrams([{"title": "Ada", "text": ""}] * 2 + [{"title": "Ada", "text": "Arl"}])
-    rare = {gram: math.log(1 + 3 / count) ** 2 for gram, count in counts.items()}
+    rare = {gram: (1 + math.log(4 / (1 + count))) ** 2 for gram, count in counts.items()}
     shared = rare[" ad"] + rare["ada"] + rare["da "]
-    wanted = shared / (shared * (shared + rare[" ar"] + rare["arl"] + math.log(4) ** 2)) ** 0.5
-    assert alone.scores([("ada", "Ada: Arl")]).item() == pytest.approx(wanted)
-    assert qa.scores([(texts[0], texts[0]), ("zzz", texts[0])]).tolist() == pytest.approx([1.0, 0.0])
+    wanted = shared / (shared * sum(rare.values())) ** 0.5
+    assert alone.scores("ada ada", ["Ada: Arl"]).item() == pytest.approx(wanted)
+    assert qa.scores(texts[0], [texts[0]]).item() == pytest.approx(1.0)
+    assert qa.scores("zzz", texts).tolist() == [0.0] * 3
     trainer = rag(RERANKER="lexical").RAGTrainer()
     assert {rerank for _, _, rerank in trainer.table.actions} == {0, 1}
 
@@ -421,10 +425,10 @@ def test_below_the_rerankers_depth_stands_what_bm25_found(rag, world):
     script = rag(RERANK_DEPTH=3, TOP_KS=(2, 8), FIXED_ACTION=(2, 1.0, 0), RERANKER="lexical")
     qa = script.QASystem(*script.load_questions(print)[1:], torch.device("cpu"))
     for question in ("Where was Cidde born near Arle?", "Who is older, Adah or Pia?"):
-        (plain,), (sorted_,) = qa.ranked([question], 0), qa.ranked([question], 1)
+        plain, sorted_ = qa.ranked(question, 0), qa.ranked(question, 1)
         assert len(plain) == 8 and sorted_[3:] == plain[3:] and sorted(sorted_[:3]) == sorted(plain[:3])
         texts = [script.paragraph_text(qa.corpus[i]) for i in sorted_[:3]]
-        scores = qa.reranker.scores([(question, text) for text in texts])
+        scores = qa.reranker.scores(question, texts)
         assert scores.tolist() == sorted(scores.tolist(), reverse=True)
 
 
@@ -436,9 +440,10 @@ def test_a_rerankers_pairs_fit_whatever_their_length_and_it_needs_no_pad_token(r
     tokenizer.pad_token = None
     save(LlamaForSequenceClassification(config), tokenizer, tmp_path / "padless")
     reranker = rag().Reranker(str(tmp_path / "padless"), torch.device("cpu"))
-    pairs = [("Where was Ada born?", "Ada : born in Arle"), ("Ada " * 700, "near"), ("Bea", "sea " * 700)]
-    scores = reranker.scores(pairs)
-    assert scores.tolist() == pytest.approx([reranker.scores([pair]).item() for pair in pairs], abs=1e-4)
+    texts = ["Ada : born in Arle", "near", "sea " * 700]
+    for question in ("Where was Ada born?", "Ada " * 700):
+        alone = [reranker.scores(question, [text]).item() for text in texts]
+        assert reranker.scores(question, texts).tolist() == pytest.approx(alone, abs=1e-4)
     assert reranker.limit == 96
 
 
@@ -502,7 +507,7 @@ def test_no_question_of_the_test_is_trained_on(rag, world, tmp_path):
         texts.setdefault(row["split"], []).append(" ".join(row["question"].lower().split()))
     assert {split: len(rows) for split, rows in texts.items()} == {"test": 8, "validation": 6, "train": 18}
     assert len({text for rows in texts.values() for text in rows}) == 32
-    assert questions[0].keys() == {"id", "question", "answer", "gold_docs", "type", "level", "split"}
+    assert questions[0].keys() == {"id", "question", "answer", "gold_docs", "type", "split"}
     for row in questions:
         titles = {corpus[n]["title"] for n in row["gold_docs"]}
         assert titles <= set(row["question"].replace("?", "").replace(",", "").split())
@@ -528,14 +533,16 @@ def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
     script = rag(DATASET=spec, VALIDATION_QUESTIONS=1, TEST_QUESTIONS=1)
     with pytest.raises(script.UserError, match="2 questions leave none to train on beside the 2"):
         script.load_questions(print)
-    questions, corpus = script.from_hotpot([HOTPOT, second], "x")
-    assert [p["title"] for p in corpus] == ["Mill", "Ada", "Cole"]
-    assert corpus[0]["text"] == "Ada made it. It is old."
+    questions, corpus = script.from_hotpot([(1, HOTPOT), (2, second)], "x")
+    assert [title for title, _ in corpus] == ["Mill", "Ada", "Cole"]
+    assert list(corpus)[0][1] == "Ada made it. It is old."
     assert [row["gold_docs"] for row in questions] == [[0, 1], [0]]
     columns = {"title": ["Mill", "Ada", "Cole"], "sentences": [s for _, s in HOTPOT["context"]]}
     facts = {"title": ["Mill", "Ada"], "sent_id": [0, 0]}
     hub = {**HOTPOT, "context": columns, "supporting_facts": facts}
-    assert script.from_hotpot([hub], "x") == script.from_hotpot([HOTPOT], "x")
+    assert script.from_hotpot([(1, hub)], "x") == script.from_hotpot([(1, HOTPOT)], "x")
+    far = {**HOTPOT, "supporting_facts": [["Gone", 0], ["Ada", 0]]}  # as in the fullwiki format
+    assert script.from_hotpot([(1, far)], "x")[0][0]["gold_docs"] == [1]
 
 
 # ---------------------------------------------------------------- table, cache, reward
@@ -636,7 +643,7 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
         action = (row["question"], top_k, temperature, rerank)
         record, = [r for r in records if tuple(r[key] for key in script.KEYS[:4]) == action]
         assert table.responses[3][a] == [record["response"]] and record["pairs"] == 6 * rerank
-        assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 20)
+        assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 4)
         assert parts["em"][3, a, 0].item() == script.rewards.em_score(record["response"], row["answer"])
 
 
@@ -646,15 +653,18 @@ def hand_table(script):
     questions = [{"type": kind, "gold_docs": [1], "ranked_0": [0, 0, 1], "ranked_1": [1]} for kind in "aabb"]
     return script.SimpleNamespace(
         questions=questions, actions=[(1, 0.0, 0), (3, 1.0, 0)], rewards=rewards,
-        parts={"em": rewards}, splits={"train": [0, 1], "validation": [2], "test": [2, 3]})
+        observations=torch.ones(4, 1),
+        parts={"reward": rewards, "em": rewards}, splits={"train": [0, 1], "validation": [2], "test": [2, 3]})
 
 
 def test_baselines_and_oracle_by_hand(rag):
     script = rag()
     figures = script.baseline_figures(hand_table(script))
     assert figures["best_fixed"]["action"] == {"top_k": 1, "temperature": 0.0, "rerank": 0}
-    got = {name: figures[name]["test"]["reward"] for name in ("fixed", "random", "best_fixed", "oracle")}
-    assert got == pytest.approx({"fixed": 0.6, "random": 0.55, "best_fixed": 0.5, "oracle": 1.0})
+    got = {name: figure["test"]["reward"] for name, figure in figures.items() if name != "every_action"}
+    assert got == pytest.approx({
+        "fixed": 0.6, "random": 0.55, "best_fixed": 0.5, "best_by_type": 0.5, "tree": 0.5,
+        "oracle_greedy": 0.5, "oracle": 1.0})
     assert figures["best_fixed"]["train"]["reward"] == pytest.approx(0.7)
     assert [f["test"]["reward"] for f in figures["every_action"]] == pytest.approx([0.5, 0.6])
 
@@ -663,31 +673,66 @@ def test_the_table_on_the_terminal_is_of_the_training_questions_and_the_baseline
     script = rag(TEMPERATURES=(0.0,))
     table = hand_table(script)
     table.actions = [(1, 0.0, 0), (3, 0.0, 1)]
-    table.parts = {key: table.rewards for key in ("em", "f1", "cost")}
+    table.parts = {key: table.rewards for key in ("reward", "em", "f1", "cost")}
     figures = script.baseline_figures(table)
-    lines = script.table_lines(table, figures, ["random"])
-    assert [line.split() for line in lines[1:3]] == [
+    lines = script.table_lines(table, figures, ["random", "best_fixed", "oracle"])
+    assert [line.split()[-5:] for line in lines[:2]] == [
         ["BM25", "@1", "0.000", "@3", "1.000"], ["reranked", "@1", "1.000", "@3", "1.000"]]
-    assert [line.split() for line in lines[5:-4]] == [["a", "0.700*", "0.300"]]  # "b" is not trained on
+    assert [line.split() for line in lines[4:-4]] == [["a", "0.700*", "0.300"]]  # "b" is not trained on
     assert [line.split("em")[0].split() for line in lines[-3:]] == [
         ["random", "reward", "0.550"], ["best", "fixed", "reward", "0.500"], ["oracle", "reward", "1.000"]]
 
 
-def test_the_gain_is_paired_with_the_best_fixed_action_and_its_interval_resamples_questions(rag):
+def test_the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions(rag):
     script = rag()
     table = hand_table(script)
-    figures = script.baseline_figures(table)
-    found = script.test_figures(table, [2, 3], torch.tensor([1, 0]), {}, figures)
-    assert found["gain_over_best_fixed"] == pytest.approx(0.5)
-    assert found["interval"] == [0.0, 1.0] and found["share_of_oracle_gain"] == pytest.approx(1.0)
+    found = script.test_figures(table, [2, 3], torch.tensor([1, 0]), script.baseline_figures(table))
+    assert found["random"]["reward"] == pytest.approx(0.55)
+    assert set(found["gains"]) == {"best_fixed", "best_by_type", "tree"}
+    for gain in found["gains"].values():
+        assert gain == {"gain": pytest.approx(0.5), "interval": [0.0, 1.0]}
+    *_, last = script.test_lines({**found, "policy": table_means(1.0)})
+    assert last.split() == "tree 0.500, gain over it +0.500 (95% interval +0.000 to +1.000)".split()
     low, high = script.bootstrap_interval(torch.linspace(0, 1, 400, dtype=torch.float64))
     assert (0.5 - low, high - 0.5) == pytest.approx((1.96 * 0.289 / 20,) * 2, rel=0.08)
 
 
+def table_means(value):
+    return dict.fromkeys(("reward", "em", "f1", "cost"), value)
+
+
+def test_the_rules_are_learnt_from_the_training_questions_and_the_trees_size_from_the_validation(rag):
+    """By hand: type "a" is best with action 0, "b" with 1; what is observed tells more."""
+    script = rag()
+    kinds = ["a"] * 30 + ["b"] * 30 + ["new"]
+    x = torch.arange(61) % 30
+    rewards = torch.zeros(61, 3, 1)
+    rewards[:30, 0], rewards[:30, 1] = 0.8, 0.1
+    rewards[30:, 0], rewards[30:, 1] = 0.1, 0.7
+    rewards[x < 10, 2] = 1.0  # within both types
+    train = [q for q in range(60) if q % 3]
+    rest = [q for q in range(60) if q % 3 == 0]
+    table = script.SimpleNamespace(
+        questions=[{"type": kind} for kind in kinds], rewards=rewards, actions=[(1, 0.0, 0)] * 3,
+        observations=torch.stack([x.float(), (torch.arange(61) >= 30).float()], 1),
+        splits={"train": train, "validation": rest[::2], "test": [*rest[1::2], 60]})
+    found = {name: actions.tolist() for name, actions in script.rules(table).items()}
+    best = rewards[train].mean(0).argmax().item()
+    assert found["best_fixed"] == [best] * 61
+    assert found["best_by_type"] == [0] * 30 + [1] * 30 + [best]
+    assert found["tree"] == [2 if n < 10 else int(q >= 30) for q, n in enumerate(x.tolist())]
+    rewards[rest[::2]] = torch.tensor([9.0, 0.0, 0.0])[:, None]  # the validation questions' choice
+    assert script.rules(table)["tree"].tolist() != found["tree"]
+    rewards[table.splits["test"]] = 0.0
+    assert found["best_by_type"] == script.rules(table)["best_by_type"].tolist()
+
+
 def test_recall_by_hand(rag):
     rows = [{"gold_docs": [1, 2], "ranked_0": [2, 5, 1]}, {"gold_docs": [7], "ranked_0": [1, 2, 3]}]
+    rows += [{"gold_docs": [], "ranked_0": [1, 2, 3]}]  # names none
     recall = rag().recall_at
     assert [recall(rows, 0, k) for k in (1, 2, 3)] == [0.25, 0.25, 0.5]
+    assert recall(rows[2:], 0, 1) == 0
 
 
 # ---------------------------------------------------------------- runs
@@ -708,7 +753,7 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     assert names == {
         "best", "logs", "step_4", "training_config.json", "eval_test.json", "rag_learning.png",
         "training_metrics_detailed.png", "ppo_rag_metrics_with_entropy.png",
-        *(f"eval_baseline_{n}.json" for n in ("fixed", "random", "best_fixed", "oracle", "every_action"))}
+        *(f"eval_baseline_{n}.json" for n in BASELINES)}
     episodes = read(out / "logs/samples.jsonl")
     assert len(episodes) == 4 * 16
     columns = "step id question answer response reward em f1 cost seconds top_k temperature rerank".split()
@@ -716,8 +761,8 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     means = [sum(e["reward"] for e in episodes if e["step"] == n) / 16 for n in (1, 2, 3, 4)]
     assert means == pytest.approx([r["reward"] for r in train], abs=1e-5)
     found = json.loads((out / "eval_test.json").read_text())
-    gain = found["policy"]["reward"] - found["best_fixed"]["reward"]
-    assert gain == pytest.approx(found["gain_over_best_fixed"])
+    for rule, gain in found["gains"].items():
+        assert gain["gain"] == pytest.approx(found["policy"]["reward"] - found[rule]["reward"]), rule
 
 
 def test_the_policy_is_saved_with_its_actions_and_loads_again(trained):
@@ -754,6 +799,8 @@ def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(tr
     for q, row in enumerate(asked):
         splits.setdefault(row["split"], []).append(q)
     best_fixed = worth[splits["train"]].mean(0).argmax()
+    by_type = {kind: worth[[q for q in splits["train"] if asked[q]["type"] == kind]].mean(0).argmax()
+               for kind in ("one", "two")}
 
     def reward(split, policy, generator=None):
         rows = splits[split]
@@ -771,12 +818,15 @@ def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(tr
     got = [
         kept["reward"], log[-1]["reward"], log[-1]["sampled_reward"], max(r["reward"] for r in log),
         test["policy"]["reward"],
-        *(test[name]["reward"] for name in ("random", "best_fixed", "oracle"))]
+        *(test[name]["reward"] for name in (
+            "random", "best_fixed", "best_by_type", "oracle_greedy", "oracle"))]
     stream = torch.Generator().manual_seed(6)  # SEED + 1
     want = [
         reward("validation", best), reward("validation", trainer.policy),
         reward("validation", trainer.policy, stream), reward("validation", best), reward("test", best),
-        worth[rows].mean().item(), worth[rows, best_fixed].mean().item(), worth[rows].amax(1).mean().item()]
+        worth[rows].mean().item(), worth[rows, best_fixed].mean().item(),
+        statistics.mean(worth[q, by_type[asked[q]["type"]]].item() for q in rows),
+        worth[rows][:, [0, 1, 4, 5]].amax(1).mean().item(), worth[rows].amax(1).mean().item()]
     assert got == pytest.approx(want, abs=1e-5)
     for name, chosen in (("fixed", actions.index((3, 1.0, 0))), ("best_fixed", best_fixed)):
         figure = json.loads((out / f"eval_baseline_{name}.json").read_text())
@@ -925,13 +975,14 @@ def spoil(folder, name, line):
 
 
 @pytest.mark.parametrize("name, line, says", [
-    ("questions", '{"question": "Who?", "gold": ["Ada"]}\n', "questions.jsonl line 33: there is no 'answer'"),
+    ("questions", '{"question": "Who?", "gold": ["Ada"]}\n',
+     "questions.jsonl line 33: there is no value for column 'answer'"),
     ("questions", '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
      "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
     ("questions", '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
-     "questions.jsonl:33 has the question ' ': a text is wanted"),
+     "questions.jsonl line 33: its question is empty"),
     ("questions", "no json\n", "questions.jsonl line 33: not a JSON object"),
-    ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no 'text'"),
+    ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no value for column 'text'"),
 ])
 def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
     folder = tmp_path / "bad"
@@ -959,16 +1010,16 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
 
 
 @pytest.mark.parametrize("lines, constants, says", [
-    ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl:33 has the question ['Who?']: a text"),
-    ({"questions": [asked(answer={"text": "Arle"})]}, {}, "has the answer {'text': 'Arle'}: a text is"),
+    ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl line 33: 'question' must be a text"),
+    ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text or a number"),
     ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
-    (LONG, {}, "questions.jsonl:33 takes 60"),
+    (LONG, {}, "the question 'Ada Ada Ada"),
     ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
-    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "makes \"('foo')\": it takes {contexts}, {question}"),
-    ({}, {"PROMPT": "{contexts} {question} {"}, "Single '{' encountered"),
+    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "{foo}': it takes {contexts}, {question}; a"),
+    ({}, {"PROMPT": "{contexts} {question} {"}, "a brace itself is written twice"),
     ({}, {"PROMPT": "{contexts}"}, "it takes {contexts}, {question}; a brace"),
     ({}, {"PROMPT": "{question}"}, "it takes {contexts}, {question}; a brace"),
-    ({}, {"PARAGRAPH": "{titel}: {text}"}, "makes \"('titel')\": it takes {text}, {n}, {title}"),
+    ({}, {"PARAGRAPH": "{titel}: {text}"}, "{titel}: {text}': it takes {text}, {n}, {title}; a"),
     ({}, {"PARAGRAPH": "{n} {title}"}, "it takes {text}, {n}, {title}; a brace"),
     ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
 ])
@@ -995,10 +1046,13 @@ def test_odd_input_is_one_sentence_and_a_run_stays(
 @pytest.mark.parametrize("lines", [
     {"corpus": [{"title": 1984, "text": 7}], "questions": [asked(gold=[1984], answer=0)]},
     {"questions": [asked(gold="Ida")]},
+    {"questions": [asked(gold=None), asked(question="Where lives Leo?", gold=[])]},
+    {"questions": [asked(answer=["Arle", 7])]},
     {"questions": [asked(type=None)]},
-    {"questions": [asked(type=3, level="easy"), asked(question="Where lives Leo?", level=2.5)]},
+    {"questions": [asked(type=3), asked(question="Where lives Leo?", type="two")]},
     {"questions": [asked(question="???"), asked(question="W 5 ?"), asked(question="!")]},
-], ids=["numbers", "one gold", "no type", "mixed types", "no words"])
+], ids=["numbers", "one gold", "no gold", "two answers", "no type", "mixed types",
+        "no words"])
 def test_odd_input_that_makes_sense_is_taken(rag, world, tmp_path, lines):
     places = {"CACHE_DIR": str(world / "cache"), "DATASET": with_lines(world, tmp_path / "data", **lines)}
     script = rag(**places, TEMPERATURES=(0.0,), TOP_KS=(1,), FIXED_ACTION=(1, 0.0, 0))
@@ -1006,8 +1060,10 @@ def test_odd_input_that_makes_sense_is_taken(rag, world, tmp_path, lines):
     assert len(trainer.table.questions) == 32 + len(lines["questions"])
     for row in lines["questions"]:
         found, = [q for q in trainer.table.questions if q["question"] == row["question"]]
-        assert (found["answer"], found["type"]) == (str(row["answer"]), str(row["type"] or ""))
-        want = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
+        several = isinstance(row["answer"], list)
+        assert found["answer"] == ([str(a) for a in row["answer"]] if several else str(row["answer"]))
+        assert found["type"] == str(row["type"] or "")
+        want = row["gold"] if isinstance(row["gold"], list) else [row["gold"]] if row["gold"] else []
         assert [trainer.qa.corpus[n]["title"] for n in found["gold_docs"]] == [str(title) for title in want]
     assert trainer.answer("?")[1] in trainer.table.actions
 
@@ -1057,8 +1113,8 @@ def test_errors_are_one_sentence(rag, constants, says):
     ('{"a": 1}', "record 1 is not HotpotQA's"),
     ("[1", "is no JSON"),
     ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
-    (json.dumps([{**HOTPOT, "supporting_facts": [["Gone", 0]]}]), "facts that are not in its context"),
-    (json.dumps([{**HOTPOT, "answer": ["Arle"]}]), "has the answer ['Arle']: a text is wanted"),
+    (json.dumps([{**HOTPOT, "answer": {"a": 1}}]), "record 1: 'answer' must be a text or a number"),
+    (json.dumps([{**HOTPOT, "supporting_facts": 3}]), "record 1 is not HotpotQA's"),
 ])
 def test_a_file_that_is_not_hotpots_is_refused(rag, tmp_path, text, says):
     (tmp_path / "bad.json").write_text(text)
@@ -1104,12 +1160,15 @@ def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):
     trainer = script.RAGTrainer()
     table = trainer.table
     em = table.parts["em"][:, :, 0]
-    means = {}
-    for kind in ("one-hop", "two-hop", "comparison", "reworded"):
-        rows = [q for q, row in enumerate(table.questions) if row["type"] == kind]
-        means[kind] = dict(zip(table.actions, em[rows].mean(0).tolist()))
+    titles = [trainer.qa.corpus[row["gold_docs"][0]]["title"] for row in table.questions]
+    exact = [f"{title}e" not in row["question"] for title, row in zip(titles, table.questions)]
+
+    def means(kinds, spelling=(True, False)):
+        rows = [q for q, row in enumerate(table.questions) if row["type"] in kinds and exact[q] in spelling]
+        return dict(zip(table.actions, em[rows].mean(0).tolist()))
+
     plain, reranked, many = (1, 0.0, 0), (1, 0.0, 1), (8, 0.0, 0)
-    assert means["one-hop"][plain] > 0.8 and means["two-hop"][plain] < 0.1
-    assert means["two-hop"][many] > means["two-hop"][plain] + 0.1
-    assert means["reworded"][reranked] > means["reworded"][plain] + 0.3
-    assert em.mean(0).max() > 0.4
+    people = ("one-hop", "reworded")
+    assert means(people, [True])[plain] > 0.8 and means(people, [False])[reranked] > 0.6  # within one type
+    assert means(people, [False])[plain] < 0.4 and means(["work"])[plain] > 0.6
+    assert means(["two-hop"])[plain] < 0.1 and means(["two-hop"])[many] > 0.2
