@@ -161,7 +161,7 @@ PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 _LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
-    "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT": (1e-6, 1e9),
+    "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
     "VALIDATION_FRACTION": (0, 0.9),
     "STAGE": ["all", "mine", "train"],
@@ -536,7 +536,7 @@ class RCETrainer:
                     parts += parts_of([c])
                 except Exception as error:
                     why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-                    c.update(eval_failed=True, eval_mode="failed", eval_error=why)
+                    c.update(eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None)
             if not parts:
                 raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
         for c, own in zip((c for c in candidates if not c["eval_failed"]), parts):

@@ -465,6 +465,18 @@ def test_the_reference_follows_the_actor_when_asked(grpo):
     assert (reference != first).any()
 
 
+@pytest.mark.parametrize("path, name", [("grpo/grpo.py", "GRPOTrainer"), ("ppo/ppo.py", "PPOTrainer")])
+def test_the_greatest_ratio_of_a_step_is_that_of_its_passes(path, name, tmp_path):
+    script = load_script(path, **small(path, OUTPUT_DIR=str(tmp_path / "run"), GROUP_EPOCHS=3))
+    trainer = getattr(script, name)()
+    passes = iter([0.0, 0.5, 0.25])
+    trainer.optimizer_step = lambda *some, **more: {"ratio_max": next(passes), "loss": 1.0, "log_ratio": 0.0}
+    zeros = torch.zeros(2, 3)
+    metrics = trainer.update(
+        SimpleNamespace(rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, response_mask=zeros + 1))
+    assert (metrics["ratio_max"], metrics["ratio_max_first"], metrics["loss"]) == (0.5, 0.0, 1.0)
+
+
 # ---------------------------------------------------------------- evaluation and runs
 
 
