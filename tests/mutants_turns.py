@@ -20,8 +20,8 @@ MUTANTS = [
      T + "what_the_environment_said_is_never_trained_and_in_no_mean"),
 
     # what is said
-    (GRPO, "said = respond(model, tokenizer, contexts, own,",
-     "said = respond(model, tokenizer, contexts, uniform[0],",
+    (GRPO, "said = respond(model, tokenizer, contexts, own)",
+     "said = respond(model, tokenizer, contexts, uniform[0])",
      T + "each_turn_has_random_numbers_of_its_own"),
     (GRPO, "uniform[turn][[episode.number for episode in going_on]]",
      "uniform[0][[e.number for e in going_on]]",
