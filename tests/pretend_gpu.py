@@ -243,6 +243,14 @@ def attention_backward(
     return *(relabel(x, CUDA) for x in found), None
 
 
+def dropout(x, p, train):
+    """native_dropout, which has no parameter for a generator."""
+    note("random", "native_dropout")
+    host, = hosts("native_dropout", x)
+    mask = torch.empty(host.shape).bernoulli_(1 - p, generator=DEFAULT).bool()
+    return relabel(host * mask / (1 - p), CUDA), relabel(mask, CUDA)
+
+
 # ---------------------------------------------------------------- what is left of CUDA
 
 class Generator(torch._C.Generator):
@@ -334,6 +342,7 @@ def register_kernels():
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
             LIBRARY.impl(op, Kernel(op, "device_check: NoCheck" in blocks[name]))
     LIBRARY.impl("copy_", copy_)
+    LIBRARY.impl("native_dropout", dropout)
     LIBRARY.impl("_scaled_dot_product_efficient_attention", attention)
     LIBRARY.impl("_scaled_dot_product_efficient_attention_backward", attention_backward)
 

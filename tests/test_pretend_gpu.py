@@ -183,7 +183,7 @@ def test_rce_icl(tmp_path, models, dropout):
 
 # At most: waits and kernels a decoded token, all of a rollout counted; waits and kernels a micro-batch, all
 # of a step's update counted. docs/gpu.md says of which lines they are
-MOST = {"ppo": (0.52, 292, 49, 1529), "grpo": (0.52, 292, 32, 876)}
+MOST = {"ppo": (0.52, 292, 36, 1471), "grpo": (0.52, 292, 26, 853)}
 
 
 @pytest.mark.parametrize("name", MOST)
