@@ -853,6 +853,7 @@ def encode(rows, constant, tokenizer, readers, say):
 def encode_texts(prompts, answers, what, *readers):
     """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
+    prompts = [read_prompt(prompt, what) for prompt in prompts]
     rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
     return encode(rows, what, *readers)
 

@@ -12,21 +12,17 @@ and every log-probability below, sampled or trained, is of this constrained dist
     GRPO   GROUP_SIZE candidates of a history, of scores s_i, are each other's baseline (2402.03300):
            A_i = (s_i - mean of its group) / (std + 1e-4),   rho_t = pi(c_t) / pi_old(c_t)
            clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
-           L   = -mean_t w_i min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
+           L   = -mean_t min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
 
 LOSS_TYPE "gspo" has rho = exp(mean_t log rho_t) of the whole item (2507.18071); "dapo" and "grpo" are one,
 since all responses are as long. kl_t has k3's value against the best SFT policy and k2's gradient, that of
 KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
-- "sample" with REPLACEMENT: that of the expected reward, as in GRPO;
-- "sample" without (Gumbel top-k, 1903.06059): distinct items, each item in the group with another probability
-  than pi: biased towards rarer items, of lower variance;
-- "beam": no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list, better items up
-  and worse ones down, whatever their probability. It knows nothing of items beyond the list.
-GROUP_WEIGHTS = "policy" weighs an item by w_i = GROUP_SIZE pi(i) / sum of pi over its group, the baseline and
-the KL too: then the two latter are the exact gradient of the expected reward of pi renormalised over the
-group. Measured (docs/grpo_rec.md): it raises what a *sample* earns, and with it the few likeliest items;
-beams with "uniform" raise what a *list* earns, which is what is shown to a user, and are the default. There
-the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
+- "sample": that of the expected reward of a sample, as in GRPO;
+- "beam", the default: no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list,
+  better items up and worse ones down, whatever their probability. It knows nothing of items beyond the list,
+  and the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
+Samples raise what a *sample* earns, and with it the few likeliest items; beams raise what a *list* earns,
+which is what is shown to a user (docs/grpo_rec.md has both).
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
     python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
@@ -46,6 +42,7 @@ candidates     constrained_logprobs, search              the prompt     PROMPT_T
 import copy
 import csv
 import io
+import itertools
 import math
 import os
 import sys
@@ -96,7 +93,6 @@ MAX_EVAL_ROWS: int | None = 300  # of validation
 PROMPT_TEMPLATE = "{history}"  # the tokenizer's chat template, if any, goes around it
 TITLE_HISTORY_ROWS = 0.0  # SFT: share of the rows also asked with titles in place of codes (a model of words)
 TITLE_ROWS = 0.0  # SFT: share of the items whose title alone asks for them (a model of words)
-EXCLUDE_HISTORY = False  # items of the history cannot be recommended
 
 # Rewards: the score is the sum of weight * part
 VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
@@ -119,7 +115,6 @@ SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: nev
 
 # Rollout
 CANDIDATES = "beam"  # beam | sample
-REPLACEMENT = False  # sample: the same item may come twice in a group
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
 GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
 GROUP_SIZE = 16  # candidates a history; >= 2, since they are each other's baseline
@@ -136,14 +131,13 @@ WARMUP_STEPS = 0
 
 # Algorithm
 LOSS_TYPE = "dapo"  # dapo | gspo
-GROUP_WEIGHTS = "uniform"  # uniform | policy: see above
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 2.0  # weight of the KL in the loss
+KL_COEF = 4.0  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
@@ -186,10 +180,11 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "CANDIDATES": ["beam", "sample"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "LOSS_TYPE": ["dapo", "gspo"],
-    "GROUP_WEIGHTS": ["uniform", "policy"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
+_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts that back off: the best pair on validation is taken
+_DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 # ================================================================ the maths of GRPO over items
 
@@ -208,29 +203,10 @@ def constrained_logprobs(logits, codes, open_, temperature):
     return logprobs.masked_fill(~open_, -math.inf)  # also where nothing is open: no NaN
 
 
-def conditional_gumbels(logprobs, perturbed, uniform):
-    """Perturbed log-probabilities of all children, (..., width), given that their maximum is their parent's,
-    perturbed (..., 1): the k greatest of a whole level are a sample without replacement. logprobs (...,
-    width) are of whole prefixes. Source: Kool et al. 2019 (1903.06059), appendix B.3."""
-    gumbels = logprobs - (-uniform.clamp(1e-30, 1 - 1e-7).log()).log()
-    greatest = gumbels.amax(-1, keepdim=True)
-    v = perturbed - gumbels + torch.log1p(-(gumbels - greatest).exp())
-    shifted = perturbed - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
-    return torch.where(logprobs.isfinite(), shifted, -math.inf)
-
-
-def group_weights(logprobs, group_size, kind):
-    """Weight of each candidate, (rows,), 1 in the mean of a group; logprobs (rows,) of whole items."""
-    if kind == "uniform":
-        return torch.ones_like(logprobs)
-    return group_size * logprobs.view(-1, group_size).softmax(1).flatten()
-
-
-def group_advantages(scores, weights, group_size, scale):
+def group_advantages(scores, group_size, scale):
     """Advantage of each candidate, (rows,); rows of a group are neighbours. Equal scores get zeros."""
     groups = scores.view(-1, group_size)
-    baseline = (groups * weights.view(-1, group_size)).mean(1, keepdim=True)
-    advantages = groups - baseline
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
         std = groups.std(1, keepdim=True) if scale == "group" else scores.std()
         advantages = advantages / (std + 1e-4)
@@ -318,17 +294,18 @@ class RecTrainer:
 
     def load_rewards(self):
         """What compute_rewards() needs: values, vectors, functions."""
-        self.values = read_values(self.catalogue) if VALUE_WEIGHT else None
+        self.values = None
+        if VALUE_WEIGHT:
+            self.values = read_array(VALUES_FILE, "VALUES_FILE", self.catalogue, square=True)
         self.vectors = item_vectors(self.catalogue) if SEMANTIC_WEIGHT else None
         asked = [*self.valid_rows, *self.test_rows, *(self.train_rows if COLLABORATIVE_WEIGHT else ())]
         self.sasrec = read_sasrec(self.train_rows, asked, self.run.say)
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         weights = (VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT)
-        if STAGE != "sft" and not any(weights) and not REWARD_FUNCTIONS:
+        if not any(weights) and not REWARD_FUNCTIONS:
             raise UserError("every reward weight is 0 and REWARD_FUNCTIONS is empty: give at least one")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.rewarded = any(weights) or bool(self.rewards)
 
     # ------------------------------------------------------------ the algorithm
 
@@ -363,7 +340,7 @@ class RecTrainer:
         self.actor.load_state_dict(self.reference.state_dict())
         folder = self.run.folder / "sft"
         if rank() == 0:
-            write_whole(folder, self.save_sft)
+            write_whole(folder, lambda at: self.run.save_model(self.actor, at / "policy"))
         if STAGE == "sft":
             self.run.last_word = f"SFT is done: {folder}/policy; STAGE=rl goes on from it"
             return
@@ -373,9 +350,6 @@ class RecTrainer:
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
         self.run.begin_part()
         self.plan_steps()
-
-    def save_sft(self, folder):
-        self.run.save_model(self.actor, folder / "policy")
 
     def plan_steps(self):
         """The step at which the stage ends if nothing ends it before, and the run's last one."""
@@ -420,9 +394,10 @@ class RecTrainer:
         (histories * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
             rows = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
-            # drawn at once: BATCH_SIZE does not matter to it
-            uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, CANDIDATES, REPLACEMENT)
-            return candidates(self.actor, self.trie, rows, GROUP_SIZE, CANDIDATES, self.pad_id, uniform)
+            uniform = None
+            if CANDIDATES == "sample":  # drawn at once: BATCH_SIZE does not matter to it
+                uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE)
+            return candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
 
     @torch.no_grad()
     def score(self, batch):
@@ -486,9 +461,7 @@ class RecTrainer:
 
     def compute_advantages(self, batch):
         """Compare each candidate with its group."""
-        logprobs = batch.logprobs.sum(1)
-        batch.weights = group_weights(logprobs, GROUP_SIZE, GROUP_WEIGHTS)
-        batch.advantages = group_advantages(batch.scores, batch.weights, GROUP_SIZE, SCALE_REWARDS)
+        batch.advantages = group_advantages(batch.scores, GROUP_SIZE, SCALE_REWARDS)
 
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
@@ -534,8 +507,7 @@ class RecTrainer:
         policy_losses, ratio = policy_loss(
             logprobs, batch.logprobs[rows], batch.advantages[rows, None], LOSS_TYPE, CLIP_RANGE,
             CLIP_RANGE_HIGH)
-        policy_losses = batch.weights[rows, None] * policy_losses
-        kl = batch.weights[rows, None] * kl_loss(logprobs, batch.ref_logprobs[rows])
+        kl = kl_loss(logprobs, batch.ref_logprobs[rows])
         return policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy, policy_losses, ratio, kl
 
     @torch.no_grad()
@@ -558,22 +530,21 @@ class RecTrainer:
             return list_metrics(lists, rows, self.popularity)
         metrics, _ = self.list_figures(lists, rows)
         generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, "sample", True, generator)
-        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, "sample", self.pad_id, uniform)
+        uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)
+        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
         metrics["reward_sampled"] = self.rewards_of(batch.rows, batch.items)[0].mean().item()
         return metrics
 
     def list_figures(self, lists, rows):
-        """Metrics of the best items (rows, EVAL_BEAMS): list_metrics() and, where something is rewarded, the
-        rewards of the GROUP_SIZE first; HR, NDCG and reward by row, each (rows,)."""
+        """Metrics of the best items (rows, EVAL_BEAMS) and rewards of the GROUP_SIZE first; HR, NDCG and
+        reward by row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
+        every = [row for row in rows for _ in range(GROUP_SIZE)]
+        scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
+        metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
+        metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
         by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
-        if self.rewarded:
-            every = [row for row in rows for _ in range(GROUP_SIZE)]
-            scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
-            by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
-            metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
-            metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
         return metrics, by_row
 
     def evaluate_sft(self):
@@ -602,22 +573,21 @@ class RecTrainer:
             "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE}
         line = ("GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
                 "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}").format(**metrics)
-        self.run.record(metrics, batch.response_ids.numel(), sample_records_of(batch, self.catalogue), line)
+        logged = torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist()
+        samples = [sample_record(batch, i, self.catalogue) for i in logged]
+        self.run.record(metrics, batch.response_ids.numel(), samples, line)
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
         "title", "codes", "probability"}], by the policy of best/, or before the first evaluation as it is."""
         row = self.prompter.row_of(history)
         width = min(max(k, EVAL_BEAMS), len(self.catalogue.items))
-        model = self.best_policy()
-        excluded = excluded_items([row], self.device)
-        items, logprobs, _ = search(model, self.trie, [row["ids"]], width, self.pad_id, excluded=excluded)
+        items, logprobs, _ = search(self.best_policy(), self.trie, [row["ids"]], width, self.pad_id)
         found = []
         for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
-            if item >= 0:
-                found.append({
-                    "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
-                    "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
+            found.append({
+                "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
+                "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
         return found
 
     def best_policy(self):
@@ -641,18 +611,21 @@ class RecTrainer:
         return f"{name}, {DTYPE}; {items}; {rows}, {len(self.test_rows)} for the test; {stages}; {OUTPUT_DIR}"
 
     def prepare_baselines(self):
-        """Popularity, Markov counts and SASRec, of the rows that the model is trained on, and their lists for
-        validation."""
-        markov = Markov(self.train_rows, self.popularity)
-        self.baselines = {"popularity": Popularity(self.popularity), "markov": markov}
+        """Popularity, Markov counts, counts that back off, and SASRec, of the rows that the model is trained
+        on, and their figures on validation."""
+        paths = self.trie.paths.cpu()
+        self.baselines = {
+            "popularity": Counts(self.train_rows, paths[:, :1]),
+            "markov": Counts(self.train_rows, paths[:, [0, -1]]),
+            "counts": best_counts(self.train_rows, paths, self.valid_rows)}
         if self.sasrec:
             self.baselines["sasrec"] = self.sasrec
         self.levels = {}  # of validation, for the pictures
         for name, model in self.baselines.items():
             level, _ = self.list_figures(top_items(model, self.valid_rows), self.valid_rows)
             self.levels[name] = level
-            shown = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
-            self.run.say(f"{name:10} on validation: {shown}")
+            figures = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
+            self.run.say(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
 
     def test(self):
         """Baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json, the picture."""
@@ -683,12 +656,11 @@ class RecTrainer:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
             self.run.say(line)
-        if rank() > 0:
-            return
-        table = json.dumps({"rows": len(rows), **figures}, indent=1)
-        write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
-        records = read_metrics(self.run.folder / "logs/metrics.jsonl")
-        draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
+        if rank() == 0:
+            table = json.dumps({"rows": len(rows), **figures}, indent=1)
+            write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
+            records = read_metrics(self.run.folder / "logs/metrics.jsonl")
+            draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
 
 
 # ==== block: language models
@@ -992,6 +964,7 @@ def encode(rows, constant, tokenizer, readers, say):
 def encode_texts(prompts, answers, what, *readers):
     """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
+    prompts = [read_prompt(prompt, what) for prompt in prompts]
     rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
     return encode(rows, what, *readers)
 
@@ -2604,17 +2577,15 @@ class Trie:
         self.first = []  # of each level: (nodes,) its first child's number on the next level
         self.count = []  # (nodes,) how many children
         self.code = []  # (children,) the code that leads to each
-        self.below = []  # (children,) items below each
         self.width = []  # the most children that a node has
         paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) its node on each level
         for level in range(self.depth):
-            prefixes, at, below = codes[:, :level + 1].unique(dim=0, return_inverse=True, return_counts=True)
+            prefixes, at = codes[:, :level + 1].unique(dim=0, return_inverse=True)
             parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, at, paths[-1])
             count = parent.bincount()
             self.first.append((count.cumsum(0) - count).to(device))
             self.count.append(count.to(device))
             self.code.append(prefixes[:, -1].to(device))
-            self.below.append(below.to(device))
             self.width.append(int(count.max()))
             paths.append(at)
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
@@ -2624,17 +2595,12 @@ class Trie:
         self.columns = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long, device=device)
         self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each in CodeHead's logits
 
-    def options(self, level, nodes, excluded=None):
+    def options(self, level, nodes):
         """What may follow the nodes (...) of a level: codes, the nodes they lead to, and which of them are
-        there at all, all (..., width). excluded (..., H) are distinct items that may not, -1 for none: a
-        prefix is closed when all items below it are excluded."""
+        there at all, all (..., width)."""
         step = torch.arange(self.width[level], device=nodes.device)
         open_ = step < self.count[level][nodes].unsqueeze(-1)
         children = (self.first[level][nodes].unsqueeze(-1) + step).clamp(max=len(self.code[level]) - 1)
-        if excluded is not None:
-            gone_at = torch.where(excluded >= 0, self.paths[excluded, level + 1], -1)  # (..., H)
-            gone = (children.unsqueeze(-1) == gone_at.unsqueeze(-2)).sum(-1)
-            open_ = open_ & (gone < self.below[level][children])
         return self.code[level][children], children, open_
 
 
@@ -2669,113 +2635,74 @@ def check_head(model, trie, ids):
     """A model whose logits are not its output layer's, one by one, cannot be narrowed to the codes."""
     prompt = torch.tensor([ids], device=model.device)
     wanted = call_model(model, prompt, use_cache=False).logits[0, -1, trie.ids]
-    try:
-        with codes_alone(model, trie):
-            found = call_model(model, prompt, use_cache=False).logits[0, -1]
-        right = found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        right = False
-    if not right:
+    with codes_alone(model, trie):
+        found = call_model(model, prompt, use_cache=False).logits[0, -1]
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-3, rtol=1e-3):
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
 
-def excluded_items(rows, device):
-    """(rows, H) distinct items of each history, -1 for none; None without EXCLUDE_HISTORY."""
-    if not EXCLUDE_HISTORY:
-        return None
-    return pad_right([sorted(set(row["history"])) for row in rows], -1).to(device)
-
-
 @torch.no_grad()
-def search(model, trie, prompts, width, pad_id, uniform=None, excluded=None):
-    """walk(), with logits of the codes alone."""
-    with codes_alone(model, trie):
-        return walk(model, trie, prompts, width, pad_id, uniform, excluded)
-
-
-def walk(model, trie, prompts, width, pad_id, uniform, excluded):
+def search(model, trie, prompts, width, pad_id, uniform=None):
     """`width` items for each prompt (a list of ids), level by level down the trie: their numbers, the
     log-probabilities of their codes and the entropy at each: (prompts, width), twice (prompts, width, depth).
     Each prompt is read once; its cache is expanded to the prefixes that go on.
 
-    uniform None: beam search, best first. A list of (prompts, prefixes, children), a level each: Gumbel
-    top-k, a sample without replacement. A list of (prompts, width): with replacement. Where the catalogue has
-    fewer items, the rest are -1 with a log-probability of -inf."""
+    uniform None: beam search, best first; where the catalogue has fewer items, the rest are -1 with a
+    log-probability of -inf. Else random numbers (depth, prompts, width): samples with replacement."""
     count = len(prompts)
-    decoder = Decoder(model, prompts, 1, pad_id)
-    nodes = torch.zeros(count, 1, dtype=torch.long, device=model.device)
-    total = torch.zeros(count, 1, device=model.device)  # log-probability of each prefix
-    perturbed = torch.zeros(count, 1, device=model.device)
-    logprobs = torch.zeros(count, 1, 0, device=model.device)
-    entropies = torch.zeros(count, 1, 0, device=model.device)
+    device = model.device
+    with codes_alone(model, trie):
+        decoder = Decoder(model, prompts, 1, pad_id)
     logits = decoder.logits
+    nodes = torch.zeros(count, 1, dtype=torch.long, device=device)
+    total = torch.zeros(count, 1, device=device)  # log-probability of each prefix
+    steps = torch.zeros(count, 1, 0, 2, device=device)  # log-probability and entropy of each code
+    prompt = torch.arange(count, device=device)[:, None]
     for level in range(trie.depth):
-        among = None if excluded is None else excluded[:, None]
-        codes, children, open_ = trie.options(level, nodes, among)  # (prompts, prefixes, options)
-        said = logits.view(count, nodes.shape[1], -1)
-        some = constrained_logprobs(said, trie.columns[codes], open_, TEMPERATURE)
-        whole = torch.where(total.isfinite(), total, -math.inf).unsqueeze(-1) + some
-        options = some.shape[-1]
-        if uniform is not None and uniform[level].dim() == 2:
-            probabilities = some.expand(-1, width, -1).flatten(0, 1).exp()
-            chosen = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
-            parent = torch.arange(width, device=model.device).expand(count, -1) % nodes.shape[1]
-            keys = whole.flatten(1)
-            chosen = parent * options + chosen
-        else:
-            keys = whole
-            if uniform is not None:
-                keys = conditional_gumbels(whole, perturbed.unsqueeze(-1), uniform[level])
-            keys = keys.flatten(1)
-            chosen = keys.topk(min(width, keys.shape[1])).indices  # (prompts, prefixes of the next level)
+        codes, children, open_ = trie.options(level, nodes)  # (prompts, prefixes, options)
+        logits = logits.view(*nodes.shape, -1)
+        logprobs = constrained_logprobs(logits, trie.columns[codes], open_, TEMPERATURE)
+        totals = total.unsqueeze(-1) + logprobs
+        options = codes.shape[-1]
+        if uniform is None:
+            chosen = totals.flatten(1).topk(min(width, totals[0].numel())).indices  # (prompts, next prefixes)
             parent = chosen // options
-        perturbed = keys.gather(1, chosen)
-        total = whole.flatten(1).gather(1, chosen)
+        else:
+            probabilities = logprobs.expand(-1, width, -1).flatten(0, 1).exp()
+            parent = torch.arange(width, device=device).expand(count, -1) % nodes.shape[1]
+            code = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
+            chosen = parent * options + code
+        total = totals.flatten(1).gather(1, chosen)
         nodes = children.flatten(1).gather(1, chosen)
-        tokens = codes.flatten(1).gather(1, chosen)
-        at = parent.unsqueeze(-1)
-        spread = entropy_of(some).gather(1, parent).unsqueeze(-1)
-        entropies = torch.cat([entropies.gather(1, at.expand(-1, -1, level)), spread], 2)
-        step = some.flatten(1).gather(1, chosen).unsqueeze(-1)
-        logprobs = torch.cat([logprobs.gather(1, at.expand(-1, -1, level)), step], 2)
+        step = torch.stack([
+            logprobs.flatten(1).gather(1, chosen), entropy_of(logprobs).gather(1, parent)], -1)
+        steps = torch.cat([steps[prompt, parent], step.unsqueeze(2)], 2)
         if level + 1 < trie.depth:
-            first = torch.arange(count, device=model.device)[:, None] * (len(logits) // count)
             # Where the last code is the only one left nothing needs to be computed
             needed = torch.ones_like(nodes) if level + 2 < trie.depth else trie.count[level + 1][nodes] > 1
             rows = needed.flatten().nonzero().squeeze(-1)
+            before = prompt * codes.shape[1] + parent
             logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
             if len(rows):
-                decoder.select_rows((first + parent).flatten()[rows])
-                logits[rows] = decoder.next(tokens.flatten()[rows]).to(logits.dtype)
+                decoder.select_rows(before.flatten()[rows])
+                tokens = codes.flatten(1).gather(1, chosen).flatten()[rows]
+                with codes_alone(model, trie):
+                    logits[rows] = decoder.next(tokens).to(logits.dtype)
     items = torch.where(total.isfinite(), trie.item_at[nodes], -1)
-    return items, logprobs, entropies
+    return items, *steps.unbind(-1)
 
 
-def draw_uniform(trie, rows, width, how, replacement, generator=None):
-    """The random numbers of search() for so many rows, a tensor a level; None for beam search."""
-    if how == "beam":
-        return None
-    prefixes = 1
-    found = []
-    for options in trie.width:
-        shape = (rows, width) if replacement else (rows, prefixes, options)
-        found.append(torch.rand(shape, generator=generator))
-        prefixes = min(width, prefixes * options)
-    return found
-
-
-def candidates(model, trie, rows, width, how, pad_id, uniform):
+def candidates(model, trie, rows, width, pad_id, uniform):
     """`width` candidates for each row, likelier ones first: a batch, its tensors (rows * width, ...), that
     item_logprobs() takes."""
     def some_rows(begin):
         some = rows[begin:begin + BATCH_SIZE]
         noise = None
         if uniform is not None:
-            noise = [numbers[begin:begin + BATCH_SIZE].to(model.device) for numbers in uniform]
+            noise = uniform[:, begin:begin + BATCH_SIZE].to(model.device)
         with autocast(model):
             prompts = [row["ids"] for row in some]
-            items, logprobs, entropies = search(
-                model, trie, prompts, width, pad_id, noise, excluded_items(some, model.device))
+            items, logprobs, entropies = search(model, trie, prompts, width, pad_id, noise)
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
         at = order.unsqueeze(-1).expand(-1, -1, trie.depth)
         return items.gather(1, order), logprobs.gather(1, at), entropies.gather(1, at)
@@ -2788,7 +2715,6 @@ def candidates(model, trie, rows, width, how, pad_id, uniform):
     batch.items = items
     batch.logprobs = logprobs
     batch.entropies = entropies
-    batch.excluded = excluded_items(every, model.device)
     return batch
 
 
@@ -2800,9 +2726,7 @@ def best_items(model, trie, rows, width, pad_id):
     def some_rows(begin):
         some = rows[begin:begin + at_once]
         with autocast(model):
-            prompts = [row["ids"] for row in some]
-            return search(
-                model, trie, prompts, width_here, pad_id, excluded=excluded_items(some, model.device))[0]
+            return search(model, trie, [row["ids"] for row in some], width_here, pad_id)[0]
 
     found = map_over_ranks(range(0, len(rows), at_once), some_rows)
     return torch.nn.functional.pad(torch.cat(found).cpu(), (0, width - width_here), value=-1)
@@ -2822,8 +2746,7 @@ def item_batch(prompts, items, trie, pad_id):
         response_lengths=sizes,
         response_mask=(torch.arange(width, device=device) < sizes[:, None]).float(),
         paths=trie.paths[numbers, :depth].flatten(1),  # the node that each code is read at
-        children=trie.paths[numbers, 1:].flatten(1),  # and the one it leads to
-        excluded=None)
+        children=trie.paths[numbers, 1:].flatten(1))  # and the one it leads to
 
 
 def sft_batch(rows, trie, pad_id, device):
@@ -2839,13 +2762,12 @@ def item_logprobs(model, trie, batch, rows, temperature):
     after the end."""
     with autocast(model), codes_alone(model, trie):
         logits, mask = response_logits(model, batch, rows)  # (tokens, codes), (rows, R)
-    row, token = mask.nonzero(as_tuple=True)
+    token = mask.nonzero()[:, 1]
     nodes, children = (x[rows][:, :mask.shape[1]][mask] for x in (batch.paths, batch.children))
     found = []
     for level in range(trie.depth):
         at = (token % trie.depth == level).nonzero().squeeze(-1)
-        excluded = None if batch.excluded is None else batch.excluded[rows[row[at]]]
-        codes, _, open_ = trie.options(level, nodes[at], excluded)
+        codes, _, open_ = trie.options(level, nodes[at])
         logprobs = constrained_logprobs(logits[at], trie.columns[codes], open_, temperature)
         chosen = children[at] - trie.first[level][nodes[at]]
         found.append((at, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
@@ -2873,7 +2795,7 @@ class Catalogue:
         for row, (item, codes) in enumerate(index.items()):
             codes = tuple(codes)
             if codes in known:
-                doubles.append((item, self.items[known[codes]]))
+                doubles.append(f"{item} as {self.items[known[codes]]}")
             else:
                 known[codes] = len(self.items)
                 self.items.append(item)
@@ -2882,13 +2804,11 @@ class Catalogue:
             self.number[item] = known[codes]
         self.size = len(index)
         if doubles:
-            named = ", ".join(f"{a} as {b}" for a, b in doubles[:3])
-            others = f"{len(doubles)} of {self.size} items have the codes of another ({named} ...)"
+            others = f"{len(doubles)} of {self.size} items have the codes of another ({doubles[0]} ...)"
             say(f"WARNING: {others}: a hit on one counts for both")
         count = len(self.items)
-        distinct = count - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
-        if GROUP_SIZE > distinct:  # the list that evaluation rewards is a group of distinct items
-            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {distinct}, as many items as there are")
+        if GROUP_SIZE > count:  # the list that evaluation rewards is a group of distinct items
+            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}, as many items as there are")
         self.titles = read_titles(self.number, count) if ITEM_FILE else [""] * count
 
 
@@ -2936,10 +2856,9 @@ def read_rows(path, constant, catalogue, limit=None):
     """[{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the target's."""
     where = f"{constant} = {str(path)!r}"
     reader = csv.DictReader(io.StringIO(read_text(path, constant), newline=""))
-    lacks = [name for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN)
-             if name not in (reader.fieldnames or ())]
-    if lacks:
-        raise UserError(f"{where}: there is no column {lacks[0]!r}; it has {reader.fieldnames}")
+    for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
+        if name not in (reader.fieldnames or ()):
+            raise UserError(f"{where}: there is no column {name!r}; it has {reader.fieldnames}")
     rows = []
     try:
         for record in reader:
@@ -2976,9 +2895,9 @@ def transitions(rows, prefixes, say, name):
     next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
     found = []
     seen = set()
-    if cut := sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows):
-        longer = f"{cut} of {len(rows)} {name} histories are longer than MAX_HISTORY = {MAX_HISTORY}"
-        say(f"{longer}: cut from the left")
+    longer = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
+    if longer:
+        say(f"{longer} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
     for line, row in enumerate(rows):
         sequence = row["sequence"][-MAX_HISTORY - 1:]
         cut = len(row["sequence"]) - len(sequence)
@@ -3029,9 +2948,6 @@ def load_splits(catalogue, say):
         say(f"WARNING: {leaked} training rows are rows of validation or test: left out of training")
     if not kept:
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r}: nothing to train on is left beside the other rows")
-    if EXCLUDE_HISTORY:
-        lost = sum(row["target"] in row["history"] for row in valid)
-        say(f"EXCLUDE_HISTORY: {lost} of {len(valid)} validation targets stand in it: they are never hit")
     return kept, valid, test
 
 
@@ -3062,9 +2978,6 @@ class Prompter:
     def ids(self, history):
         return [*self.head, *(code for item in history for code in self.lists[item]), *self.tail]
 
-    def text_ids(self, text):
-        return [*self.head, *self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.tail]
-
     def row_of(self, history):
         """A row to recommend for, from items' names."""
         names = [str(item) for item in history]
@@ -3074,47 +2987,51 @@ class Prompter:
         return {"history": numbers, "ids": self.ids(numbers)}
 
     def sft_rows(self, train_rows, say):
-        """What SFT learns, [{"id", "prompt", "items", "learn", "first"}]. Where nothing stands behind the
-        history, one pass over a sequence asks for each of its items: the same loss as a row for each, at a
-        fifth of the time; first is then the item that the prompt is."""
-        found = []
+        """What SFT learns, [{"id", "prompt", "items", "learn"}]. Where nothing stands behind the history, one
+        pass over a sequence asks for each of its items: the same loss as a row for each, at a fifth of the
+        time."""
+        titles = self.title_rows(train_rows, say)
         if self.tail:
-            for row in train_rows:
-                found.append({
-                    "id": row["id"], "prompt": self.ids(row["history"]), "items": [row["target"]],
-                    "learn": [True], "first": None})
-        else:
-            lines = {}
-            for row in train_rows:
-                lines.setdefault(row["line"], []).append(row)
-            for some in lines.values():
-                asked = {row["at"] for row in some}
-                end = max(asked) + 1
-                sequence = some[0]["sequence"]
-                found.append({
-                    "id": some[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
-                    "learn": [at in asked for at in range(1, end)], "first": sequence[0]})
-        return found + self.title_rows(train_rows, say)
+            rows = [sft_row(row["id"], self.ids(row["history"]), row["target"]) for row in train_rows]
+            return rows + titles
+        lines = defaultdict(list)
+        for row in train_rows:
+            lines[row["line"]].append(row)
+        found = []
+        for rows in lines.values():
+            asked = {row["at"] for row in rows}
+            end = max(asked) + 1
+            sequence = rows[0]["sequence"]
+            found.append({
+                "id": rows[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
+                "learn": [at in asked for at in range(1, end)]})
+        return found + titles
 
     def title_rows(self, train_rows, say):
-        """Rows whose prompt has titles: of the history, or of the wanted item itself."""
+        """Rows of SFT whose prompt has titles: of the history, or of the wanted item itself."""
         generator = torch.Generator().manual_seed(0)
-        found = []
+        titles = self.catalogue.titles
+        asked = []  # (titles, item, name)
         order = torch.randperm(len(train_rows), generator=generator).tolist()
-        for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]:
-            titles = [self.catalogue.titles[item] for item in train_rows[i]["history"]]
-            found.append(("; ".join(titles), train_rows[i]["target"], f"{train_rows[i]['id']} by titles"))
-        items = torch.randperm(len(self.catalogue.items), generator=generator).tolist()
+        for row in [train_rows[i] for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]]:
+            text = "; ".join(titles[item] for item in row["history"])
+            asked.append((text, row["target"], f"{row['id']} by titles"))
+        items = torch.randperm(len(titles), generator=generator).tolist()
         for item in items[:round(TITLE_ROWS * len(items))]:
-            found.append((self.catalogue.titles[item], item, f"title of {self.catalogue.items[item]}"))
+            asked.append((titles[item], item, f"title of {self.catalogue.items[item]}"))
         rows = []
-        for text, item, name in found:
-            ids = self.text_ids(text)
-            if text and len(ids) + self.codes.shape[1] <= self.most:
-                rows.append({"id": name, "prompt": ids, "items": [item], "learn": [True], "first": None})
-        if len(rows) < len(found):
-            say(f"{len(found) - len(rows)} of {len(found)} rows of titles are empty or too long: left out")
+        for text, item, name in asked:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = [*self.head, *ids, *self.tail]
+            if text and len(prompt) + self.codes.shape[1] <= self.most:
+                rows.append(sft_row(name, prompt, item))
+        if len(rows) < len(asked):
+            say(f"{len(asked) - len(rows)} of {len(asked)} rows of titles are empty or too long: left out")
         return rows
+
+
+def sft_row(name, prompt, item):
+    return {"id": name, "prompt": prompt, "items": [item], "learn": [True]}
 
 
 def check_sizes():
@@ -3128,12 +3045,10 @@ def check_sizes():
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
-    if REPLACEMENT and CANDIDATES == "beam":
-        raise UserError("REPLACEMENT = True does nothing with CANDIDATES = 'beam': set one of them otherwise")
+    if VALUE_WEIGHT and VALUES_FILE is None:
+        raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
         raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
-    if (TITLE_HISTORY_ROWS or TITLE_ROWS) and not ITEM_FILE:
-        raise UserError("TITLE_HISTORY_ROWS and TITLE_ROWS need the titles of an ITEM_FILE")
 
 
 # ================================================================ the model
@@ -3185,22 +3100,6 @@ def load_actor(checkpoint, catalogue, device):
     return tokenizer, model.to(device).eval()
 
 
-def sample_records_of(batch, catalogue):
-    """LOG_SAMPLES of a step's candidates for samples.jsonl."""
-    records = []
-    for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
-        row = batch.rows[i]
-        item = int(batch.items[i])
-        records.append({
-            "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
-            "item": catalogue.items[item], "title": catalogue.titles[item],
-            "target": catalogue.items[row["target"]],
-            "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
-            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
-            "advantage": batch.advantages[i].item()})
-    return records
-
-
 # ================================================================ item values and vectors
 
 
@@ -3211,31 +3110,25 @@ def load_arrays(path, constant):
         raise UserError(f"{constant} = {path!r}: cannot be read by NumPy ({first_line(error)})") from None
 
 
-def read_array(path, constant, catalogue):
-    """An array by the catalogue's numbers, (items, ...); the file has a row for each item of INDEX_FILE."""
+def read_array(path, constant, catalogue, square=False):
+    """An array by the catalogue's numbers, (items, ...) or square; the file has a row for each item of
+    INDEX_FILE."""
     array = load_arrays(path, constant)
-    numbers = array.dtype.kind in "fiu" and array.ndim == 2 and array.size
-    if not numbers or len(array) != catalogue.size or not np.isfinite(array).all():
-        takes = f"it takes finite numbers, a row for each of {catalogue.size} items of INDEX_FILE"
+    fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == catalogue.size
+    if not fits or square and array.shape[1] != len(array) or not np.isfinite(array).all():
+        each = "a row and a column" if square else "a row"
+        takes = f"it takes finite numbers, {each} for each of {catalogue.size} items of INDEX_FILE"
         raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")
-    return array[catalogue.rows].astype(np.float64)
-
-
-def read_values(catalogue):
-    """VALUES_FILE by the catalogue's numbers, (items, items)."""
-    if VALUES_FILE is None:
-        raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
-    array = read_array(VALUES_FILE, "VALUES_FILE", catalogue)
-    if array.shape[1] != catalogue.size:
-        takes = f"it takes a row and a column for each of {catalogue.size} items of INDEX_FILE"
-        raise UserError(f"VALUES_FILE = {VALUES_FILE!r} has shape {array.shape}: {takes}")
-    return array[:, catalogue.rows]
+    array = array[catalogue.rows].astype(np.float64)
+    return array[:, catalogue.rows] if square else array
 
 
 def item_vectors(catalogue):
     """Unit vectors of the items, (items, width), for the semantic reward; of titles the TF-IDF of words that
     stand in two or more."""
-    if VECTORS_FILE is None:
+    if VECTORS_FILE:
+        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
+    else:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         try:
@@ -3243,39 +3136,59 @@ def item_vectors(catalogue):
         except ValueError:
             todo = "no word stands in two titles of ITEM_FILE: set VECTORS_FILE"
             raise UserError(f"SEMANTIC_WEIGHT = {SEMANTIC_WEIGHT}: {todo}") from None
-    else:
-        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
     return torch.nn.functional.normalize(torch.tensor(array, dtype=torch.float32))
 
 
 # ================================================================ baselines
 
 
-class Popularity:
-    """Every user gets the items that were most often a target."""
+class Counts:
+    """How often items followed each other in rows, on each level of codes that paths (items, levels) has: the
+    node of each item, the root first. What is rare on one level is smoothed by the level above,
 
-    def __init__(self, counts):
-        self.counts = counts.float()
+        P_0(i) = i's share of the targets
+        P_l(i | j) = (n_l(j, i) + smoothing P_{l-1}(i | j)) / (n_l(j) + smoothing)
+
+    n_l(j, i): how often an item of j's node came before one of i's, times i's share of its node's targets. A
+    score is the sum over the history of decay ** (items further back) P(i | j)."""
+
+    def __init__(self, rows, paths, smoothing=1.0, decay=0.0):
+        self.smoothing = smoothing
+        self.decay = decay
+        last = torch.tensor([row["history"][-1] for row in rows])
+        targets = torch.tensor([row["target"] for row in rows])
+        popularity = targets.bincount(minlength=len(paths)).double()
+        self.shares = popularity / len(rows)
+        self.levels = []  # (node of each item, how often nodes followed each other, share within the node)
+        for nodes in paths.T[1:]:
+            size = int(nodes.max()) + 1
+            pairs = torch.stack([nodes[last], nodes[targets]])
+            ones = torch.ones(len(rows), dtype=torch.double)
+            followed = torch.sparse_coo_tensor(pairs, ones, (size, size), check_invariants=True).coalesce()
+            within = popularity / nodes.bincount(popularity).clamp(min=1)[nodes]
+            self.levels.append((nodes, followed, within))
 
     def scores(self, histories):
-        return self.counts.expand(len(histories), -1)
-
-
-class Markov:
-    """How often an item followed the history's last one; where equal, popularity."""
-
-    def __init__(self, rows, popularity):
-        self.popularity = popularity.float() / (1 + popularity.max())  # below 1: it only breaks ties
-        self.after = defaultdict(lambda: defaultdict(int))
-        for row in rows:
-            self.after[row["history"][-1]][row["target"]] += 1
-
-    def scores(self, histories):
-        scores = self.popularity.repeat(len(histories), 1)
+        items = sorted({item for history in histories for item in history})
+        after = self.shares.expand(len(items), -1)  # P(. | j) of each j of items
+        for nodes, followed, within in self.levels:
+            counts = followed.index_select(0, nodes[items]).to_dense()  # (len(items), nodes)
+            above = self.smoothing * after
+            after = (counts[:, nodes] * within + above) / (counts.sum(1, keepdim=True) + self.smoothing)
+        weights = torch.zeros(len(histories), len(items)).double()
+        place = {item: n for n, item in enumerate(items)}
         for n, history in enumerate(histories):
-            for item, count in self.after.get(history[-1], {}).items():
-                scores[n, item] += count
-        return scores
+            for back, item in enumerate(reversed(history)):
+                weights[n, place[item]] += self.decay ** back  # 0 ** 0 is 1
+        return weights @ after
+
+
+def best_counts(rows, paths, valid_rows):
+    """Of the Counts on all levels those of the smoothing and the decay that validation chooses by NDCG@10."""
+    def ndcg(counts):
+        return gains(top_items(counts, valid_rows), valid_rows, 10).mean()
+
+    return max((Counts(rows, paths, *how) for how in itertools.product(_SMOOTHING, _DECAYS)), key=ndcg)
 
 
 class SASRec:
@@ -3293,10 +3206,8 @@ class SASRec:
 
 def read_sasrec(train_rows, asked_rows, say):
     """SASREC_FILE's SASRec, or None and a sentence where it is not of these rows."""
-    if SASREC_FILE is None:
-        return None
     why = "there is no such file"
-    if Path(SASREC_FILE).exists():
+    if SASREC_FILE and Path(SASREC_FILE).exists():
         why = "it was made of other rows"
         arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
         users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))
@@ -3318,18 +3229,26 @@ def top_items(model, rows):
     fewer."""
     found = []
     for begin in range(0, len(rows), 512):
-        some = rows[begin:begin + 512]
-        scores = model.scores([row["history"] for row in some]).clone()
-        if EXCLUDE_HISTORY:
-            for n, row in enumerate(some):
-                scores[n, row["history"]] = -math.inf
-        best = scores.sort(dim=1, descending=True, stable=True)
-        found.append(torch.where(best.values > -math.inf, best.indices, -1)[:, :EVAL_BEAMS])
+        scores = model.scores([row["history"] for row in rows[begin:begin + 512]])
+        found.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :EVAL_BEAMS])
     lists = torch.cat(found)
     return torch.nn.functional.pad(lists, (0, EVAL_BEAMS - lists.shape[1]), value=-1)
 
 
 # ================================================================ metrics, figures and pictures
+
+
+def sample_record(batch, i, catalogue):
+    """A candidate for samples.jsonl."""
+    row = batch.rows[i]
+    item = int(batch.items[i])
+    return {
+        "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
+        "item": catalogue.items[item], "title": catalogue.titles[item],
+        "target": catalogue.items[row["target"]],
+        "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
+        **{f"reward/{name}": values[i].item() for name, values in batch.parts.items()},
+        "advantage": batch.advantages[i].item()}
 
 
 def gains(lists, rows, k):
@@ -3346,19 +3265,15 @@ def hits(lists, rows, k):
 
 def list_metrics(lists, rows, popularity):
     """HR and NDCG at _KS of the best items (rows, EVAL_BEAMS) of rows; coverage@10, the share of the
-    catalogue in some list; popularity@10, the mean share of items that are less popular; invalid_items, the
-    share of the list's entries that are no item."""
+    catalogue in some list; popularity@10, the mean share of items that are less popular."""
     metrics = {}
     for k in _KS:
         metrics[f"hr@{k}"] = hits(lists, rows, k).mean().item()
         metrics[f"ndcg@{k}"] = gains(lists, rows, k).mean().item()
-    items = len(popularity)
-    possible = lists[:, :min(lists.shape[1], items - MAX_HISTORY * EXCLUDE_HISTORY)]
-    metrics["invalid_items"] = ((possible < 0) | (possible >= items)).float().mean().item()
     top = lists[:, :10]
     top = top[top >= 0]
     less_popular = (popularity[:, None] > popularity).float().mean(1)  # (items,)
-    metrics["coverage@10"] = len(top.unique()) / items
+    metrics["coverage@10"] = len(top.unique()) / len(popularity)
     metrics["popularity@10"] = less_popular[top].mean().item()
     return metrics
 
@@ -3383,62 +3298,45 @@ def best_value(values, rows, count):
 def table_lines(figures):
     """Lines for the terminal: each policy on the test rows, the gain over SFT, what is possible."""
     keys = ["hr@1", "hr@10", "ndcg@10", "hr@20", "reward", "coverage@10", "popularity@10"]
-    lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in keys)]
+    lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in [*keys, "of best value"])]
+    possible = figures.get("possible")
     for name, figure in figures.items():
-        if "hr@10" in figure and "intervals" in figure:
-            cells = [f"{figure[key]:>15.4f}" if key in figure else " " * 15 for key in keys]
-            lines.append(f"  {name:14}" + "".join(cells))
+        if "intervals" in figure:
+            share = f"{figure['reward/value'] / possible['value']:>15.1%}" if possible else ""
+            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + share)
     for key, gained in figures.get("grpo_minus_sft", {}).items():
         low, high = gained["interval"]
         interval = f"95% interval {low:+.4f} to {high:+.4f}"
         lines.append(f"  GRPO minus SFT, {key}: {gained['mean']:+.4f} ({interval})")
-    if "possible" in figures:
-        possible = figures["possible"]["value"]
-        line = f"  the best possible value of {GROUP_SIZE} items: {possible:.4f}"
-        for name in ("sft", "grpo"):
-            if "reward/value" in figures.get(name, {}):
-                line += f"; {name} reaches {figures[name]['reward/value'] / possible:.1%}"
-        lines.append(line)
     return lines
 
 
 def draw_learning(records, folder, title, levels, figures):
-    """rec_learning.png, from the logs: HR, NDCG, rewards and entropy over the steps of both stages, with the
-    baselines' on validation as dashed lines; the test rows' HR and NDCG as bars with 95% intervals."""
+    """rec_learning.png, from the logs: HR, NDCG and reward over the steps of both stages, with the baselines'
+    on validation as dashed lines; below them the test rows' as bars with 95% intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(2, 3)
     trained = [record for record in records if record["phase"] == "train"]
-    begin = next((record["step"] - 1 for record in trained if "reward" in record), 0)
-    parts = [key for key in (trained or [{}])[-1] if key.startswith("reward/")]
-    panels = [["hr@10"], ["ndcg@10"], ["reward"], parts, ["entropy"]]
-    labels = ["hr@10", "ndcg@10", "reward", "reward parts of the candidates", "entropy (nats a code)"]
-    for axis, keys, label in zip(axes.flat, panels, labels):
-        for number, key in enumerate(keys):
-            plot_metric(axis, records, "train", key, f"C{number}", key)
-            plot_metric(axis, records, "eval", key, f"C{number}", key)
-            for other, (name, level) in enumerate(levels.items(), 1):
-                if len(keys) == 1 and key in level:
-                    axis.axhline(level[key], linestyle="--", color=f"C{other}", label=name)
-        if begin:
-            axis.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
-        axis.set(xlabel="training step", ylabel=label)
+    begin = next((record["step"] - 1 for record in trained if "reward" in record), None)
     names = [name for name in figures if "intervals" in figures[name]]
-    axis = axes[1, 2]
-    for side, key in enumerate(("hr@10", "ndcg@10")):
+    for (curve, bars), key in zip(figure.subplots(2, 3).T, ("hr@10", "ndcg@10", "reward")):
+        for phase in ("train", "eval"):
+            plot_metric(curve, records, phase, key, "C0", key)
+        for number, (name, level) in enumerate(levels.items(), 1):
+            curve.axhline(level[key], linestyle="--", color=f"C{number}", label=name)
+        if begin:
+            curve.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
+        curve.set(xlabel="training step", ylabel=key)
+        curve.legend(fontsize=8)
         means = np.array([figures[name][key] for name in names])
-        intervals = np.array([figures[name]["intervals"][key] for name in names])
-        errors = [means - intervals[:, 0], intervals[:, 1] - means]
-        at = np.arange(len(names)) + 0.4 * side
-        axis.bar(at, means, 0.38, yerr=np.maximum(errors, 0), capsize=3, label=f"{key}, test rows")
-    axis.set_xticks(np.arange(len(names)) + 0.2, names)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.margins(y=0.15)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+        low, high = np.array([figures[name]["intervals"][key] for name in names]).T
+        bars.bar(names, means, 0.6, yerr=np.maximum([means - low, high - means], 0), capsize=3)
+        bars.set(ylabel=f"{key} on the test rows, 95% intervals")
+        for axis in (curve, bars):
+            axis.grid(alpha=0.3)
+            axis.margins(y=0.15)
     write_whole(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 

@@ -294,8 +294,6 @@ MUTANTS = [
      IN_GRPO + "flat_groups_make_place_for_further_prompts"),
     (GRPO, "rows = [kept[i] for i in keep]", "rows = [kept[i] for i in range(len(keep))]",
      IN_GRPO + "flat_groups_make_place_for_further_prompts"),
-    (GRPO, "rows = [kept[i] for i in keep]", "rows = [kept[i] for i in range(len(keep))]",
-     IN_GRPO + "the_parts_of_a_resampled_batch_stay_beside_their_responses"),
     (GRPO, "keep = (~flat).repeat", "keep = flat.repeat",
      IN_GRPO + "flat_groups_make_place_for_further_prompts"),
     (GRPO, "self.state, int(flat.sum()))", "self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)",

@@ -439,7 +439,7 @@ def test_a_prompt_without_tokens_is_named(ppo):
     tokenizer.chat_template = None
     tokenizer.eos_token, tokenizer.eos_token_id = "$", 1
     rows = [{"id": "a.jsonl:3", "prompt": "x", "columns": {}}]
-    says = "TRAIN_DATASETS: a.jsonl:3: its tokenizer makes no token of it"
+    says = "TRAIN_DATASETS: a.jsonl:3: its tokenizer gives no token"
     with pytest.raises(script.UserError, match=says):
         script.encode(rows, "TRAIN_DATASETS", tokenizer, trainer.readers, trainer.run.say)
 
