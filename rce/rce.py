@@ -1153,7 +1153,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     lengths = torch.zeros_like(rows)
     logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    for t in range(max_new_tokens):
+    for t in tracked(range(max_new_tokens), "tokens"):
         scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
@@ -1406,7 +1406,7 @@ def summed(models, parts, metrics):
     added_here = world_size() > 1 and not sharded
     totals = [torch.zeros_like(p) for p in parameters if added_here and EXACT_SUMS]
     measured = []
-    for first in range(0, len(parts), world_size()):
+    for first in tracked(range(0, len(parts), world_size()), "micro-batches"):
         number = first + rank()
         share = {}
         for model in models:
@@ -1875,7 +1875,6 @@ import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
 from torch.utils._pytree import tree_map_only
-from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -2089,12 +2088,26 @@ def broadcast_from_rank0(function):
     return all_gather(function() if rank() == 0 else None)[0]
 
 
+def tracked(items, unit):
+    """Yields the items; says how many are done, on a terminal twice a second in one line, else every 30 s."""
+    before, after, every = ("\r\033[K", "", 0.5) if sys.stdout.isatty() else ("", "\n", 30)
+    begun = said = time.perf_counter()
+    for done, item in enumerate(items):
+        now = time.perf_counter()
+        if now - said > every and rank() == 0:
+            said = now
+            rate = done / (now - begun)
+            text = f"{Run.doing}: {done} of {len(items)} {unit}, {rate:.3g} a second"
+            print(before + text, end=after, flush=True)
+        yield item
+
+
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
     if _DEALING or world_size() == 1:
-        return [work(part) for part in parts]
+        return [work(part) for part in tracked(parts, "parts")]
     _DEALING.append(work)
-    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
+    everyone = all_gather([work(part) for part in tracked(parts[rank()::world_size()], "parts")])
     _DEALING.pop()
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
@@ -2236,10 +2249,10 @@ def draw_plot(records, path, title, panels):
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. `files` are
-    what a new start moves aside, beside its own; best_by the metrics of an evaluation that best/ and patience
-    follow, the first that is there; later_of_equal: of equally good policies best/ keeps the later."""
+    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals, counters. A new start moves `files`
+    aside, too; best/ and patience follow the first metric of best_by that an evaluation has."""
 
+    doing = "check models"  # what takes its time now, for tracked()
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_lines", "wandb_id", "evaluation")
@@ -2256,8 +2269,6 @@ class Run:
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
-        form = "{percentage:3.0f}%|{bar:8}| {desc}"
-        self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -2275,6 +2286,7 @@ class Run:
             restore_folder(self.folder / "best")
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
         self.checkpoint = broadcast_from_rank0(choose)  # to go on from
+        self.say(f"{Path(__file__).name} loads models and data")
         seed_everything(SEED)
 
     def begin_part(self):
@@ -2294,9 +2306,8 @@ class Run:
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
     def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
-        """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name, the tokenizer, if any, beside each model. Where
-        one is resumed from, state and optimizers become what it holds. best/ keeps merged(policy)."""
+        """What a checkpoint holds: state, a namespace of plain values and tensors; models and optimizers by
+        folder; the tokenizer, if any. A resumed run's become what it holds. best/ keeps merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -2321,7 +2332,6 @@ class Run:
             self.say_the_end()
             all_gather()  # who ends first would take the others with it
         finally:
-            self.bar.close()
             self.lock.release(force=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -2336,7 +2346,8 @@ class Run:
 
     def listen(self):
         """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
-        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
+        state = {key: x for key, x in get_rng_state().items() if key != "cuda"}  # each GPU draws for its part
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(state))))
         if len(set(drawn)) > 1:
             raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
@@ -2347,8 +2358,7 @@ class Run:
         return not self.listen() and not out_of_patience and self.step < self.total_steps
 
     def steps(self, evaluate, until=math.inf):
-        """The numbers, from 0, of the steps to be done, each of which the loop's body ends with record().
-        evaluate() gives metrics: before the first step, every EVAL_EVERY_N_STEPS and after the last."""
+        """Yields the number of each step to do, which ends with record(); evaluates and saves between."""
         if self.evaluated_at < 0 and self.should_continue():
             self.evaluate(evaluate)
         self.clock = (time.perf_counter(), self.step)
@@ -2363,6 +2373,7 @@ class Run:
     @contextmanager
     def timed(self, what):
         """Count the seconds of the block as seconds/<what> of this step."""
+        Run.doing = what
         started = time.perf_counter()
         yield
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
@@ -2377,7 +2388,7 @@ class Run:
         self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
         started, first = self.clock
         left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
-        self.show(line, f"step {self.step}/{self.total_steps}, {tqdm.format_interval(left)} left")
+        self.say(f"{line}  step {self.step}/{self.total_steps}, {timedelta(seconds=round(left))} left")
 
     def write_metrics(self, phase, metrics):
         metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # NaN is not JSON
@@ -2389,20 +2400,11 @@ class Run:
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
 
-    def show(self, line, progress):
-        """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
-        self.bar.total = self.total_steps
-        self.bar.n = self.step
-        self.bar.set_description_str(f"{progress}  {line}")
-        self.say(f"{line}  {progress}", terminal=self.bar.disable)
-
-    def say(self, text, terminal=True):
-        """One line to the terminal, above the bar, and to the log file."""
+    def say(self, text):
+        """One line to the terminal, in place of what tracked() says there, and to the log file."""
         if rank() > 0:
             return
-        if terminal:
-            tqdm.write(text)
-            sys.stdout.flush()
+        print("\r\033[K" * sys.stdout.isatty() + text, flush=True)
         self.unlogged.append(text)
         if self.log:
             print(*self.unlogged, sep="\n", file=self.log, flush=True)
@@ -2420,6 +2422,7 @@ class Run:
     def evaluate(self, evaluate):
         """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
         started = time.perf_counter()
+        Run.doing = "evaluate"
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
         metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
@@ -2499,8 +2502,7 @@ class Run:
                 optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
-            todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
-            raise UserError(f"{folder} cannot be used ({first_line(error)}): {todo}") from None
+            raise UserError(f"{folder} cannot be used, take another: {first_line(error)}") from None
         for key, value in settings().items():
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
@@ -2569,9 +2571,9 @@ import json
 import math
 import shutil
 import time
+from datetime import timedelta
 
 import numpy as np
-from tqdm import tqdm
 
 
 def rce_weights(r, tau, kind="raw"):
@@ -2641,6 +2643,7 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     records = []
+    Run.doing = "mine"
     started = time.perf_counter()
     for i in range(0, len(rows), size * world_size()):
         done = min(i + size * world_size(), len(rows))
@@ -2651,8 +2654,8 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
             found[n] = mined
             broadcast_from_rank0(lambda: write(mined, parts[n], facts))
         records += [record for n in parts for record in found[n]]
-        left = tqdm.format_interval((time.perf_counter() - started) / done * (len(rows) - done))
-        run.show(f"{path.stem}: mined {done}/{len(rows)}", f"{left} left in mining")
+        left = (time.perf_counter() - started) / done * (len(rows) - done)
+        run.say(f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(left))} left in mining")
         if run.listen():
             return False
     broadcast_from_rank0(lambda: write(records, path, facts))

@@ -8,11 +8,11 @@ BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_f
 PARTS = RUN + "parts_are_a_number_per_response"
 MUTANTS = [
     # several processes
-    (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "numpy": 0})',
+    (PPO, 'repr(state)', 'repr({**state, "numpy": 0})',
      DIFFERENT + "[numpy]"),
-    (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "python": 0})',
+    (PPO, 'repr(state)', 'repr({**state, "python": 0})',
      DIFFERENT + "[later]"),
-    (PPO, 'repr(get_rng_state())', 'repr({**get_rng_state(), "torch": 0})', DIFFERENT + "[torch]"),
+    (PPO, 'repr(state)', 'repr({**state, "torch": 0})', DIFFERENT + "[torch]"),
     (PPO, 'file_digest(__file__)["sha256"][:12]',
      'file_digest(__file__)["sha256"][:0]',
      DIFFERENT + "[source]"),
@@ -23,6 +23,13 @@ MUTANTS = [
      '"failed", "-", str(rank())',
      PROCESSES + "an_error_of_one_process_of_a_sharded_run_is_shown"),
     # a run
+    (PPO, "        if now - said > every and", "        if now - begun > every and",
+     RUN + "what_takes_long_says_how_far_it_is"),
+    (PPO, "            said = now\n", "            pass\n", RUN + "what_takes_long_says_how_far_it_is"),
+    (PPO, "        Run.doing = what\n", "", RUN + "what_takes_long_says_how_far_it_is"),
+    (PPO, '        Run.doing = "evaluate"\n', "", RUN + "every_long_part_of_a_run_is_tracked"),
+    (PPO, 'for t in tracked(range(max_new_tokens), "tokens"):', "for t in range(max_new_tokens):",
+     RUN + "every_long_part_of_a_run_is_tracked"),
     (PPO, "            if earlier and best.exists()",
      "            if False and best.exists()",
      BACK),

@@ -1267,7 +1267,7 @@ def test_answers_are_remembered_by_query_and_order(icl):
 def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, monkeypatch):
     script = icl(EVAL_SHOTS=(1, 3))
     trainer = script.ICLTrainer()
-    trainer.run.show = trainer.run.listen = lambda *x: None
+    trainer.run.say = trainer.run.listen = lambda *x: None
     queries = trainer.splits["test"]
     read = script.read_candidates
 

@@ -1745,7 +1745,7 @@ def one_step(tmp_path_factory):
         trainer.optimizers["policy"].step = keep_gradient
         trainer.run.session = lambda headline: nullcontext()
         trainer.run.save = lambda: None
-        trainer.run.show = trainer.run.write_metrics = lambda *_: None
+        trainer.run.say = trainer.run.write_metrics = lambda *_: None
         trainer.run.should_continue = iter([True, False]).__next__
         trainer.run.steps = eighth_step
         trainer.record = lambda batch, metrics: None
