@@ -2,6 +2,7 @@
 
 REC = "grpo/grpo_rec.py"
 REWARDS = "rewards/__init__.py"
+MAKE = "data/make_rec.py"
 SASREC = "data/sasrec.py"
 STITCH = "data/stitch.py"
 IN_REC = "tests/test_rec.py::test_"
@@ -249,6 +250,12 @@ MUTANTS = [
     (REC, "best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)",
      "best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)",
      IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
+    (REC, "figure['reward/value'] / possible['value']", "figure['reward'] / possible['value']",
+     IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
+    (MAKE, "exposure[quality == REGRETTED] *= PROMOTION", "exposure[quality == 1.0] *= PROMOTION",
+     IN_REC + "the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted"),
+    (MAKE, "return fits, (fits * quality).astype(np.float16),", "return fits * quality, fits * quality,",
+     IN_REC + "the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted"),
     # programs in data/ that read the same rows
     (REC, 'if known and str(arrays',
      'if str(arrays',
