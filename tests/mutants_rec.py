@@ -2,6 +2,7 @@
 
 REC = "grpo/grpo_rec.py"
 REWARDS = "rewards/__init__.py"
+BASELINES = "bench/rec_baselines.py"
 MAKE = "data/make_rec.py"
 SASREC = "data/sasrec.py"
 STITCH = "data/stitch.py"
@@ -256,6 +257,10 @@ MUTANTS = [
      IN_REC + "the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted"),
     (MAKE, "return fits, (fits * quality).astype(np.float16),", "return fits * quality, fits * quality,",
      IN_REC + "the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted"),
+    (BASELINES, "self.price = (1 + popularity) ** power", "self.price = 1 + popularity",
+     IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity"),
+    (BASELINES, "lists[:, :rec.GROUP_SIZE].tolist()", "lists.tolist()",
+     IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity"),
     # programs in data/ that read the same rows
     (REC, 'if known and str(arrays',
      'if str(arrays',

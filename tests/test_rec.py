@@ -513,6 +513,30 @@ def test_stitched_rows_are_written_beside_what_was_held_out(rec, tmp_path, monke
     assert one == other
 
 
+def test_the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import rec_baselines
+
+    world = {**write_world(tmp_path / "world"), "MAX_HISTORY": 5, "GROUP_SIZE": 3, "SASREC_FILE": None}
+    rec_baselines.main([f"{key}={value}" for key, value in world.items()])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "value" in line]
+    found = dict(line.rsplit("  value ", 1) for line in lines)
+    powers = [f"counts / popularity^{x}" for x in ("0.25", "0.5", "0.75", "1")]
+    assert [line[12:36].strip() for line in found] == 2 * ["popularity", "markov", "counts", *powers]
+    values = np.load(tmp_path / "world/values.npy")
+    pairs = pairs_of(tmp_path / "world/train.csv")
+    targets = Counter(item for history, target in pairs for item in [*history, target][1:])
+    best = sorted(range(11), key=lambda item: -targets[item])[:3]
+    decay = SimpleNamespace(VALUE_DECAY=0.5)
+    worth = [[worth_by_hand(values, history, item, decay) for item in best]
+             for history, _ in pairs_of(tmp_path / "world/test.csv")]
+    popular, = (value for line, value in found.items() if line.startswith("test        popularity "))
+    assert float(popular) == pytest.approx(np.mean(worth), abs=1e-4)
+    counts = SimpleNamespace(scores=lambda histories: torch.tensor([[4.0, 4.0, 1.0]]))
+    debiased = rec_baselines.Debiased(counts, torch.tensor([3.0, 0.0, 0.0]), 0.5)
+    assert debiased.scores([[0]]).tolist() == [[2.0, 4.0, 1.0]]
+
+
 @pytest.fixture
 def sasrec_words(tmp_path, monkeypatch):
     """Words of a small world whose SASREC_FILE data/sasrec.py has made, of a pass; constants of the same."""
