@@ -803,6 +803,7 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
         counts.update(sequence[1:])
         after.update(zip(sequence, sequence[1:]))
     tests = pairs_of(tmp_path / "world/test.csv")
+    assert trainer.popularity.tolist() == [counts[i] for i in range(11)]  # of popularity@10
     by_count = sorted(range(11), key=lambda i: -counts[i])
     lists = {
         "popularity": [by_count] * 8,
