@@ -3208,8 +3208,10 @@ class SASRec:
 
 def read_sasrec(train_rows, asked_rows, say):
     """SASREC_FILE's SASRec, or None and a sentence where it is not of these rows."""
+    if SASREC_FILE is None:
+        return None
     why = "there is no such file"
-    if SASREC_FILE and Path(SASREC_FILE).exists():
+    if Path(SASREC_FILE).exists():
         why = "it was made of other rows"
         arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
         users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))

@@ -2,6 +2,8 @@
 
 REC = "grpo/grpo_rec.py"
 REWARDS = "rewards/__init__.py"
+BASELINES = "bench/rec_baselines.py"
+MAKE = "data/make_rec.py"
 SASREC = "data/sasrec.py"
 STITCH = "data/stitch.py"
 IN_REC = "tests/test_rec.py::test_"
@@ -156,6 +158,9 @@ MUTANTS = [
     (SASREC, '    model.load_state_dict(weights)\n    return model, best',
      '    return model, found',
      IN_REC + "sasrec_learns_what_is_trained_on_and_its_epoch_is_by_validation"),
+    (REC, '"popularity": Counts(self.train_rows, paths[:, :1])',
+     '"popularity": Counts([*self.train_rows, *self.test_rows], paths[:, :1])',
+     IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
     (REC, '"markov": Counts(self.train_rows, paths[:, [0, -1]])',
      '"markov": Counts([*self.train_rows, *self.valid_rows], paths[:, [0, -1]])',
      IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
@@ -249,6 +254,16 @@ MUTANTS = [
     (REC, "best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)",
      "best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)",
      IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
+    (REC, "figure['reward/value'] / possible['value']", "figure['reward'] / possible['value']",
+     IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"),
+    (MAKE, "exposure[quality == REGRETTED] *= PROMOTION", "exposure[quality == 1.0] *= PROMOTION",
+     IN_REC + "the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted"),
+    (MAKE, "return fits, (fits * quality).astype(np.float16),", "return fits * quality, fits * quality,",
+     IN_REC + "the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted"),
+    (BASELINES, "self.price = (1 + popularity) ** power", "self.price = 1 + popularity",
+     IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity"),
+    (BASELINES, "lists[:, :rec.GROUP_SIZE].tolist()", "lists.tolist()",
+     IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity"),
     # programs in data/ that read the same rows
     (REC, 'if known and str(arrays',
      'if str(arrays',

@@ -513,6 +513,30 @@ def test_stitched_rows_are_written_beside_what_was_held_out(rec, tmp_path, monke
     assert one == other
 
 
+def test_the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import rec_baselines
+
+    world = {**write_world(tmp_path / "world"), "MAX_HISTORY": 5, "GROUP_SIZE": 3, "SASREC_FILE": None}
+    rec_baselines.main([f"{key}={value}" for key, value in world.items()])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "value" in line]
+    found = dict(line.rsplit("  value ", 1) for line in lines)
+    powers = [f"counts / popularity^{x}" for x in ("0.25", "0.5", "0.75", "1")]
+    assert [line[12:36].strip() for line in found] == 2 * ["popularity", "markov", "counts", *powers]
+    values = np.load(tmp_path / "world/values.npy")
+    pairs = pairs_of(tmp_path / "world/train.csv")
+    targets = Counter(item for history, target in pairs for item in [*history, target][1:])
+    best = sorted(range(11), key=lambda item: -targets[item])[:3]
+    decay = SimpleNamespace(VALUE_DECAY=0.5)
+    worth = [[worth_by_hand(values, history, item, decay) for item in best]
+             for history, _ in pairs_of(tmp_path / "world/test.csv")]
+    popular, = (value for line, value in found.items() if line.startswith("test        popularity "))
+    assert float(popular) == pytest.approx(np.mean(worth), abs=1e-4)
+    counts = SimpleNamespace(scores=lambda histories: torch.tensor([[4.0, 4.0, 1.0]]))
+    debiased = rec_baselines.Debiased(counts, torch.tensor([3.0, 0.0, 0.0]), 0.5)
+    assert debiased.scores([[0]]).tolist() == [[2.0, 4.0, 1.0]]
+
+
 @pytest.fixture
 def sasrec_words(tmp_path, monkeypatch):
     """Words of a small world whose SASREC_FILE data/sasrec.py has made, of a pass; constants of the same."""
@@ -688,23 +712,25 @@ def test_baselines_count_what_they_say(rec):
 
 
 def test_counts_back_off_from_items_to_their_codes_and_to_popularity(rec):
+    pairs = [(1, 2), (1, 2), (1, 3), (2, 3), (0, 3), (3, 0), (2, 1), (0, 1), (3, 1), (2, 3)]
+    rows = [{"history": [0, last], "target": target} for last, target in pairs]
     paths = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 2], [0, 1, 3]])  # shelves of 0 and 1, of 2 and 3
-    counts = rec().Counts(COUNTED, paths, smoothing=2.0, decay=0.5)
-    popular = [0, 0, 2 / 5, 3 / 5]
+    counts = rec().Counts(rows, paths, smoothing=2.0, decay=0.5)
+    targets = [target for _, target in pairs]
+    shelf = [0, 0, 1, 1]
 
     def after(last):
-        shelf = [j // 2 for j in range(4)]
-        seen = [row["target"] for row in COUNTED if shelf[row["history"][-1]] == shelf[last]]
+        near = [shelf[target] for other, target in pairs if shelf[other] == shelf[last]]
+        known = [target for other, target in pairs if other == last]
         found = []
         for i in range(4):
-            share = popular[i] / max(popular[2 * shelf[i]] + popular[2 * shelf[i] + 1], 1e-9)
-            near = (sum(shelf[j] == shelf[i] for j in seen) * share + 2 * popular[i]) / (len(seen) + 2)
-            known = [row["target"] for row in COUNTED if row["history"][-1] == last]
-            found.append((known.count(i) + 2 * near) / (len(known) + 2))
+            share = targets.count(i) / sum(shelf[target] == shelf[i] for target in targets)
+            above = (near.count(shelf[i]) * share + 2 * targets.count(i) / 10) / (len(near) + 2)
+            found.append((known.count(i) + 2 * above) / (len(known) + 2))
         return found
 
-    wanted = [[after(1)[i] + 0.5 * after(0)[i] + 0.25 * after(1)[i] for i in range(4)], after(3)]
-    found = counts.scores([[1, 0, 1], [3]])
+    wanted = [[after(1)[i] + 0.75 * after(0)[i] for i in range(4)], after(3)]
+    found = counts.scores([[0, 0, 1], [3]])
     assert torch.allclose(found, torch.tensor(wanted, dtype=torch.double))
 
 
@@ -777,6 +803,7 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
         counts.update(sequence[1:])
         after.update(zip(sequence, sequence[1:]))
     tests = pairs_of(tmp_path / "world/test.csv")
+    assert trainer.popularity.tolist() == [counts[i] for i in range(11)]  # of popularity@10
     by_count = sorted(range(11), key=lambda i: -counts[i])
     lists = {
         "popularity": [by_count] * 8,
@@ -788,6 +815,10 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
         assert {key: figures[name][key] for key in wanted} == pytest.approx(wanted, abs=1e-6), name
     assert figures["grpo"]["reward"] == figures["sft"]["reward"]  # best/ is where GRPO began
     assert figures["rows"] == 8
+    share = figures["counts"]["reward/value"] / figures["possible"]["value"]
+    del figures["rows"]
+    line, = (line for line in module.table_lines(figures) if line.startswith("  counts "))
+    assert line.endswith(f" {100 * share:.1f}%")
     values = np.load(tmp_path / "world/values.npy")
     worth = [[worth_by_hand(values, history, i, module) for i in range(11)] for history, _ in tests]
     assert figures["possible"]["value"] == pytest.approx(np.mean([sorted(some)[-4:] for some in worth]))
@@ -1165,6 +1196,24 @@ def test_copied_with_rewards_alone_it_runs_from_anywhere(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Test rows:" in done.stdout
+
+
+def test_the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_regretted(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "data")
+    import make_rec
+
+    fits, values, exposure = make_rec.build_world(np.random.default_rng(0))
+    shelf = np.arange(500) // 10
+    chance = make_rec.logged_distribution(fits, exposure, [3, 17, 204])
+    worth = values[205].reshape(50, 10)[20]  # of its own shelf, which fits
+    for number in range(50):
+        items = shelf == number
+        assert np.ptp(chance[items] / exposure[items]) < 1e-9 * (chance[items] / exposure[items]).max()
+        assert np.sort(exposure[items])[-1] == pytest.approx(16 * np.sort(exposure[items])[-2])
+    assert worth.argmin() == exposure.reshape(50, 10)[20].argmax()
+    assert sorted(worth / 0.3) == pytest.approx([0.1, *np.linspace(0.2, 1, 9)], abs=1e-3)
+    value = make_rec.after(values, [3, 204])
+    assert value == pytest.approx((0.5 * values[3].astype(float) + values[204]) / 1.5)
 
 
 def test_the_shipped_data_is_what_its_program_makes(tmp_path):
