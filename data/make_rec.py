@@ -3,17 +3,20 @@
     python data/make_rec.py [folder]
 
 A world small enough to know what is possible in it. 500 items stand on 50 shelves of 10 departments; an
-item's codes are department, shelf, place. An item has a quality, and a shelf fits after a few others (a
-Markov chain over shelves). What a user with the history h *values* next, 0 to 1, is
+item's codes are department, shelf, place. A shelf fits after a few others (a Markov chain over shelves); an
+item has a quality, which shows after the purchase. What a user with the history h *values* next, 0 to 1, is
 
-    value(h, i) = sum_j w_j V[h_j, i],   V[j, i] = fit[shelf of j, shelf of i] * quality_i
+    value(h, i) = sum_j w_j fit[shelf of h_j, shelf of i] * quality_i
 
-with weights w that fall by DECAY for each item further back and sum to 1. What was *logged* is not that: the
-shop showed popular items more often, popularity knows nothing of quality, and some clicks are noise:
+with weights w that fall by DECAY for each item further back and sum to 1. What was *logged* knows nothing of
+quality. Each shelf has one item that is advertised: it is shown PROMOTION times as often as its neighbours,
+bought again and again, and regretted; some shelves are shown more than others, and some clicks are noise:
 
-    P(logged = i | h) = (1 - NOISE) exposure_i exp(SHARPNESS value(h, i)) / sum + NOISE exposure_i / sum
+    fit(h, i)       = sum_j w_j fit[shelf of h_j, shelf of i]
+    P(logged i | h) = (1 - NOISE) exposure_i exp(SHARPNESS fit(h, i)) / sum + NOISE exposure_i / sum
 
-So a model that imitates the log perfectly recommends what was shown; one that is rewarded by value need not.
+So what imitates the log, a model or a count, recommends what was shown, and cannot know which of a shelf's
+other items are good; what is rewarded by value can.
 Files: train.csv, valid.csv, test.csv (a row a user; users are in one of them alone), index.json {item:
 codes}, items.txt (codes, title and item, tab between), values.npy (V, in the order of index.json), facts.json
 (the figures that are possible, printed too).
@@ -34,8 +37,10 @@ LONGEST = 10  # items in a history
 SUCCESSORS = (1.0, 0.85, 0.7, 0.55)  # how well a shelf's four successors fit
 SAME_SHELF = 0.3
 DECAY = 0.5
-EXPOSURE = 0.5  # the item of popularity rank n was shown n ** -EXPOSURE as often as the first
-SHARPNESS = 9.0
+EXPOSURE = 0.5  # the shelf of popularity rank n was shown n ** -EXPOSURE as often as the first
+PROMOTION = 16.0
+REGRETTED = 0.1  # the quality of what is advertised; the others' is 0.2 to 1
+SHARPNESS = 7.0
 NOISE = 0.1
 NAMES = {
     "kitchen": "pan kettle knife bowl grater", "garden": "spade hose seed pot rake",
@@ -55,34 +60,36 @@ def build_world(rng):
         others = rng.permutation(np.delete(np.arange(shelves), s))[:len(SUCCESSORS)]
         fit[s, others] = SUCCESSORS
         fit[s, s] = SAME_SHELF
-    quality = rng.permuted(np.tile(np.linspace(0.2, 1.0, PLACES), (shelves, 1)), axis=1).flatten()
-    exposure = (1.0 + rng.permutation(items)) ** -EXPOSURE
-    values = (fit[shelf][:, shelf] * quality).astype(np.float16)  # V, as it is saved
-    return values, exposure / exposure.sum()
+    of_shelf = [REGRETTED, *np.linspace(0.2, 1.0, PLACES - 1)]
+    quality = rng.permuted(np.tile(of_shelf, (shelves, 1)), axis=1).flatten()
+    exposure = ((1.0 + rng.permutation(shelves)) ** -EXPOSURE)[shelf]
+    exposure[quality == REGRETTED] *= PROMOTION
+    fits = fit[shelf][:, shelf]
+    return fits, (fits * quality).astype(np.float16), exposure / exposure.sum()  # values as they are saved
 
 
-def value_of(values, history):
-    """What a user with this history values, (items,)."""
+def after(worth, history):
+    """The worth (items, items) of each item after this history, (items,)."""
     weights = DECAY ** np.arange(len(history))[::-1]
-    return (weights / weights.sum()) @ values[history].astype(float)
+    return (weights / weights.sum()) @ worth[history].astype(float)
 
 
-def logged_distribution(values, exposure, history):
-    weighted = exposure * np.exp(SHARPNESS * value_of(values, history))
+def logged_distribution(fits, exposure, history):
+    weighted = exposure * np.exp(SHARPNESS * after(fits, history))
     return (1 - NOISE) * weighted / weighted.sum() + NOISE * exposure
 
 
-def make_histories(rng, values, exposure, users):
+def make_histories(rng, fits, exposure, users):
     rows = []
     for _ in range(users):
         sequence = [int(rng.choice(len(exposure), p=exposure))]
         for _ in range(rng.integers(3, LONGEST + 1)):
-            sequence.append(int(rng.choice(len(exposure), p=logged_distribution(values, exposure, sequence))))
+            sequence.append(int(rng.choice(len(exposure), p=logged_distribution(fits, exposure, sequence))))
         rows.append((sequence[:-1], sequence[-1]))
     return rows
 
 
-def figures(rows, values, exposure):
+def figures(rows, fits, values, exposure):
     """Means over rows of the best lists that are possible: by the true distribution of the log, and by
     value."""
     discounts = 1 / np.log2(np.arange(10) + 2)
@@ -90,10 +97,10 @@ def figures(rows, values, exposure):
     for name in ("ranked by the log's true distribution", "ranked by value", "ranked by popularity"):
         means = {"value@1": [], "value@10": [], "hr@10": [], "ndcg@10": []}
         for history, target in rows:
-            value = value_of(values, history)
+            value = after(values, history)
             by = {"ranked by value": value, "ranked by popularity": exposure}.get(name)
             if by is None:
-                by = logged_distribution(values, exposure, history)
+                by = logged_distribution(fits, exposure, history)
             top = np.argsort(-by, kind="stable")[:10]
             means["value@1"].append(value[top[0]])
             means["value@10"].append(value[top].mean())
@@ -105,7 +112,7 @@ def figures(rows, values, exposure):
 
 def main(folder):
     rng = np.random.default_rng(SEED)
-    values, exposure = build_world(rng)
+    fits, values, exposure = build_world(rng)
     folder.mkdir(parents=True, exist_ok=True)
     index = {}
     lines = []
@@ -119,14 +126,14 @@ def main(folder):
     np.save(folder / "values.npy", values)
     facts = {"seed": SEED, "items": len(values), "decay": DECAY, "users": USERS}
     for split, users in USERS.items():
-        rows = make_histories(rng, values, exposure, users)
+        rows = make_histories(rng, fits, exposure, users)
         with open(folder / f"{split}.csv", "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["user_id", "history_item_id", "item_id"])
             for user, (history, target) in enumerate(rows):
                 writer.writerow([f"{split}{user}", history, target])
         if split != "train":
-            facts[split] = figures(rows, values, exposure)
+            facts[split] = figures(rows, fits, values, exposure)
             for name, means in facts[split].items():
                 print(f"{split:6} {name:40} " + "  ".join(f"{key} {x:.4f}" for key, x in means.items()))
     (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")

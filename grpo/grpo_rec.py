@@ -12,21 +12,17 @@ and every log-probability below, sampled or trained, is of this constrained dist
     GRPO   GROUP_SIZE candidates of a history, of scores s_i, are each other's baseline (2402.03300):
            A_i = (s_i - mean of its group) / (std + 1e-4),   rho_t = pi(c_t) / pi_old(c_t)
            clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
-           L   = -mean_t w_i min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
+           L   = -mean_t min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
 
 LOSS_TYPE "gspo" has rho = exp(mean_t log rho_t) of the whole item (2507.18071); "dapo" and "grpo" are one,
 since all responses are as long. kl_t has k3's value against the best SFT policy and k2's gradient, that of
 KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
-- "sample" with REPLACEMENT: that of the expected reward, as in GRPO;
-- "sample" without (Gumbel top-k, 1903.06059): distinct items, each item in the group with another probability
-  than pi: biased towards rarer items, of lower variance;
-- "beam": no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list, better items up
-  and worse ones down, whatever their probability. It knows nothing of items beyond the list.
-GROUP_WEIGHTS = "policy" weighs an item by w_i = GROUP_SIZE pi(i) / sum of pi over its group, the baseline and
-the KL too: then the two latter are the exact gradient of the expected reward of pi renormalised over the
-group. Measured (docs/grpo_rec.md): it raises what a *sample* earns, and with it the few likeliest items;
-beams with "uniform" raise what a *list* earns, which is what is shown to a user, and are the default. There
-the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
+- "sample": that of the expected reward of a sample, as in GRPO;
+- "beam", the default: no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list,
+  better items up and worse ones down, whatever their probability. It knows nothing of items beyond the list,
+  and the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
+Samples raise what a *sample* earns, and with it the few likeliest items; beams raise what a *list* earns,
+which is what is shown to a user (docs/grpo_rec.md has both).
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
     python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
@@ -46,6 +42,7 @@ candidates     constrained_logprobs, search              the prompt     PROMPT_T
 import copy
 import csv
 import io
+import itertools
 import math
 import os
 import sys
@@ -96,7 +93,6 @@ MAX_EVAL_ROWS: int | None = 300  # of validation
 PROMPT_TEMPLATE = "{history}"  # the tokenizer's chat template, if any, goes around it
 TITLE_HISTORY_ROWS = 0.0  # SFT: share of the rows also asked with titles in place of codes (a model of words)
 TITLE_ROWS = 0.0  # SFT: share of the items whose title alone asks for them (a model of words)
-EXCLUDE_HISTORY = False  # items of the history cannot be recommended
 
 # Rewards: the score is the sum of weight * part
 VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
@@ -119,7 +115,6 @@ SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: nev
 
 # Rollout
 CANDIDATES = "beam"  # beam | sample
-REPLACEMENT = False  # sample: the same item may come twice in a group
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
 GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
 GROUP_SIZE = 16  # candidates a history; >= 2, since they are each other's baseline
@@ -136,14 +131,13 @@ WARMUP_STEPS = 0
 
 # Algorithm
 LOSS_TYPE = "dapo"  # dapo | gspo
-GROUP_WEIGHTS = "uniform"  # uniform | policy: see above
 GROUP_EPOCHS = 1  # passes over each step's candidates
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 2.0  # weight of the KL in the loss
+KL_COEF = 4.0  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
@@ -186,10 +180,11 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "CANDIDATES": ["beam", "sample"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "LOSS_TYPE": ["dapo", "gspo"],
-    "GROUP_WEIGHTS": ["uniform", "policy"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
+_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts that back off: the best pair on validation is taken
+_DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 # ================================================================ the maths of GRPO over items
 
@@ -208,29 +203,10 @@ def constrained_logprobs(logits, codes, open_, temperature):
     return logprobs.masked_fill(~open_, -math.inf)  # also where nothing is open: no NaN
 
 
-def conditional_gumbels(logprobs, perturbed, uniform):
-    """Perturbed log-probabilities of all children, (..., width), given that their maximum is their parent's,
-    perturbed (..., 1): the k greatest of a whole level are a sample without replacement. logprobs (...,
-    width) are of whole prefixes. Source: Kool et al. 2019 (1903.06059), appendix B.3."""
-    gumbels = logprobs - (-uniform.clamp(1e-30, 1 - 1e-7).log()).log()
-    greatest = gumbels.amax(-1, keepdim=True)
-    v = perturbed - gumbels + torch.log1p(-(gumbels - greatest).exp())
-    shifted = perturbed - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
-    return torch.where(logprobs.isfinite(), shifted, -math.inf)
-
-
-def group_weights(logprobs, group_size, kind):
-    """Weight of each candidate, (rows,), 1 in the mean of a group; logprobs (rows,) of whole items."""
-    if kind == "uniform":
-        return torch.ones_like(logprobs)
-    return group_size * logprobs.view(-1, group_size).softmax(1).flatten()
-
-
-def group_advantages(scores, weights, group_size, scale):
+def group_advantages(scores, group_size, scale):
     """Advantage of each candidate, (rows,); rows of a group are neighbours. Equal scores get zeros."""
     groups = scores.view(-1, group_size)
-    baseline = (groups * weights.view(-1, group_size)).mean(1, keepdim=True)
-    advantages = groups - baseline
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
         std = groups.std(1, keepdim=True) if scale == "group" else scores.std()
         advantages = advantages / (std + 1e-4)
@@ -318,17 +294,18 @@ class RecTrainer:
 
     def load_rewards(self):
         """What compute_rewards() needs: values, vectors, functions."""
-        self.values = read_values(self.catalogue) if VALUE_WEIGHT else None
+        self.values = None
+        if VALUE_WEIGHT:
+            self.values = read_array(VALUES_FILE, "VALUES_FILE", self.catalogue, square=True)
         self.vectors = item_vectors(self.catalogue) if SEMANTIC_WEIGHT else None
         asked = [*self.valid_rows, *self.test_rows, *(self.train_rows if COLLABORATIVE_WEIGHT else ())]
         self.sasrec = read_sasrec(self.train_rows, asked, self.run.say)
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         weights = (VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT)
-        if STAGE != "sft" and not any(weights) and not REWARD_FUNCTIONS:
+        if not any(weights) and not REWARD_FUNCTIONS:
             raise UserError("every reward weight is 0 and REWARD_FUNCTIONS is empty: give at least one")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.rewarded = any(weights) or bool(self.rewards)
 
     # ------------------------------------------------------------ the algorithm
 
@@ -363,7 +340,7 @@ class RecTrainer:
         self.actor.load_state_dict(self.reference.state_dict())
         folder = self.run.folder / "sft"
         if rank() == 0:
-            write_whole(folder, self.save_sft, folder=True)
+            write_whole(folder, lambda at: self.run.save_model(self.actor, at / "policy"))
         if STAGE == "sft":
             self.run.last_word = f"SFT is done: {folder}/policy; STAGE=rl goes on from it"
             return
@@ -373,9 +350,6 @@ class RecTrainer:
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
         self.run.begin_part()
         self.plan_steps()
-
-    def save_sft(self, folder):
-        self.run.save_model(self.actor, folder / "policy")
 
     def plan_steps(self):
         """The step at which the stage ends if nothing ends it before, and the run's last one."""
@@ -400,10 +374,10 @@ class RecTrainer:
         """One optimizer step on the items that were logged; returns its metrics."""
         rate = self.learning_rate(SFT_LEARNING_RATE)
         metrics = {}  # of the whole step; share is a micro-batch's
-        with self.run.timed("update"), recomputing([self.actor]):
+        with self.run.timed("update"):
             batch = sft_batch(rows, self.trie, self.pad_id, self.device)
             weights = batch.learn / batch.learn.sum()
-            for micro, share in summed([self.actor], every_micro_batch(self.actor, batch), metrics):
+            for micro, share in summed([self.actor], micro_batches(self.actor, batch), metrics):
                 logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
                 weight = weights[micro, :logprobs.shape[1]]
                 loss = -(weight * logprobs).sum()
@@ -420,9 +394,10 @@ class RecTrainer:
         (histories * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
             rows = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
-            # drawn at once: BATCH_SIZE does not matter to it
-            uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, CANDIDATES, REPLACEMENT)
-            return candidates(self.actor, self.trie, rows, GROUP_SIZE, CANDIDATES, self.pad_id, uniform)
+            uniform = None
+            if CANDIDATES == "sample":  # drawn at once: BATCH_SIZE does not matter to it
+                uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE)
+            return candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
 
     @torch.no_grad()
     def score(self, batch):
@@ -443,12 +418,7 @@ class RecTrainer:
         asked = [{"prompt": [names[i] for i in row["history"]], "answer": names[row["target"]], "columns": {}}
                  for row in rows]
         batch = SimpleNamespace(rows=asked, responses=[names[i] for i in items.tolist()], columns={})
-
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
-        scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
+        scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
 
     def compute_rewards(self, histories, items, targets):
@@ -491,28 +461,27 @@ class RecTrainer:
 
     def compute_advantages(self, batch):
         """Compare each candidate with its group."""
-        logprobs = batch.logprobs.sum(1)
-        batch.weights = group_weights(logprobs, GROUP_SIZE, GROUP_WEIGHTS)
-        batch.advantages = group_advantages(batch.scores, batch.weights, GROUP_SIZE, SCALE_REWARDS)
+        batch.advantages = group_advantages(batch.scores, GROUP_SIZE, SCALE_REWARDS)
 
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
         rate = self.learning_rate(LEARNING_RATE)
         steps = []
-        with self.run.timed("update"), recomputing([self.actor]):
+        with self.run.timed("update"):
             for _ in range(GROUP_EPOCHS):
                 rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))
                 for chunk in rows.to(self.device).chunk(MINI_BATCHES):
                     steps.append(self.optimizer_step(batch, chunk))
             check_first_ratio(steps, self.run.step - self.state.begin)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": rate}
 
     def optimizer_step(self, batch, chunk):
         """One optimizer step on `chunk`, in micro-batches whose gradients add up to that of the whole."""
         metrics = {}  # of the whole step; share is a micro-batch's
         tokens = batch.response_mask[chunk].sum()
-        micros = micro_batches(batch, chunk, rows_at_once(self.actor, batch))
+        micros = micro_batches(self.actor, batch, chunk)
         for rows, share in summed([self.actor], micros, metrics):
             logprobs, entropy = item_logprobs(self.actor, self.trie, batch, rows, TEMPERATURE)
             losses, policy_losses, ratio, kl = self.token_losses(batch, rows, logprobs, entropy)
@@ -538,8 +507,7 @@ class RecTrainer:
         policy_losses, ratio = policy_loss(
             logprobs, batch.logprobs[rows], batch.advantages[rows, None], LOSS_TYPE, CLIP_RANGE,
             CLIP_RANGE_HIGH)
-        policy_losses = batch.weights[rows, None] * policy_losses
-        kl = batch.weights[rows, None] * kl_loss(logprobs, batch.ref_logprobs[rows])
+        kl = kl_loss(logprobs, batch.ref_logprobs[rows])
         return policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy, policy_losses, ratio, kl
 
     @torch.no_grad()
@@ -562,22 +530,21 @@ class RecTrainer:
             return list_metrics(lists, rows, self.popularity)
         metrics, _ = self.list_figures(lists, rows)
         generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = draw_uniform(self.trie, len(rows), GROUP_SIZE, "sample", True, generator)
-        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, "sample", self.pad_id, uniform)
+        uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)
+        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
         metrics["reward_sampled"] = self.rewards_of(batch.rows, batch.items)[0].mean().item()
         return metrics
 
     def list_figures(self, lists, rows):
-        """Metrics of the best items (rows, EVAL_BEAMS): list_metrics() and, where something is rewarded, the
-        rewards of the GROUP_SIZE first; HR, NDCG and reward by row, each (rows,)."""
+        """Metrics of the best items (rows, EVAL_BEAMS) and rewards of the GROUP_SIZE first; HR, NDCG and
+        reward by row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
+        every = [row for row in rows for _ in range(GROUP_SIZE)]
+        scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
+        metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
+        metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
         by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
-        if self.rewarded:
-            every = [row for row in rows for _ in range(GROUP_SIZE)]
-            scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
-            by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
-            metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
-            metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
         return metrics, by_row
 
     def evaluate_sft(self):
@@ -606,22 +573,21 @@ class RecTrainer:
             "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE}
         line = ("GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
                 "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}").format(**metrics)
-        self.run.record(metrics, batch.response_ids.numel(), sample_records_of(batch, self.catalogue), line)
+        logged = torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist()
+        samples = [sample_record(batch, i, self.catalogue) for i in logged]
+        self.run.record(metrics, batch.response_ids.numel(), samples, line)
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
         "title", "codes", "probability"}], by the policy of best/, or before the first evaluation as it is."""
         row = self.prompter.row_of(history)
         width = min(max(k, EVAL_BEAMS), len(self.catalogue.items))
-        model = self.best_policy()
-        excluded = excluded_items([row], self.device)
-        items, logprobs, _ = search(model, self.trie, [row["ids"]], width, self.pad_id, excluded=excluded)
+        items, logprobs, _ = search(self.best_policy(), self.trie, [row["ids"]], width, self.pad_id)
         found = []
         for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
-            if item >= 0:
-                found.append({
-                    "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
-                    "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
+            found.append({
+                "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
+                "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
         return found
 
     def best_policy(self):
@@ -645,18 +611,21 @@ class RecTrainer:
         return f"{name}, {DTYPE}; {items}; {rows}, {len(self.test_rows)} for the test; {stages}; {OUTPUT_DIR}"
 
     def prepare_baselines(self):
-        """Popularity, Markov counts and SASRec, of the rows that the model is trained on, and their lists for
-        validation."""
-        markov = Markov(self.train_rows, self.popularity)
-        self.baselines = {"popularity": Popularity(self.popularity), "markov": markov}
+        """Popularity, Markov counts, counts that back off, and SASRec, of the rows that the model is trained
+        on, and their figures on validation."""
+        paths = self.trie.paths.cpu()
+        self.baselines = {
+            "popularity": Counts(self.train_rows, paths[:, :1]),
+            "markov": Counts(self.train_rows, paths[:, [0, -1]]),
+            "counts": best_counts(self.train_rows, paths, self.valid_rows)}
         if self.sasrec:
             self.baselines["sasrec"] = self.sasrec
         self.levels = {}  # of validation, for the pictures
         for name, model in self.baselines.items():
             level, _ = self.list_figures(top_items(model, self.valid_rows), self.valid_rows)
             self.levels[name] = level
-            shown = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
-            self.run.say(f"{name:10} on validation: {shown}")
+            figures = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
+            self.run.say(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
 
     def test(self):
         """Baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json, the picture."""
@@ -687,12 +656,11 @@ class RecTrainer:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
             self.run.say(line)
-        if rank() > 0:
-            return
-        table = json.dumps({"rows": len(rows), **figures}, indent=1)
-        write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
-        records = read_metrics(self.run.folder / "logs/metrics.jsonl")
-        draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
+        if rank() == 0:
+            table = json.dumps({"rows": len(rows), **figures}, indent=1)
+            write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
+            records = read_metrics(self.run.folder / "logs/metrics.jsonl")
+            draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
 
 
 # ==== block: language models
@@ -700,9 +668,7 @@ class RecTrainer:
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import copy
-import functools
 import inspect
-import json
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -710,7 +676,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -727,14 +692,12 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
     may be left over or absent; the absent ones start at zero."""
     if (Path(path) / "adapter_config.json").exists():
-        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: take its run's best/policy")
+        raise UserError(f"{constant} = {str(path)!r} is an adapter: set its LORA_RANK, or take best/policy")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if "drop" in name and type(value) is float:  # layers that recompute are in training mode
                 setattr(part, name, 0.0)
-        if getattr(part, "output_router_logits", False):  # for a loss of whole rows
-            part.output_router_logits = False
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
@@ -744,13 +707,11 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if new_head:
         wrong = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if wrong:
-        weights = f"missing or unexpected weights {', '.join(sorted(wrong))}"
-        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: {weights}")
+        names = ", ".join(sorted(wrong))
+        raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
     for name, parameter in model.named_parameters():
         # A file's memory map begins at any byte, and the last bit of a product depends on it
-        parameter.data = parameter.data.clone()
-        if name in missing:
-            torch.nn.init.zeros_(parameter)
+        parameter.data = torch.zeros_like(parameter) if name in missing else parameter.data.clone()
     if "attend" in globals() and model.config._attn_implementation == "sdpa" and attention_windows(model):
         model.set_attn_implementation("shared_prompts")
     model.eval()  # and it stays so: dropout is off in rollout and update alike
@@ -759,66 +720,48 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
 
 def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
     """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
-    weights are frozen, in DTYPE, and an adapter on them, the saved one or one that changes nothing yet, is
-    trained, and a new head."""
-    if LORA_RANK and globals().get("SHARD") == "fsdp2":
-        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
-    if saved and bool(LORA_RANK) != (saved / "adapter_config.json").exists():
-        made = f"made {'without' if LORA_RANK else 'with'} an adapter"
-        raise UserError(f"LORA_RANK = {LORA_RANK}: {saved} was {made}: resume it as it was, or set RESUME=no")
+    weights are frozen, in DTYPE, and an adapter on them is trained, and a new head."""
     if not LORA_RANK:
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
+    if globals().get("SHARD") == "fsdp2":
+        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    if Path(path).exists():
-        model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
-    add_adapter(model, constant, new_head)
-    if saved:
-        load_adapter(model, saved)
+    add_adapter(model, new_head, saved)
     return model
 
 
-def add_adapter(model, constant, new_head):
-    """Freeze the model and put an adapter on it, in float32, that changes nothing yet; a head stays whole."""
+def add_adapter(model, new_head, saved):
+    """Freeze the model and put an adapter on it, in float32: the saved one, or one that changes nothing yet.
+    A new head is trained whole."""
     import peft
 
-    outside = [name for name, _ in model.named_children() if name != model.base_model_prefix]
-    heads = [name for name in outside if new_head and list(getattr(model, name).parameters())]
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
-    warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
+        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
+        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
-        held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-        adapted = [name for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
-        for target in [] if targets == LORA_TARGETS else targets:
-            if not any(f".{name}".endswith(f".{target}") for name in adapted):
-                raise ValueError(f"{constant} has no layer {target!r}")
-        for name in adapted:
-            if held.count(id(model.get_submodule(name).get_base_layer().weight)) > 1:
-                raise ValueError(f"{name} shares its weight with another layer of {constant}: leave it out")
-    except ValueError as error:
-        why = first_line(error).rstrip("(")
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {why}") from None
+    except (ValueError, UserWarning) as error:
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
+    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
+    for target in [] if targets == LORA_TARGETS else targets:
+        if not any(name.endswith(f".{target}") for name in adapted):
+            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
-    model.eval()
-
-
-@torch.no_grad()
-def load_adapter(model, saved):
-    """Fill the model's adapter from a checkpoint's folder."""
-    own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
-    then = json.loads((saved / "adapter_config.json").read_text())
-    state = load_file(saved / "adapter_model.safetensors")
-    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
-    if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
-        raise UserError(f"{saved} was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
-    for name, x in own.items():
-        x.copy_(state[name])
+    if saved:
+        then = load_pretrained(peft.LoraConfig, saved, "RESUME")
+        same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
+        if not same or sorted(then.target_modules) != config.target_modules:
+            raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
+        state = load_file(saved / "adapter_model.safetensors")
+        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
+        peft.set_peft_model_state_dict(model, state)
 
 
 @contextmanager
@@ -827,25 +770,21 @@ def without_adapter(model):
     adapted = hasattr(model, "peft_config")
     if adapted:
         model.disable_adapters()
-    try:
-        yield
-    finally:
-        if adapted:
-            model.enable_adapters()
+    yield
+    if adapted:
+        model.enable_adapters()
 
 
 def merged(model):
-    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
-    loads it. Other weights are shared if they are in float32. A model without an adapter is itself."""
+    """A copy of a model with its adapter added to the weights, in float32: plain from_pretrained() loads it.
+    A model without an adapter is itself."""
     if not hasattr(model, "peft_config"):
         return model
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    copied = copy.deepcopy(model, {id(p): p for p in frozen if p.dtype == torch.float32}).float()
+    copied = copy.deepcopy(model).float()
     for name, layer in list(copied.named_modules()):
         if hasattr(layer, "get_delta_weight"):
-            base = layer.get_base_layer()
-            base.weight = torch.nn.Parameter((base.weight + layer.get_delta_weight("default")).detach())
-            copied.set_submodule(name, base)
+            layer.merge()
+            copied.set_submodule(name, layer.get_base_layer())
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied
@@ -863,71 +802,51 @@ def shard(model, device):
     with torch.no_grad():  # or the first layer that is read would take itself for the whole model
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     model.reset_iter_state()
-    model.register_state_dict_post_hook(gather_weights)
+    model.register_state_dict_post_hook(gather)
     return model
 
 
-def full(tensor):
-    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_for_first(tensor):
-    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    tensor = tensor.full_tensor()
-    return tensor.cpu() if rank() == 0 else None
-
-
-def gather_weights(model, state, *_):
-    """A hook: state_dict() of a sharded model has whole tensors, on the CPU of the first process, which
-    writes them; all processes call it."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    gathered = {}  # tied weights stay one tensor
+def gather(module, state, *_):
+    """A hook: state_dict() of a sharded model or its optimizer has full tensors, on the CPU of the first
+    process, which writes them; all processes call it."""
     for key, x in state.items():
-        like = id(parameters.get(key, x))
-        if like not in gathered:
-            gathered[like] = full_for_first(x)
-        state[key] = gathered[like]
-
-
-def gather_moments(optimizer, saved):
-    """As gather_weights(), of its optimizer."""
-    for number, state in saved["state"].items():
-        saved["state"][number] = {key: full_for_first(x) for key, x in state.items()}
+        if isinstance(x, dict):
+            state[key] = dict(x)  # an optimizer's own would lose its state
+            gather(None, state[key])
+        elif isinstance(x, DTensor):
+            x = x.full_tensor()
+            state[key] = x.cpu() if rank() == 0 else None
+    for key, source in getattr(module, "all_tied_weights_keys", {}).items():
+        state[key] = state[source]
 
 
 def deal_moments(optimizer, saved):
-    """A hook: load_state_dict() takes what gather_moments() gave, each process its part."""
+    """A hook: load_state_dict() takes what gather() gave, each process its part."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
-        like = parameters[number]
+        p = parameters[number]
         for key, x in state.items():
-            if isinstance(like, DTensor) and x.dim() and x.shape == like.shape:
-                mesh, placements = like.device_mesh, like.placements
-                state[key] = distribute_tensor(x.to(like.device), mesh, placements, src_data_rank=None)
+            if isinstance(p, DTensor) and x.shape == p.shape:
+                x = x.to(p.device)
+                state[key] = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
 @contextmanager
 def unsharded(*models):
     """Inside the block each process has all parameters of sharded models, and may read and sample with them
-    as often as it likes: nothing waits for another process, in decoding least of all. Models that are not
-    sharded stay as they are."""
-    models = [m for m in models if isinstance(m, FSDPModule) and not m.__dict__.get("is_whole")]
+    as often as it likes: nothing waits for another process. Models that are not sharded stay as they are."""
+    models = [m for m in models if isinstance(m, FSDPModule) and not getattr(m, "is_unsharded", False)]
     for model in models:
-        model.is_whole = True
+        model.is_unsharded = True
         model.set_reshard_after_forward(False)
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
-    try:
-        yield
-    finally:
-        for model in models:
-            model.reset_iter_state()  # a prefetch that is left over would wait for the others
-            model.set_reshard_after_forward(True)
-            model.is_whole = False
+    yield
+    for model in models:
+        model.reset_iter_state()  # a prefetch that is left over would wait for the others
+        model.set_reshard_after_forward(True)
+        model.is_unsharded = False
 
 
 def load_tokenizer(path, constant):
@@ -984,9 +903,9 @@ def conversation(prompt):
     messages = prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    has_one = any(message["role"] in ("system", "developer") for message in messages)
-    first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
-    return first + messages
+    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
 
 
 def render(tokenizer, messages, where, go_on):
@@ -1008,12 +927,11 @@ def chat(tokenizer, prompt, where, response=None):
         text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or not isinstance(prompt, str):
-        needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
-        todo = "put a file chat_template.jinja beside it, such as that of its chat version"
-        raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
-    text = messages[0]["content"]
+        needs = f"messages and SYSTEM_PROMPT need a chat template, and {tokenizer.name_or_path!r} has none"
+        raise UserError(f"{where}: {needs}: put a file chat_template.jinja beside it")
     ends = {"assistant": tokenizer.eos_token}
-    ids = tokenizer(text + "".join(m["content"] + ends.get(m["role"], "") for m in turns))["input_ids"]
+    text = messages[0]["content"] + "".join(m["content"] + ends.get(m["role"], "") for m in turns)
+    ids = tokenizer(text)["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
@@ -1025,41 +943,37 @@ def encode(rows, constant, tokenizer, readers, say):
     and said so. readers: the models that read them, each by its constant, the actor first."""
     known = known_ids(next(iter(readers.values())))
     for row in rows:
-        which = row.get("id", "the prompt")
-        row["ids"] = chat(tokenizer, row["prompt"], f"{constant}: {which}")
+        where = f"{constant}: {row.get('id', 'the prompt')}"
+        row["ids"] = chat(tokenizer, row["prompt"], where)
         row["columns"]["messages"] = conversation(row["prompt"])
-        if not row["ids"]:
-            raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
-        if max(row["ids"]) >= known:
-            gives = f"its tokenizer gives the id {max(row['ids'])}, its model knows {known} ids"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {gives} ({constant}: {which}): take its own")
+        if not row["ids"] or max(row["ids"]) >= known:
+            gives = f"its tokenizer gives no token, or the id {max(row['ids'], default=0)}"
+            raise UserError(f"{where}: {gives}; ACTOR_MODEL = {ACTOR_MODEL!r} knows {known} ids")
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
-        longest = max(len(row["ids"]) for row in rows)
-        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts (longest {longest})"
+        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
         say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
     needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
-    for whose, model in readers.items():
+    for name, model in readers.items():
         if needed > positions_of(model):
             have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
-            todo = "lower MAX_NEW_TOKENS, or MAX_PROMPT_TOKENS, which leaves longer prompts out"
-            raise UserError(f"{whose} reads {positions_of(model)} tokens at most; {have}: {todo}")
+            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: lower either")
     return kept
 
 
-def encode_texts(prompts, answers, what, tokenizer, readers, say):
+def encode_texts(prompts, answers, what, *readers):
     """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
     prompts = [read_prompt(prompt, what) for prompt in prompts]
     rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
-    return encode(rows, what, tokenizer, readers, say)
+    return encode(rows, what, *readers)
 
 
-def load_prompts(datasets, constant, limit, tokenizer, readers, say):
+def load_prompts(datasets, constant, limit, *readers):
     """The rows of data sets that encode() keeps; those to train on must be some."""
     if "{input}" not in PROMPT_TEMPLATE:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, where the prompt goes")
-    rows = encode(load_rows(datasets, constant, limit), constant, tokenizer, readers, say)
+    rows = encode(load_rows(datasets, constant, limit), constant, *readers)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
     return rows
@@ -1073,46 +987,38 @@ def pad_left(rows, value):
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
 
-def pad_right(rows, value):
-    width = max(map(len, rows))
+def pad_right(rows, value, multiple=1):
+    width = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
 
 
-def same_prompt(batch, rows):
-    """A number for each of the rows, (rows,), equal where the prompts are."""
-    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
-    return prompts.unique(dim=0, return_inverse=True)[1]
-
-
-def micro_batches(batch, rows, size):
-    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts by their tokens."""
-    if not len(rows):
-        return ()
-    prompt = same_prompt(batch, rows)
-    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
-    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
-    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
-    sizes = []
-    for count in prompt[order].unique_consecutive(return_counts=True)[1].tolist():
-        if sizes and sizes[-1] + count <= size:
-            sizes[-1] += count
-        else:
-            sizes += [size] * (count // size) + [count % size] * (count % size > 0)
-    return rows[order].split(sizes)
-
-
-@functools.cache
-def room_for_logits(device):
-    """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest card's memory: all processes
-    must cut the same micro-batches."""
-    return min(all_gather(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+def token_lists(batch, rows):
+    """[(the prompt's ids, the response's ids), ...] of rows."""
+    lengths = zip(batch.prompt_lengths[rows].tolist(), batch.response_lengths[rows].tolist())
+    ids = zip(batch.prompt_ids[rows].tolist(), batch.response_ids[rows].tolist())
+    return [(prompt[-p:], response[:n]) for (p, n), (prompt, response) in zip(lengths, ids)]
 
 
 def rows_at_once(model, batch):
     """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    not fit into room_for_logits()."""
+    pass 64 MiB, on a GPU the power of two below 1/16 of its memory: all processes must cut alike."""
+    on_gpu = model.device.type == "cuda"
+    room = 1 << (torch.cuda.mem_get_info(model.device)[1].bit_length() - 5) if on_gpu else 2**26
     row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room_for_logits(model.device) // row_bytes))
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
+
+
+def micro_batches(model, batch, rows=None):
+    """Rows, or all, cut into micro-batches: rows of one prompt together, prompts by their tokens."""
+    if rows is None:
+        rows = torch.arange(len(batch.response_lengths), device=model.device)
+    size = rows_at_once(model, batch)
+    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
+    prompt = prompts.unique(dim=0, return_inverse=True)[1]  # (rows,), equal where the prompts are
+    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
+    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
+    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
+    return rows[order].split(size // GROUP_SIZE * GROUP_SIZE or size)  # a group that is cut is read twice
 
 
 def autocast(model):
@@ -1122,8 +1028,7 @@ def autocast(model):
 # ---------------------------------------------------------------- sampling
 
 def find_in_cdf(weights, at):
-    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into that
-    one."""
+    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into it."""
     cumulative = weights.double().cumsum(-1)
     target = at * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
@@ -1143,9 +1048,8 @@ def entropy_of(logprobs):
 
 
 def sample_tokens(probabilities, uniform):
-    """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform
-    (rows,) in [0, 1). First among blocks of 128 ids, then within the block: four times as fast as over a
-    whole large vocabulary."""
+    """One id a row by inverting the CDF of probabilities (rows, vocabulary) at uniform (rows,) in [0, 1).
+    First among blocks of 128 ids, then within: four times as fast as over a whole large vocabulary."""
     if probabilities.device.type == "mps":  # has no float64
         return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
     missing = -probabilities.shape[1] % 128
@@ -1155,15 +1059,9 @@ def sample_tokens(probabilities, uniform):
     return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
-@functools.cache
-def parameters_of(kind):
-    """The names that forward() of a class of models takes."""
-    return set(inspect.signature(kind.forward).parameters)
-
-
 def call_model(model, ids, **options):
     """The model's output for ids (rows, T), with those of the options that its forward() takes."""
-    names = parameters_of(type(model))
+    names = inspect.signature(model.forward).parameters
     return model(input_ids=ids, **{key: value for key, value in options.items() if key in names})
 
 
@@ -1174,25 +1072,23 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.show([layer.keys, layer.values], layer.keys.shape[2])
-
-    def show(self, room, length):
-        self.room = room
-        self.keys, self.values = (x[:, :, :length] for x in room)
+        self.keys, self.values = self.room = (layer.keys, layer.values)
 
     def update(self, keys, values, *args, **kwargs):
         before = self.keys.shape[2]
         after = before + keys.shape[2]
-        room = self.room
-        if after > room[0].shape[2]:
-            room = [torch.nn.functional.pad(x, (0, 0, 0, 16 + after // 2)) for x in (self.keys, self.values)]
-        for x, new in zip(room, (keys, values)):
+        if after > self.room[0].shape[2]:
+            more = (0, 0, 0, 16 + after // 2)
+            self.room = [torch.nn.functional.pad(x, more) for x in (self.keys, self.values)]
+        for x, new in zip(self.room, (keys, values)):
             x[:, :, before:after] = new
-        self.show(room, after)
+        self.keys, self.values = (x[:, :, :after] for x in self.room)
         return self.keys, self.values
 
     def reorder_cache(self, rows):
-        self.show([x.index_select(0, rows) for x in self.room], self.keys.shape[2])
+        length = self.keys.shape[2]
+        self.room = [x.index_select(0, rows) for x in self.room]
+        self.keys, self.values = (x[:, :, :length] for x in self.room)
 
 
 class Decoder:
@@ -1205,31 +1101,27 @@ class Decoder:
         self.model = model
         self.positions = torch.tensor([len(p) for p in prompts], device=model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
-        self.cache_name = "past_key_values"
-        if "cache_params" in parameters_of(type(model)):
-            self.cache_name = "cache_params"
         self.cache = None
-        self.layers = []
-        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
-        self.layers = getattr(self.cache, "layers", [])
-        for i, layer in enumerate(self.layers):
+        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
+        layers = getattr(self.cache, "layers", [])
+        for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
                 shared = getattr(model, "decodes_shared", False)
-                self.layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+                layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+        self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
         self.select_rows(torch.arange(len(prompts), device=model.device).repeat_interleave(group_size))
 
-    def read(self, ids, positions):
-        shared = all(hasattr(layer, "prompt") for layer in self.layers)  # they hide the padding themselves
-        mask = None if self.layers and shared else self.mask
-        options = {"attention_mask": mask, "position_ids": positions, self.cache_name: self.cache}
-        out = call_model(self.model, ids, **options, use_cache=True, logits_to_keep=1)
-        self.cache = getattr(out, self.cache_name)
+    def read(self, ids, positions, mask):
+        cache = {"past_key_values": self.cache, "cache_params": self.cache}
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        out = call_model(self.model, ids, **options, **cache, use_cache=True)
+        self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
 
     def next(self, tokens):
         """Logits (rows, vocabulary) after one more token (rows,) a row."""
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        self.read(tokens[:, None], self.positions[:, None])
+        self.read(tokens[:, None], self.positions[:, None], self.mask if self.needs_mask else None)
         self.positions = self.positions + 1
         return self.logits
 
@@ -1250,19 +1142,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
     max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the
-    entropy, as the ids. A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no
-    EOS."""
-    device, rows = model.device, len(prompts) * group_size
+    entropy, as the ids. A row holds its first EOS and pad after it; a row that was cut holds no EOS."""
+    device = model.device
     decoder = Decoder(model, prompts, group_size, pad_id)
-    ids = torch.full((rows, max_new_tokens), pad_id, device=device)
-    lengths = torch.zeros(rows, dtype=torch.long, device=device)
-    logprobs, entropies = torch.zeros(2, rows, max_new_tokens, device=device)
-    rows = torch.arange(rows, device=device)  # which row of the result each row of the decoder is
+    rows = torch.arange(len(prompts) * group_size, device=device)  # of the result, for each of the decoder's
+    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
+    lengths = torch.zeros_like(rows)
+    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    logits = decoder.logits
-    look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
-        scaled = sampling_logprobs(logits, temperature).clamp_(min=-1e30)  # (rows still there, vocabulary)
+        scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
@@ -1270,7 +1159,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
-        left = int(unfinished.sum()) if t % look_every == 0 else len(rows)
+        left = int(unfinished.sum()) if t % _LOOK_EVERY.get(device.type, 16) == 0 else len(rows)
         if left == 0 or t + 1 == max_new_tokens:
             break
         if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
@@ -1279,11 +1168,10 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             rows = rows[keep]
             tokens = tokens[keep]
             unfinished = unfinished[keep]
-        logits = decoder.next(tokens)
-    # what finished rows said after their end
-    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]
-    ids = ids.masked_fill(over, pad_id)
-    return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+        decoder.next(tokens)
+    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what came after the end
+    logprobs, entropies = logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+    return ids.masked_fill(over, pad_id), lengths, logprobs, entropies
 
 
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
@@ -1294,20 +1182,17 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
-        chunk = None
-        if uniform is not None:
-            chunk = uniform[i * group_size:(i + size) * group_size].to(model.device)
+        own = None if uniform is None else uniform[i * group_size:(i + size) * group_size].to(model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
-                temperature or TEMPERATURE, eos_ids, pad_id)
+                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
+                eos_ids, pad_id)
 
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
-    ids, lengths, logprobs, entropies = map(torch.cat, zip(*parts))
+    ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-    last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
     repeated = [p for p in prompts for _ in range(group_size)]
     return SimpleNamespace(
         prompt_ids=pad_left(repeated, pad_id).to(model.device),
@@ -1317,7 +1202,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
         response_mask=(torch.arange(width, device=model.device) < lengths[:, None]).float(),
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
-        truncated=~torch.isin(last, eos_ids),
+        truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids),
         responses=tokenizer.batch_decode(rows, skip_special_tokens=True),
         columns={"response_ids": rows})  # for reward functions, beside the rows' own
 
@@ -1327,13 +1212,12 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
-    options["use_cache"] = False
     head = model.get_output_embeddings()
     if head is None:
-        return call_model(model, ids, **options).logits[at]
+        return call_model(model, ids, use_cache=False, **options).logits[at]
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][at][None])
     try:
-        return call_model(model, ids, **options).logits[0]
+        return call_model(model, ids, use_cache=False, **options).logits[0]
     finally:
         hook.remove()
 
@@ -1342,17 +1226,10 @@ def logits_of_rows(model, batch, rows):
     """Logits where the model predicts a response token whose response_mask is 1, (tokens, labels), row after
     row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt, padded on the right,
     where a causal model cannot see it: no mask, no positions."""
-    prompts = batch.prompt_lengths[rows, None]
-    responses = batch.response_lengths[rows, None]
-    wide = batch.prompt_ids.shape[1]
-    column = torch.arange(int((prompts + responses).max()), device=rows.device).expand(len(rows), -1)
-    in_prompt = batch.prompt_ids[rows].gather(1, (wide - prompts + column).clamp(max=wide - 1))
-    last = batch.response_ids.shape[1] - 1
-    in_response = batch.response_ids[rows].gather(1, (column - prompts).clamp(0, last))
-    ids = torch.where(column < prompts, in_prompt, in_response)
-    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
+    ids = pad_right([prompt + response for prompt, response in token_lists(batch, rows)], 0).to(rows.device)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    return logits_at(model, ids, (row, prompts[row, 0] - 1 + token)), mask
+    return logits_at(model, ids, (row, batch.prompt_lengths[rows][row] - 1 + token)), mask
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1363,33 +1240,22 @@ def logits_of_groups(model, batch, rows):
     responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
     dimensions, its prompt and its own response alone."""
     device = rows.device
-    prompts = batch.prompt_lengths[rows]
-    sizes = batch.response_lengths[rows] - 1  # nothing is predicted after the last token
-    same = torch.cat([prompts[:, None], batch.prompt_ids[rows]], 1)
-    changes = [True, *(same[1:] != same[:-1]).any(1).tolist()]
-    first = []  # row of each sequence
+    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i row i - 1
     places = []  # of each row's response: its sequence, and where it begins
-    longest = end = begin = 0
-    for i, (prompt, size) in enumerate(zip(prompts.tolist(), sizes.tolist())):
-        if changes[i] or end + size > begin + _RESPONSE_TOKENS:
-            begin = end = prompt
-            first.append(i)
-        places.append((len(first) - 1, end))
-        end += size
-        longest = max(longest, end)
-    sequence, start = torch.tensor(places, device=device).T
-    column = torch.arange(longest + -longest % 8, device=device)  # a GPU's kernels copy other widths' masks
-    ids, positions, owner = torch.zeros(3, len(first), len(column), dtype=torch.long, device=device)
-    in_prompt = column < prompts[first, None]
-    before = torch.arange(-batch.prompt_ids.shape[1], 0, device=device)  # prompts stand at the right there
-    ids[in_prompt] = batch.prompt_ids[rows[first]][before >= -prompts[first, None]]
-    positions[in_prompt] = column.expand_as(ids)[in_prompt]
-    row, token = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).nonzero(as_tuple=True)
-    at = sequence[row], start[row] + token
-    ids[at] = batch.response_ids[rows[row], token]
-    positions[at] = prompts[row] + token
-    owner[at] = row + 1  # of a prompt 0; padding is seen by none but itself
-    owner[~in_prompt & (owner == 0)] = -1
+    last = None
+    for i, (prompt, response) in enumerate(token_lists(batch, rows), 1):
+        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
+        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
+            last = prompt
+            sequences.append((list(prompt), list(range(first)), [0] * first))
+        ids, positions, owner = sequences[-1]
+        places.append((len(sequences) - 1, len(ids)))
+        ids += response[:more]
+        positions += range(first, first + more)
+        owner += [i] * more
+    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
+    ids, positions, owner = (
+        pad_right(part, value, 8).to(device) for part, value in zip(zip(*sequences), (0, 0, -1)))
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1398,12 +1264,12 @@ def logits_of_groups(model, batch, rows):
         hidden = ~seen | (back >= (window or math.inf))
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = batch.response_mask[rows, :int(sizes.max()) + 1] > 0  # (rows, R)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    predicted_at = torch.where(token > 0, start[row] + token, prompts[row]) - 1
-    attention_mask = masks if len(masks) > 1 else masks.popitem()[1]
-    options = {"attention_mask": attention_mask, "position_ids": positions}
-    return logits_at(model, ids, (sequence[row], predicted_at), **options), mask
+    sequence, start = torch.tensor(places, device=device)[row].T
+    predicted_at = torch.where(token > 0, start + token, batch.prompt_lengths[rows][row]) - 1
+    masks = masks if len(masks) > 1 else masks.popitem()[1]
+    return logits_at(model, ids, (sequence, predicted_at), attention_mask=masks, position_ids=positions), mask
 
 
 def attention_windows(model):
@@ -1441,28 +1307,21 @@ def response_logprobs(model, batch, rows, temperature, distribution=None):
 
 
 def response_values(model, batch, rows):
-    """What a model of one label says before each response token is seen: (rows, R), float32, 0 where
-    response_mask is."""
+    """A one-label model's value before each response token, (rows, R), float32, 0 where response_mask is."""
     with autocast(model):
         values, mask = response_logits(model, batch, rows)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
-
-
-def every_micro_batch(model, batch):
-    """The micro-batches of all rows of a batch."""
-    every = torch.arange(len(batch.response_lengths), device=model.device)
-    return micro_batches(batch, every, rows_at_once(model, batch))
 
 
 @torch.no_grad()
 def score_batch(score, model, batch, micros=None):
     """score(rows) (micro-batch, R) of all rows of a batch, as one tensor (rows, R); each micro-batch is read
     by one process."""
-    micros = micros or every_micro_batch(model, batch)
+    micros = micros or micro_batches(model, batch)
     scores = torch.zeros_like(batch.response_mask)
     with unsharded(model):
         for rows, values in zip(micros, map_over_ranks(micros, score)):
-            scores[rows, :values.shape[1]] = values
+            scores[rows, :values.shape[1]] = values.to(model.device)
     return scores
 
 
@@ -1472,11 +1331,6 @@ def all_logprobs(model, batch, micros=None, distribution=None):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
     return score_batch(score, model, batch, micros)
-
-
-def all_values(model, batch):
-    """What a model of one label says before each response token of a batch, (rows, R), without a gradient."""
-    return score_batch(lambda rows: response_values(model, batch, rows), model, batch)
 
 
 @torch.no_grad()
@@ -1490,11 +1344,10 @@ def classify(model, tokenizer, prompts, responses):
         raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
         ids = pad_right([rows[i] for i in chunk], 0).to(model.device)  # where a causal model cannot see it
-        last = (lengths[chunk] - 1).to(model.device)
+        last = torch.arange(len(chunk)), lengths[chunk] - 1
         with autocast(model):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            said = model.score(hidden[torch.arange(len(chunk), device=model.device), last])
-        scores[chunk.to(model.device)] = said.squeeze(-1).float()
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[last]
+            scores[chunk] = model.score(hidden).squeeze(-1).float()
     return scores
 
 
@@ -1505,10 +1358,9 @@ def make_optimizer(model, learning_rate):
     scheduled (see set_rates), clipped and stepped."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    fused = model.device.type != "mps"
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
-    optimizer.register_state_dict_post_hook(gather_moments)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer.register_state_dict_post_hook(gather)
     optimizer.register_load_state_dict_pre_hook(deal_moments)
     return optimizer
 
@@ -1520,29 +1372,13 @@ def set_rates(optimizer, rate):
         group["lr"] = rate * group.setdefault("multiple", group["lr"] / made if made else 1.0)
 
 
-@contextmanager
-def recomputing(models):
-    """Activations are recomputed inside the block, with GRADIENT_CHECKPOINTING: that is for layers in
-    training mode, so only they are put into it, and nothing else that training mode would change."""
-    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = GRADIENT_CHECKPOINTING
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
 def backward(model, loss):
     """loss.backward(), on a GPU by kernels whose sums always come in one order, unless EXACT_SUMS = False;
     the gradient becomes a part of the step's sum (see summed)."""
-    if getattr(model, "idle", False):
-        loss = 0 * loss
     strict = EXACT_SUMS and model.device.type == "cuda"
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
-        loss.backward()
+        (0 * loss if getattr(model, "idle", False) else loss).backward()
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
@@ -1556,13 +1392,16 @@ def summed(models, parts, metrics):
     dict for what it measures, to a body that calls backward(). After a round all processes add its gradients
     in the order of the parts, so that their sum has the same bits on any number of processes; with EXACT_SUMS
     = False they add up once, at the end. metrics gets the sums of what was measured; of names that end in
-    _max the greatest."""
+    _max the greatest. Meanwhile layers recompute their activations with GRADIENT_CHECKPOINTING."""
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
     for parameter in parameters:  # even where nothing comes: momentum moves the weights
         parameter.grad = None if sharded else torch.zeros_like(parameter)
-    in_rounds = EXACT_SUMS and world_size() > 1 and not sharded
-    totals = [torch.zeros_like(p) for p in parameters if in_rounds]
+    for layer in layers:
+        layer.training = GRADIENT_CHECKPOINTING  # they do it in training mode alone, which hides a cache
+    added_here = world_size() > 1 and not sharded
+    totals = [torch.zeros_like(p) for p in parameters if added_here and EXACT_SUMS]
     measured = []
     for first in range(0, len(parts), world_size()):
         number = first + rank()
@@ -1571,23 +1410,19 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        counts, shares = zip(*all_gather((len(parts), share)))
-        if len(set(counts)) > 1:
-            raise UserError(f"the processes cut one optimizer step into {sorted(set(counts))} micro-batches")
-        measured += shares
+        measured += all_gather(share)
         for parameter, total in zip(parameters, totals):
-            gradients = [torch.empty_like(total) for _ in shares]
+            gradients = [torch.empty_like(total) for _ in range(world_size())]
             dist.all_gather(gradients, parameter.grad)
             for gradient in gradients:
                 total += gradient
             parameter.grad.zero_()
-    for model in models:
-        model.idle = False
+    for layer in layers:
+        layer.training = False
     for parameter, total in zip(parameters, totals):
         parameter.grad = total
-    for parameter in parameters:
-        if world_size() > 1 and not in_rounds and not sharded:
-            dist.all_reduce(parameter.grad)
+    for parameter in parameters if added_here and not EXACT_SUMS else ():
+        dist.all_reduce(parameter.grad)
     for share in measured[:len(parts)]:
         for key, value in share.items():
             both = (metrics[key], value) if key in metrics else (value,)
@@ -1611,7 +1446,7 @@ def clip_and_step(optimizers, loss, run, ids):
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        norms.append(full(norm).item())
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
@@ -1631,11 +1466,10 @@ def size_of(model):
 
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
-    name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    name = f"{name}: {size_of(actor)} on {actor.device}, {DTYPE}"
+    model = f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {size_of(actor)} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
-    return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
+    return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
 def a_response(scores):
@@ -1672,16 +1506,16 @@ def sample_records(batch, advantages):
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
-    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())):
-        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-        found.append(call_model(model, ids[None], use_cache=False).logits[0, p - 1:-1])
+    for prompt, response in token_lists(batch, slice(None)):
+        ids = torch.tensor([prompt + response], device=model.device)
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
     return torch.cat(found)
 
 
 @torch.no_grad()
 def disagreement(model, compute):
-    """In what the two tensors that compute() gives differ, or what it raises, in words; mistakes are as large
-    as logits are. Empty where they differ by the rounding of the model's weights alone."""
+    """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
+    rounding: mistakes are as large as logits are."""
     try:
         found, wanted = compute()
     except Exception as error:  # whatever a model raises that is not made for it
@@ -1696,35 +1530,32 @@ def check_models(readers, rows, pad_id):
     """Compare the actor's sampler and all models' scoring with plain_logits(), on four prompts cut to mixed
     lengths. Sets model.decodes_shared and model.shares_prompts where that is right; draws none of the run's
     random numbers. readers: models by constant, the actor first."""
-    constant, actor = next(iter(readers.items()))
-    room_for_logits(actor.device)  # all processes ask at one place
+    actor = next(iter(readers.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     twice = [p for p in prompts for _ in range(2)]
     ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
     lengths = torch.tensor([len(p) for p in twice], device=actor.device)
     batch = SimpleNamespace(prompt_ids=pad_left(twice, pad_id).to(actor.device), prompt_lengths=lengths)
-    every = torch.arange(8, device=actor.device)
 
     def sample():
         ids, batch.response_lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
-        mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
         batch.response_ids = ids
-        batch.response_mask = mask
+        batch.response_mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
         wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)
-        return logprobs[mask], wanted.gather(1, ids[mask][:, None]).squeeze(1)
+        return logprobs[batch.response_mask], wanted.gather(1, ids[batch.response_mask][:, None]).squeeze(1)
 
     def compare(way):
+        every = torch.arange(8, device=actor.device)
         return disagreement(model, lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
 
     with unsharded(actor):
-        actor.decodes_shared = actor.config._attn_implementation == "shared_prompts"
-        wrong = disagreement(actor, sample)
-        if wrong and actor.decodes_shared:
-            actor.decodes_shared = False
+        for actor.decodes_shared in (actor.config._attn_implementation == "shared_prompts", False):
             wrong = disagreement(actor, sample)
+            if not wrong:
+                break
     for constant, model in readers.items():
-        with unsharded(model):
+        with unsharded(model), autocast(model) if model.dtype != torch.float32 else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1755,7 +1586,7 @@ class SharedLayer(GrowingLayer):
         self.prompt = self.room
         self.bias = torch.where(mask[:, None, None] > 0, 0.0, -math.inf)
         self.row_to_prompt = torch.arange(len(mask), device=mask.device)
-        self.show([x[:, :, :0] for x in self.room], 0)
+        self.keys, self.values = self.room = [x[:, :, :0] for x in self.room]
 
     def get_seq_length(self):
         return self.prompt[0].shape[2] + self.keys.shape[2]
@@ -1768,18 +1599,18 @@ class SharedLayer(GrowingLayer):
     def reorder_cache(self, rows):
         """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        prompts, self.row_to_prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+        if not hasattr(rows, "groups"):  # once for all layers: on a GPU the host waits for them
+            prompts, prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+            counts = prompt.bincount()
+            most = int(counts.max())
+            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[prompt]
+            rows.groups = prompts, prompt, most, prompt * most + place
+        prompts, self.row_to_prompt, self.most, self.slots = rows.groups
         self.prompt = [x.index_select(0, prompts) for x in self.prompt]
         self.bias = self.bias[prompts]
-        counts = self.row_to_prompt.bincount()
-        self.most = int(counts.max())
-        first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        place = torch.arange(len(rows), device=rows.device) - first
-        self.slots = self.row_to_prompt * self.most + place
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows
-        than the most."""
+        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
         slots = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
         return slots.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
 
@@ -1795,11 +1626,10 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
     query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
-    prompt_keys, prompt_values = layer.prompt
-    scores = layer.by_row(layer.by_prompt(query) @ prompt_keys.mT + layer.bias)
+    scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
-    out = layer.by_row(layer.by_prompt(of_prompt) @ prompt_values) + of_response @ value
+    out = layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1]) + of_response @ value
     return out.reshape(rows, 1, heads, -1), None
 
 
@@ -1851,8 +1681,6 @@ def load_rows(datasets, constant, limit=None):
 
 def read_records(spec, where):
     """Yields (line number from 1, record) of one data set."""
-    if spec["type"] not in ("jsonl", "parquet", "hub"):
-        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     try:
         if spec["type"] == "jsonl":
             records = Path(spec["path"]).read_bytes().split(b"\n")
@@ -1884,25 +1712,22 @@ def look_up(record, path, where):
 
 
 def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
+    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
         items = value if isinstance(value, list) and value else [value]
         return [read_as("text", item, where) for item in items]
-    right = (int, float) if kind == "number" else (str, int, float)
-    if not isinstance(value, right) or value != value:  # NaN
-        takes = "a number" if kind == "number" else "a text or a number"
-        raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
-    return value if kind == "number" else str(value)
+    if not isinstance(value, (str, int, float)) or value != value:  # NaN
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+    return str(value)
 
 
 def read_prompt(value, where):
     """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    def without_nulls(record):  # parquet and the hub fill in the keys that a message lacks
-        return {key: item for key, item in record.items() if item is not None}
-
     if isinstance(value, str) and value.strip():
         return value
-    messages = json.loads(json.dumps(value, default=list), object_hook=without_nulls)
+    # without the nulls that parquet and the hub fill in for keys that a message lacks
+    messages = json.loads(json.dumps(value, default=str), object_hook=lambda record: {
+        key: item for key, item in record.items() if item is not None})
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -1933,18 +1758,17 @@ def next_rows(rows, state, count):
 
 def resolve_rewards(functions, constant):
     """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = {}
+    resolved = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = getattr(function, "__name__", type(function).__name__)
-        while name in resolved:  # such as two lambdas
-            name += "_2"
-        resolved[name] = (name, function, float(pair[1]))
-    return list(resolved.values())
+        name = plain_name(function)
+        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
+        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
+    return resolved
 
 
 @contextmanager
@@ -1998,17 +1822,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -2016,13 +1844,11 @@ def dealt_rewards(score, size, batch):
 
 
 # ==== block: the run
-# What a trainer does beside its algorithm: constants and errors, processes, OUTPUT_DIR and its lock,
-# checkpoints and resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it
-# byte-identical in every trainer: change it in one, `python tests/blocks.py FILE` copies it to the others.
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
+# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
 import ast
 import difflib
 import hashlib
-import io
 import json
 import math
 import os
@@ -2044,6 +1870,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 
@@ -2057,8 +1885,7 @@ def first_line(error):
 
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with 1.
-    An error of one process ends all of them; the first that fails prints it."""
+    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -2075,7 +1902,6 @@ def run_main(trainer_class):
             print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
     if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -2092,23 +1918,22 @@ def sentence_of(error):
         return f"USE_WANDB = True: {first_line(error)}"
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run is gone, or was silent ({first_line(error)})"
-    on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
-    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
 
 
 def fails_first():
     """True on the first process of the run that calls it; before they have met, on process 0."""
-    if not _STORE:
-        return rank() == 0
-    with suppress(RuntimeError):  # the store may be gone with the process that held it
-        return _STORE[0].compare_set("failed", "", str(rank())).decode() == str(rank())
-    return False
+    with suppress(Exception):  # no store yet, or gone with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
 
 
 def constants():
-    """Every constant of this file, as it is now."""
-    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    """Every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=plain_name))
 
 
 def plain_name(value):
@@ -2117,11 +1942,9 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is, as JSON has it: constants, this file, and the threads of a process, on
-    which the last bits of sums depend."""
-    values = {**constants(), "OMP_NUM_THREADS": torch.get_num_threads()}
-    values[Path(__file__).name] = file_digest(__file__)["sha256"][:12]
-    return json.loads(json.dumps(values, default=plain_name))
+    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
+    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):
@@ -2139,16 +1962,14 @@ def apply_overrides(words):
         if "str" not in kind or "None" in kind and text == "None":
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        if "float" in kind and type(value) is int:
-            value = float(value)
-        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
-            raise UserError(f"{key}={text} does not fit: {takes}")
+        value = float(value) if "float" in kind and type(value) is int else value
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
         globals()[key] = value
 
 
 def check_constants():
-    """Refuse numbers out of range, unknown words and empty texts before anything is loaded or written."""
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
@@ -2156,9 +1977,6 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-    for key, value in constants().items():
-        if isinstance(value, str) and not value.strip():
-            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
 
 
 def load_pretrained(auto_class, path, constant, **options):
@@ -2171,8 +1989,7 @@ def load_pretrained(auto_class, path, constant, **options):
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
-    processes that torchrun began meet here."""
+    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
     join_processes()
     mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -2189,10 +2006,8 @@ def find_device():
 
 
 def seed_everything(seed):
-    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
-    (a prompt shared by its responses) are added in whatever order the threads come, on the CPU too."""
-    with suppress(ImportError):
-        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
+    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
         import sklearn.metrics  # noqa: F401
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -2203,23 +2018,21 @@ def seed_everything(seed):
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    """The state of Python's, NumPy's and torch's generators, as plain types."""
     name, words, *rest = np.random.get_state()
-    numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    state["torch"] = torch.get_rng_state().tolist()
+    if torch.cuda.is_initialized():  # dropout's
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
-def rng_digest():
-    """One value for the state of all generators."""
-    state = get_rng_state()
-    text = repr((state["python"], state["numpy"])).encode()
-    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
 # ---------------------------------------------------------------- processes
@@ -2230,68 +2043,54 @@ def rank():
 
 
 def world_size():
-    """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-_STORE = []  # by which the processes met
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
-    sharded = globals().get("SHARD") == "fsdp2"
-    if world_size() == 1 and not sharded or dist.is_initialized():
+    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
+    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
     if "MASTER_ADDR" not in os.environ:
         raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
-    store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _STORE.append(store)
-    dist.init_process_group(backend, store=store, **options)
-    first, *others = all_gather(settings())
-    for number, other in enumerate(others, 1):
-        if differ := [name for name in first if other.get(name) != first[name]]:
-            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
+    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
+    everyone = all_gather(settings())
+    for name, value in everyone[0].items():
+        if any(other.get(name) != value for other in everyone):
+            raise UserError(f"the processes differ in {name}: make it the same")
 
 
 def all_gather(value=None):
-    """What every process gives, a list by rank: plain types and tensors, each on the own device."""
+    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
     if not dist.is_initialized():
         return [value]
-    data = io.BytesIO()
-    torch.save(value, data)
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, data.getvalue())
-
-    def here(storage, location):
-        return storage.cuda() if location.startswith("cuda") else storage
-
-    return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
+    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return everyone
 
 
 def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    """What function() gives to the first process, which alone calls it."""
     return all_gather(function() if rank() == 0 else None)[0]
 
 
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
     if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::world_size()]]
+    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
     _DEALING.pop()
-    everyone = all_gather(mine)
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
@@ -2308,24 +2107,16 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill, folder=False):
-    """fill(tmp) writes a file, or a folder's files, which get a manifest; then fsync and rename: `path` is
-    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
-    restore_folder() puts the old one back."""
+def write_whole(path, fill):
+    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
+    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(tmp, ignore_errors=True)
     try:
-        if folder:
-            tmp.mkdir(parents=True)
         fill(tmp)
-        if folder:
-            files = [p for p in sorted(tmp.rglob("*")) if p.is_file()]
-            digests = {str(p.relative_to(tmp)): file_digest(p) for p in files}
-            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
         for part in [*tmp.rglob("*"), tmp]:
             fsync(part)
-        if folder and path.exists():
+        if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
@@ -2333,9 +2124,8 @@ def write_whole(path, fill, folder=False):
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         restore_folder(path)
-        why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
         todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved: {why}; {todo}") from None
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
 
 
 def restore_folder(folder):
@@ -2363,12 +2153,10 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The newest whole checkpoint of a run, or the one that RESUME names, or None to start afresh; asks at a
-    terminal when resume is "ask"."""
-    named = resume not in ("ask", "yes", "no")
-    run = resume if named else output_dir
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
+    run = output_dir if resume in ("ask", "yes", "no") else resume
     checkpoints = list_checkpoints(run) if resume != "no" else []
-    if named and not checkpoints:
+    if run == resume and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
         if fault := checkpoint_fault(folder):
@@ -2382,8 +2170,7 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
     if checkpoints:
-        todo = "put a good copy back, or start afresh with RESUME=no, which keeps the old run"
-        raise UserError(f"no checkpoint in {run} is whole: {todo}")
+        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
 
 
 def move_aside(paths, output_dir, say):
@@ -2396,17 +2183,6 @@ def move_aside(paths, output_dir, say):
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
-def run_facts(device):
-    """Versions, git commit and device, for training_config.json."""
-    words = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-    git = shutil.which("git") and subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": world_size(),
-        "threads": torch.get_num_threads(), "device": name}
-
-
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
     if step < warmup:
@@ -2417,12 +2193,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
 
 
 def read_metrics(path):
-    """The records of metrics.jsonl; a line that is none, by a hand's or a disk's doing, is left out."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def plot_metric(axis, records, phase, key, color, label):
@@ -2442,12 +2213,9 @@ def plot_metric(axis, records, phase, key, color, label):
 
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics)."""
-    from matplotlib.figure import Figure
-
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
-    inch = 1 / figure.get_figheight()
-    # matplotlib's own layouts draw everything twice
+    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -2463,27 +2231,28 @@ def draw_plot(records, path, title, panels):
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. name is that
-    of the plots; `files` are what a new start moves aside, beside its own; best_by are the metrics of an
-    evaluation that best/ and patience follow, the first that is there; later_of_equal: of equally good
-    policies best/ keeps the later; `logs` are further files in logs/, for write()."""
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. `files` are
+    what a new start moves aside, beside its own; best_by the metrics of an evaluation that best/ and patience
+    follow, the first that is there; later_of_equal: of equally good policies best/ keeps the later."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_lines", "wandb_id", "evaluation")
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
         self.device = device
         self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl", *logs))  # by name, open while training
+        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
         self.log_lines = {}  # how many each had when the checkpoint was saved
         self.log = None  # of the texts that say() prints
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
+        form = "{percentage:3.0f}%|{bar:8}| {desc}"
+        self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -2495,16 +2264,12 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
-        of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
-        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
-        chosen = ""
+        self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
-            if self.folder.is_dir():
-                self.take_lock()
-                restore_folder(self.folder / "best")
-            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = all_gather(chosen)[0]
-        self.checkpoint = Path(chosen) if chosen else None  # to go on from
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
+        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
         seed_everything(SEED)
 
     def begin_part(self):
@@ -2516,18 +2281,17 @@ class Run:
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Released when the process exits, even after SIGKILL."""
+        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire()
+            self.lock.acquire(blocking=False)
         except filelock.Timeout:
-            todo = "wait for it, stop it, or set another OUTPUT_DIR"
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
-        model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
-        merged(policy)."""
+        tensors; models and optimizers by their folder's name, the tokenizer, if any, beside each model. Where
+        one is resumed from, state and optimizers become what it holds. best/ keeps merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -2540,10 +2304,13 @@ class Run:
     def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
-        self.open_files(headline)
+        if rank() == 0:
+            self.open_files()
+        self.best_value = all_gather(self.best_value)[0]
+        self.say(headline)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield self
+            yield
             self.listen()
             self.save()
             self.say_the_end()
@@ -2563,17 +2330,14 @@ class Run:
             print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
-        """Whether a signal has come to one of the processes; all call it at the same places. There they find
-        out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
+        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
         if len(set(drawn)) > 1:
-            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
-            raise UserError(f"the processes have drawn different random numbers: {todo}")
+            raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
     def should_continue(self):
-        """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
 
@@ -2599,8 +2363,7 @@ class Run:
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
 
     def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
-        second, some of its responses in samples.jsonl, its line on the terminal."""
+        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
         speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
@@ -2618,16 +2381,14 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
     def write(self, name, lines):
-        """Lines to one of the logs that a resumed run goes on with."""
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
-            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
         self.bar.total = self.total_steps
-        self.bar.set_description_str(line, refresh=False)
-        self.bar.update(self.step - self.bar.n)
+        self.bar.n = self.step
+        self.bar.set_description_str(f"{progress}  {line}")
         self.say(f"{line}  {progress}", terminal=self.bar.disable)
 
     def say(self, text, terminal=True):
@@ -2643,23 +2404,20 @@ class Run:
             self.unlogged = []
 
     def count_skipped(self, finite, ids):
-        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
-        prompts are named, and five in a row end the run."""
+        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
         self.skipped = 0 if finite else self.skipped + 1
         if not finite:
-            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
-            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
+            names = " ".join(sorted(set(ids)))
+            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
-        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
+        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
+        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
-        self.evaluation = metrics
         if not metrics:
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
@@ -2676,24 +2434,22 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.models["policy"]
-            policy = self.merged(policy) if self.merged else policy
+            policy = self.merged(self.models["policy"])
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
-                write_whole(self.folder / "best", fill, folder=True)
+                write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers), folder=True)
+        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -2708,6 +2464,8 @@ class Run:
         saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
         torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(settings(), indent=1))
+        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def fill_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
@@ -2720,22 +2478,20 @@ class Run:
 
     def load_checkpoint(self, folder):
         """State, optimizers and generators as they were; the models were loaded from the same folder."""
-        prompts = getattr(self.state, "prompts", None)
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
                 raise ValueError("it is no state of this trainer")
-            if saved["state"]["prompts"] != prompts:
-                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
+            if (prompts := saved["state"]["prompts"]) != self.state.prompts:
+                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.saved})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                options = [dict(group) for group in optimizer.param_groups]
-                optimizer.load_state_dict(saved["optimizers"][name])
-                for group, now in zip(optimizer.param_groups, options):
-                    group.clear()
-                    group.update(now)  # a changed constant counts from here on
+                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
+                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
+                    group["params"] = old["params"]
+                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
             todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
@@ -2744,27 +2500,12 @@ class Run:
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
-    def open_files(self, headline):
-        if rank() == 0:
-            self.open_folder()
-        self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
-        hidden = rank() > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
-
-    def open_folder(self):
+    def open_files(self):
         """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.lock.is_locked:
-            self.take_lock()
+        self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
-
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -2786,13 +2527,17 @@ class Run:
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a")
+            self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        config = {"constants": constants(), **run_facts(self.device)}
-        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        config = {
+            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
-        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
         records = read_metrics(self.folder / "logs/metrics.jsonl")
         if not records:
             return
@@ -2804,10 +2549,8 @@ class Run:
     def say_the_end(self):
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
-        seconds = time.perf_counter() - self.started
-        why = "Done" if self.step == self.total_steps else "Stopped early"
-        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = self.last_word or end
         self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()
@@ -2832,17 +2575,15 @@ class Trie:
         self.first = []  # of each level: (nodes,) its first child's number on the next level
         self.count = []  # (nodes,) how many children
         self.code = []  # (children,) the code that leads to each
-        self.below = []  # (children,) items below each
         self.width = []  # the most children that a node has
         paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) its node on each level
         for level in range(self.depth):
-            prefixes, at, below = codes[:, :level + 1].unique(dim=0, return_inverse=True, return_counts=True)
+            prefixes, at = codes[:, :level + 1].unique(dim=0, return_inverse=True)
             parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, at, paths[-1])
             count = parent.bincount()
             self.first.append((count.cumsum(0) - count).to(device))
             self.count.append(count.to(device))
             self.code.append(prefixes[:, -1].to(device))
-            self.below.append(below.to(device))
             self.width.append(int(count.max()))
             paths.append(at)
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
@@ -2852,17 +2593,12 @@ class Trie:
         self.columns = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long, device=device)
         self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each in CodeHead's logits
 
-    def options(self, level, nodes, excluded=None):
+    def options(self, level, nodes):
         """What may follow the nodes (...) of a level: codes, the nodes they lead to, and which of them are
-        there at all, all (..., width). excluded (..., H) are distinct items that may not, -1 for none: a
-        prefix is closed when all items below it are excluded."""
+        there at all, all (..., width)."""
         step = torch.arange(self.width[level], device=nodes.device)
         open_ = step < self.count[level][nodes].unsqueeze(-1)
         children = (self.first[level][nodes].unsqueeze(-1) + step).clamp(max=len(self.code[level]) - 1)
-        if excluded is not None:
-            gone_at = torch.where(excluded >= 0, self.paths[excluded, level + 1], -1)  # (..., H)
-            gone = (children.unsqueeze(-1) == gone_at.unsqueeze(-2)).sum(-1)
-            open_ = open_ & (gone < self.below[level][children])
         return self.code[level][children], children, open_
 
 
@@ -2897,126 +2633,86 @@ def check_head(model, trie, ids):
     """A model whose logits are not its output layer's, one by one, cannot be narrowed to the codes."""
     prompt = torch.tensor([ids], device=model.device)
     wanted = call_model(model, prompt, use_cache=False).logits[0, -1, trie.ids]
-    try:
-        with codes_alone(model, trie):
-            found = call_model(model, prompt, use_cache=False).logits[0, -1]
-        right = found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        right = False
-    if not right:
+    with codes_alone(model, trie):
+        found = call_model(model, prompt, use_cache=False).logits[0, -1]
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-3, rtol=1e-3):
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
 
-def excluded_items(rows, device):
-    """(rows, H) distinct items of each history, -1 for none; None without EXCLUDE_HISTORY."""
-    if not EXCLUDE_HISTORY:
-        return None
-    return pad_right([sorted(set(row["history"])) for row in rows], -1).to(device)
-
-
 @torch.no_grad()
-def search(model, trie, prompts, width, pad_id, uniform=None, excluded=None):
-    """walk(), with logits of the codes alone."""
-    with codes_alone(model, trie):
-        return walk(model, trie, prompts, width, pad_id, uniform, excluded)
-
-
-def walk(model, trie, prompts, width, pad_id, uniform, excluded):
+def search(model, trie, prompts, width, pad_id, uniform=None):
     """`width` items for each prompt (a list of ids), level by level down the trie: their numbers, the
     log-probabilities of their codes and the entropy at each: (prompts, width), twice (prompts, width, depth).
     Each prompt is read once; its cache is expanded to the prefixes that go on.
 
-    uniform None: beam search, best first. A list of (prompts, prefixes, children), a level each: Gumbel
-    top-k, a sample without replacement. A list of (prompts, width): with replacement. Where the catalogue has
-    fewer items, the rest are -1 with a log-probability of -inf."""
+    uniform None: beam search, best first; where the catalogue has fewer items, the rest are -1 with a
+    log-probability of -inf. Else random numbers (depth, prompts, width): samples with replacement."""
     count = len(prompts)
-    decoder = Decoder(model, prompts, 1, pad_id)
-    nodes = torch.zeros(count, 1, dtype=torch.long, device=model.device)
-    total = torch.zeros(count, 1, device=model.device)  # log-probability of each prefix
-    perturbed = torch.zeros(count, 1, device=model.device)
-    logprobs = torch.zeros(count, 1, 0, device=model.device)
-    entropies = torch.zeros(count, 1, 0, device=model.device)
+    device = model.device
+    with codes_alone(model, trie):
+        decoder = Decoder(model, prompts, 1, pad_id)
     logits = decoder.logits
+    nodes = torch.zeros(count, 1, dtype=torch.long, device=device)
+    total = torch.zeros(count, 1, device=device)  # log-probability of each prefix
+    steps = torch.zeros(count, 1, 0, 2, device=device)  # log-probability and entropy of each code
+    prompt = torch.arange(count, device=device)[:, None]
     for level in range(trie.depth):
-        among = None if excluded is None else excluded[:, None]
-        codes, children, open_ = trie.options(level, nodes, among)  # (prompts, prefixes, options)
-        said = logits.view(count, nodes.shape[1], -1)
-        some = constrained_logprobs(said, trie.columns[codes], open_, TEMPERATURE)
-        whole = torch.where(total.isfinite(), total, -math.inf).unsqueeze(-1) + some
-        options = some.shape[-1]
-        if uniform is not None and uniform[level].dim() == 2:
-            probabilities = some.expand(-1, width, -1).flatten(0, 1).exp()
-            chosen = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
-            parent = torch.arange(width, device=model.device).expand(count, -1) % nodes.shape[1]
-            keys = whole.flatten(1)
-            chosen = parent * options + chosen
-        else:
-            keys = whole
-            if uniform is not None:
-                keys = conditional_gumbels(whole, perturbed.unsqueeze(-1), uniform[level])
-            keys = keys.flatten(1)
-            chosen = keys.topk(min(width, keys.shape[1])).indices  # (prompts, prefixes of the next level)
+        codes, children, open_ = trie.options(level, nodes)  # (prompts, prefixes, options)
+        logits = logits.view(*nodes.shape, -1)
+        logprobs = constrained_logprobs(logits, trie.columns[codes], open_, TEMPERATURE)
+        totals = total.unsqueeze(-1) + logprobs
+        options = codes.shape[-1]
+        if uniform is None:
+            chosen = totals.flatten(1).topk(min(width, totals[0].numel())).indices  # (prompts, next prefixes)
             parent = chosen // options
-        perturbed = keys.gather(1, chosen)
-        total = whole.flatten(1).gather(1, chosen)
+        else:
+            probabilities = logprobs.expand(-1, width, -1).flatten(0, 1).exp()
+            parent = torch.arange(width, device=device).expand(count, -1) % nodes.shape[1]
+            code = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
+            chosen = parent * options + code
+        total = totals.flatten(1).gather(1, chosen)
         nodes = children.flatten(1).gather(1, chosen)
-        tokens = codes.flatten(1).gather(1, chosen)
-        at = parent.unsqueeze(-1)
-        spread = entropy_of(some).gather(1, parent).unsqueeze(-1)
-        entropies = torch.cat([entropies.gather(1, at.expand(-1, -1, level)), spread], 2)
-        step = some.flatten(1).gather(1, chosen).unsqueeze(-1)
-        logprobs = torch.cat([logprobs.gather(1, at.expand(-1, -1, level)), step], 2)
+        step = torch.stack([
+            logprobs.flatten(1).gather(1, chosen), entropy_of(logprobs).gather(1, parent)], -1)
+        steps = torch.cat([steps[prompt, parent], step.unsqueeze(2)], 2)
         if level + 1 < trie.depth:
-            first = torch.arange(count, device=model.device)[:, None] * (len(logits) // count)
             # Where the last code is the only one left nothing needs to be computed
             needed = torch.ones_like(nodes) if level + 2 < trie.depth else trie.count[level + 1][nodes] > 1
             rows = needed.flatten().nonzero().squeeze(-1)
+            before = prompt * codes.shape[1] + parent
             logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
             if len(rows):
-                decoder.select_rows((first + parent).flatten()[rows])
-                logits[rows] = decoder.next(tokens.flatten()[rows]).to(logits.dtype)
+                decoder.select_rows(before.flatten()[rows])
+                tokens = codes.flatten(1).gather(1, chosen).flatten()[rows]
+                with codes_alone(model, trie):
+                    logits[rows] = decoder.next(tokens).to(logits.dtype)
     items = torch.where(total.isfinite(), trie.item_at[nodes], -1)
-    return items, logprobs, entropies
+    return items, *steps.unbind(-1)
 
 
-def draw_uniform(trie, rows, width, how, replacement, generator=None):
-    """The random numbers of search() for so many rows, a tensor a level; None for beam search."""
-    if how == "beam":
-        return None
-    prefixes = 1
-    found = []
-    for options in trie.width:
-        shape = (rows, width) if replacement else (rows, prefixes, options)
-        found.append(torch.rand(shape, generator=generator))
-        prefixes = min(width, prefixes * options)
-    return found
-
-
-def candidates(model, trie, rows, width, how, pad_id, uniform):
+def candidates(model, trie, rows, width, pad_id, uniform):
     """`width` candidates for each row, likelier ones first: a batch, its tensors (rows * width, ...), that
     item_logprobs() takes."""
     def some_rows(begin):
         some = rows[begin:begin + BATCH_SIZE]
         noise = None
         if uniform is not None:
-            noise = [numbers[begin:begin + BATCH_SIZE].to(model.device) for numbers in uniform]
+            noise = uniform[:, begin:begin + BATCH_SIZE].to(model.device)
         with autocast(model):
             prompts = [row["ids"] for row in some]
-            items, logprobs, entropies = search(
-                model, trie, prompts, width, pad_id, noise, excluded_items(some, model.device))
+            items, logprobs, entropies = search(model, trie, prompts, width, pad_id, noise)
         order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
         at = order.unsqueeze(-1).expand(-1, -1, trie.depth)
         return items.gather(1, order), logprobs.gather(1, at), entropies.gather(1, at)
 
     found = map_over_ranks(range(0, len(rows), BATCH_SIZE), some_rows)
-    items, logprobs, entropies = (torch.cat(parts).flatten(0, 1) for parts in zip(*found))
+    items, logprobs, entropies = (torch.cat(x).flatten(0, 1).to(model.device) for x in zip(*found))
     every = [row for row in rows for _ in range(width)]
     batch = item_batch([row["ids"] for row in every], [[item] for item in items.tolist()], trie, pad_id)
     batch.rows = every
     batch.items = items
     batch.logprobs = logprobs
     batch.entropies = entropies
-    batch.excluded = excluded_items(every, model.device)
     return batch
 
 
@@ -3028,9 +2724,7 @@ def best_items(model, trie, rows, width, pad_id):
     def some_rows(begin):
         some = rows[begin:begin + at_once]
         with autocast(model):
-            prompts = [row["ids"] for row in some]
-            return search(
-                model, trie, prompts, width_here, pad_id, excluded=excluded_items(some, model.device))[0]
+            return search(model, trie, [row["ids"] for row in some], width_here, pad_id)[0]
 
     found = map_over_ranks(range(0, len(rows), at_once), some_rows)
     return torch.nn.functional.pad(torch.cat(found).cpu(), (0, width - width_here), value=-1)
@@ -3050,8 +2744,7 @@ def item_batch(prompts, items, trie, pad_id):
         response_lengths=sizes,
         response_mask=(torch.arange(width, device=device) < sizes[:, None]).float(),
         paths=trie.paths[numbers, :depth].flatten(1),  # the node that each code is read at
-        children=trie.paths[numbers, 1:].flatten(1),  # and the one it leads to
-        excluded=None)
+        children=trie.paths[numbers, 1:].flatten(1))  # and the one it leads to
 
 
 def sft_batch(rows, trie, pad_id, device):
@@ -3067,13 +2760,12 @@ def item_logprobs(model, trie, batch, rows, temperature):
     after the end."""
     with autocast(model), codes_alone(model, trie):
         logits, mask = response_logits(model, batch, rows)  # (tokens, codes), (rows, R)
-    row, token = mask.nonzero(as_tuple=True)
+    token = mask.nonzero()[:, 1]
     nodes, children = (x[rows][:, :mask.shape[1]][mask] for x in (batch.paths, batch.children))
     found = []
     for level in range(trie.depth):
         at = (token % trie.depth == level).nonzero().squeeze(-1)
-        excluded = None if batch.excluded is None else batch.excluded[rows[row[at]]]
-        codes, _, open_ = trie.options(level, nodes[at], excluded)
+        codes, _, open_ = trie.options(level, nodes[at])
         logprobs = constrained_logprobs(logits[at], trie.columns[codes], open_, temperature)
         chosen = children[at] - trie.first[level][nodes[at]]
         found.append((at, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
@@ -3101,7 +2793,7 @@ class Catalogue:
         for row, (item, codes) in enumerate(index.items()):
             codes = tuple(codes)
             if codes in known:
-                doubles.append((item, self.items[known[codes]]))
+                doubles.append(f"{item} as {self.items[known[codes]]}")
             else:
                 known[codes] = len(self.items)
                 self.items.append(item)
@@ -3110,13 +2802,11 @@ class Catalogue:
             self.number[item] = known[codes]
         self.size = len(index)
         if doubles:
-            named = ", ".join(f"{a} as {b}" for a, b in doubles[:3])
-            others = f"{len(doubles)} of {self.size} items have the codes of another ({named} ...)"
+            others = f"{len(doubles)} of {self.size} items have the codes of another ({doubles[0]} ...)"
             say(f"WARNING: {others}: a hit on one counts for both")
         count = len(self.items)
-        distinct = count - (MAX_HISTORY if EXCLUDE_HISTORY else 0)
-        if GROUP_SIZE > distinct:  # the list that evaluation rewards is a group of distinct items
-            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {distinct}, as many items as there are")
+        if GROUP_SIZE > count:  # the list that evaluation rewards is a group of distinct items
+            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}, as many items as there are")
         self.titles = read_titles(self.number, count) if ITEM_FILE else [""] * count
 
 
@@ -3164,10 +2854,9 @@ def read_rows(path, constant, catalogue, limit=None):
     """[{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the target's."""
     where = f"{constant} = {str(path)!r}"
     reader = csv.DictReader(io.StringIO(read_text(path, constant), newline=""))
-    lacks = [name for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN)
-             if name not in (reader.fieldnames or ())]
-    if lacks:
-        raise UserError(f"{where}: there is no column {lacks[0]!r}; it has {reader.fieldnames}")
+    for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
+        if name not in (reader.fieldnames or ()):
+            raise UserError(f"{where}: there is no column {name!r}; it has {reader.fieldnames}")
     rows = []
     try:
         for record in reader:
@@ -3204,9 +2893,9 @@ def transitions(rows, prefixes, say, name):
     next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
     found = []
     seen = set()
-    if cut := sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows):
-        longer = f"{cut} of {len(rows)} {name} histories are longer than MAX_HISTORY = {MAX_HISTORY}"
-        say(f"{longer}: cut from the left")
+    longer = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
+    if longer:
+        say(f"{longer} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
     for line, row in enumerate(rows):
         sequence = row["sequence"][-MAX_HISTORY - 1:]
         cut = len(row["sequence"]) - len(sequence)
@@ -3257,9 +2946,6 @@ def load_splits(catalogue, say):
         say(f"WARNING: {leaked} training rows are rows of validation or test: left out of training")
     if not kept:
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r}: nothing to train on is left beside the other rows")
-    if EXCLUDE_HISTORY:
-        lost = sum(row["target"] in row["history"] for row in valid)
-        say(f"EXCLUDE_HISTORY: {lost} of {len(valid)} validation targets stand in it: they are never hit")
     return kept, valid, test
 
 
@@ -3290,9 +2976,6 @@ class Prompter:
     def ids(self, history):
         return [*self.head, *(code for item in history for code in self.lists[item]), *self.tail]
 
-    def text_ids(self, text):
-        return [*self.head, *self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.tail]
-
     def row_of(self, history):
         """A row to recommend for, from items' names."""
         names = [str(item) for item in history]
@@ -3302,47 +2985,51 @@ class Prompter:
         return {"history": numbers, "ids": self.ids(numbers)}
 
     def sft_rows(self, train_rows, say):
-        """What SFT learns, [{"id", "prompt", "items", "learn", "first"}]. Where nothing stands behind the
-        history, one pass over a sequence asks for each of its items: the same loss as a row for each, at a
-        fifth of the time; first is then the item that the prompt is."""
-        found = []
+        """What SFT learns, [{"id", "prompt", "items", "learn"}]. Where nothing stands behind the history, one
+        pass over a sequence asks for each of its items: the same loss as a row for each, at a fifth of the
+        time."""
+        titles = self.title_rows(train_rows, say)
         if self.tail:
-            for row in train_rows:
-                found.append({
-                    "id": row["id"], "prompt": self.ids(row["history"]), "items": [row["target"]],
-                    "learn": [True], "first": None})
-        else:
-            lines = {}
-            for row in train_rows:
-                lines.setdefault(row["line"], []).append(row)
-            for some in lines.values():
-                asked = {row["at"] for row in some}
-                end = max(asked) + 1
-                sequence = some[0]["sequence"]
-                found.append({
-                    "id": some[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
-                    "learn": [at in asked for at in range(1, end)], "first": sequence[0]})
-        return found + self.title_rows(train_rows, say)
+            rows = [sft_row(row["id"], self.ids(row["history"]), row["target"]) for row in train_rows]
+            return rows + titles
+        lines = defaultdict(list)
+        for row in train_rows:
+            lines[row["line"]].append(row)
+        found = []
+        for rows in lines.values():
+            asked = {row["at"] for row in rows}
+            end = max(asked) + 1
+            sequence = rows[0]["sequence"]
+            found.append({
+                "id": rows[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
+                "learn": [at in asked for at in range(1, end)]})
+        return found + titles
 
     def title_rows(self, train_rows, say):
-        """Rows whose prompt has titles: of the history, or of the wanted item itself."""
+        """Rows of SFT whose prompt has titles: of the history, or of the wanted item itself."""
         generator = torch.Generator().manual_seed(0)
-        found = []
+        titles = self.catalogue.titles
+        asked = []  # (titles, item, name)
         order = torch.randperm(len(train_rows), generator=generator).tolist()
-        for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]:
-            titles = [self.catalogue.titles[item] for item in train_rows[i]["history"]]
-            found.append(("; ".join(titles), train_rows[i]["target"], f"{train_rows[i]['id']} by titles"))
-        items = torch.randperm(len(self.catalogue.items), generator=generator).tolist()
+        for row in [train_rows[i] for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]]:
+            text = "; ".join(titles[item] for item in row["history"])
+            asked.append((text, row["target"], f"{row['id']} by titles"))
+        items = torch.randperm(len(titles), generator=generator).tolist()
         for item in items[:round(TITLE_ROWS * len(items))]:
-            found.append((self.catalogue.titles[item], item, f"title of {self.catalogue.items[item]}"))
+            asked.append((titles[item], item, f"title of {self.catalogue.items[item]}"))
         rows = []
-        for text, item, name in found:
-            ids = self.text_ids(text)
-            if text and len(ids) + self.codes.shape[1] <= self.most:
-                rows.append({"id": name, "prompt": ids, "items": [item], "learn": [True], "first": None})
-        if len(rows) < len(found):
-            say(f"{len(found) - len(rows)} of {len(found)} rows of titles are empty or too long: left out")
+        for text, item, name in asked:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = [*self.head, *ids, *self.tail]
+            if text and len(prompt) + self.codes.shape[1] <= self.most:
+                rows.append(sft_row(name, prompt, item))
+        if len(rows) < len(asked):
+            say(f"{len(asked) - len(rows)} of {len(asked)} rows of titles are empty or too long: left out")
         return rows
+
+
+def sft_row(name, prompt, item):
+    return {"id": name, "prompt": prompt, "items": [item], "learn": [True]}
 
 
 def check_sizes():
@@ -3356,12 +3043,10 @@ def check_sizes():
         raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above EVAL_BEAMS = {EVAL_BEAMS}: raise EVAL_BEAMS")
     if PROMPT_TEMPLATE.count("{history}") != 1:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} must contain {{history}} once")
-    if REPLACEMENT and CANDIDATES == "beam":
-        raise UserError("REPLACEMENT = True does nothing with CANDIDATES = 'beam': set one of them otherwise")
+    if VALUE_WEIGHT and VALUES_FILE is None:
+        raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
     if ACTOR_MODEL is None and (TITLE_HISTORY_ROWS or TITLE_ROWS or PROMPT_TEMPLATE != "{history}"):
         raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
-    if (TITLE_HISTORY_ROWS or TITLE_ROWS) and not ITEM_FILE:
-        raise UserError("TITLE_HISTORY_ROWS and TITLE_ROWS need the titles of an ITEM_FILE")
 
 
 # ================================================================ the model
@@ -3393,12 +3078,11 @@ def load_actor(checkpoint, catalogue, device):
         path = sft
     if path is None:
         tokenizer, model = small_model(len(catalogue.codes[0]))
-        model = model.to(device)
     else:
         tokenizer = load_tokenizer(path, "ACTOR_MODEL")
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
-        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", device, checkpoint)
+        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
     known = tokenizer.get_vocab()
     codes = sorted({code for codes in catalogue.codes for code in codes})
     new = [code for code in codes if code not in known]
@@ -3410,24 +3094,8 @@ def load_actor(checkpoint, catalogue, device):
         lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
         raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > known_ids(model):
-        model.resize_token_embeddings(len(tokenizer))
-    return tokenizer, model.eval()
-
-
-def sample_records_of(batch, catalogue):
-    """LOG_SAMPLES of a step's candidates for samples.jsonl."""
-    records = []
-    for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
-        row = batch.rows[i]
-        item = int(batch.items[i])
-        records.append({
-            "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
-            "item": catalogue.items[item], "title": catalogue.titles[item],
-            "target": catalogue.items[row["target"]],
-            "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
-            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
-            "advantage": batch.advantages[i].item()})
-    return records
+        model.resize_token_embeddings(len(tokenizer))  # on the CPU: a GPU would draw other new rows
+    return tokenizer, model.to(device).eval()
 
 
 # ================================================================ item values and vectors
@@ -3440,31 +3108,25 @@ def load_arrays(path, constant):
         raise UserError(f"{constant} = {path!r}: cannot be read by NumPy ({first_line(error)})") from None
 
 
-def read_array(path, constant, catalogue):
-    """An array by the catalogue's numbers, (items, ...); the file has a row for each item of INDEX_FILE."""
+def read_array(path, constant, catalogue, square=False):
+    """An array by the catalogue's numbers, (items, ...) or square; the file has a row for each item of
+    INDEX_FILE."""
     array = load_arrays(path, constant)
-    numbers = array.dtype.kind in "fiu" and array.ndim == 2 and array.size
-    if not numbers or len(array) != catalogue.size or not np.isfinite(array).all():
-        takes = f"it takes finite numbers, a row for each of {catalogue.size} items of INDEX_FILE"
+    fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == catalogue.size
+    if not fits or square and array.shape[1] != len(array) or not np.isfinite(array).all():
+        each = "a row and a column" if square else "a row"
+        takes = f"it takes finite numbers, {each} for each of {catalogue.size} items of INDEX_FILE"
         raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")
-    return array[catalogue.rows].astype(np.float64)
-
-
-def read_values(catalogue):
-    """VALUES_FILE by the catalogue's numbers, (items, items)."""
-    if VALUES_FILE is None:
-        raise UserError("VALUE_WEIGHT needs a VALUES_FILE; without one set VALUE_WEIGHT=0 and another weight")
-    array = read_array(VALUES_FILE, "VALUES_FILE", catalogue)
-    if array.shape[1] != catalogue.size:
-        takes = f"it takes a row and a column for each of {catalogue.size} items of INDEX_FILE"
-        raise UserError(f"VALUES_FILE = {VALUES_FILE!r} has shape {array.shape}: {takes}")
-    return array[:, catalogue.rows]
+    array = array[catalogue.rows].astype(np.float64)
+    return array[:, catalogue.rows] if square else array
 
 
 def item_vectors(catalogue):
     """Unit vectors of the items, (items, width), for the semantic reward; of titles the TF-IDF of words that
     stand in two or more."""
-    if VECTORS_FILE is None:
+    if VECTORS_FILE:
+        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
+    else:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         try:
@@ -3472,39 +3134,59 @@ def item_vectors(catalogue):
         except ValueError:
             todo = "no word stands in two titles of ITEM_FILE: set VECTORS_FILE"
             raise UserError(f"SEMANTIC_WEIGHT = {SEMANTIC_WEIGHT}: {todo}") from None
-    else:
-        array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
     return torch.nn.functional.normalize(torch.tensor(array, dtype=torch.float32))
 
 
 # ================================================================ baselines
 
 
-class Popularity:
-    """Every user gets the items that were most often a target."""
+class Counts:
+    """How often items followed each other in rows, on each level of codes that paths (items, levels) has: the
+    node of each item, the root first. What is rare on one level is smoothed by the level above,
 
-    def __init__(self, counts):
-        self.counts = counts.float()
+        P_0(i) = i's share of the targets
+        P_l(i | j) = (n_l(j, i) + smoothing P_{l-1}(i | j)) / (n_l(j) + smoothing)
+
+    n_l(j, i): how often an item of j's node came before one of i's, times i's share of its node's targets. A
+    score is the sum over the history of decay ** (items further back) P(i | j)."""
+
+    def __init__(self, rows, paths, smoothing=1.0, decay=0.0):
+        self.smoothing = smoothing
+        self.decay = decay
+        last = torch.tensor([row["history"][-1] for row in rows])
+        targets = torch.tensor([row["target"] for row in rows])
+        popularity = targets.bincount(minlength=len(paths)).double()
+        self.shares = popularity / len(rows)
+        self.levels = []  # (node of each item, how often nodes followed each other, share within the node)
+        for nodes in paths.T[1:]:
+            size = int(nodes.max()) + 1
+            pairs = torch.stack([nodes[last], nodes[targets]])
+            ones = torch.ones(len(rows), dtype=torch.double)
+            followed = torch.sparse_coo_tensor(pairs, ones, (size, size), check_invariants=True).coalesce()
+            within = popularity / nodes.bincount(popularity).clamp(min=1)[nodes]
+            self.levels.append((nodes, followed, within))
 
     def scores(self, histories):
-        return self.counts.expand(len(histories), -1)
-
-
-class Markov:
-    """How often an item followed the history's last one; where equal, popularity."""
-
-    def __init__(self, rows, popularity):
-        self.popularity = popularity.float() / (1 + popularity.max())  # below 1: it only breaks ties
-        self.after = defaultdict(lambda: defaultdict(int))
-        for row in rows:
-            self.after[row["history"][-1]][row["target"]] += 1
-
-    def scores(self, histories):
-        scores = self.popularity.repeat(len(histories), 1)
+        items = sorted({item for history in histories for item in history})
+        after = self.shares.expand(len(items), -1)  # P(. | j) of each j of items
+        for nodes, followed, within in self.levels:
+            counts = followed.index_select(0, nodes[items]).to_dense()  # (len(items), nodes)
+            above = self.smoothing * after
+            after = (counts[:, nodes] * within + above) / (counts.sum(1, keepdim=True) + self.smoothing)
+        weights = torch.zeros(len(histories), len(items)).double()
+        place = {item: n for n, item in enumerate(items)}
         for n, history in enumerate(histories):
-            for item, count in self.after.get(history[-1], {}).items():
-                scores[n, item] += count
-        return scores
+            for back, item in enumerate(reversed(history)):
+                weights[n, place[item]] += self.decay ** back  # 0 ** 0 is 1
+        return weights @ after
+
+
+def best_counts(rows, paths, valid_rows):
+    """Of the Counts on all levels those of the smoothing and the decay that validation chooses by NDCG@10."""
+    def ndcg(counts):
+        return gains(top_items(counts, valid_rows), valid_rows, 10).mean()
+
+    return max((Counts(rows, paths, *how) for how in itertools.product(_SMOOTHING, _DECAYS)), key=ndcg)
 
 
 class SASRec:
@@ -3522,10 +3204,8 @@ class SASRec:
 
 def read_sasrec(train_rows, asked_rows, say):
     """SASREC_FILE's SASRec, or None and a sentence where it is not of these rows."""
-    if SASREC_FILE is None:
-        return None
     why = "there is no such file"
-    if Path(SASREC_FILE).exists():
+    if SASREC_FILE and Path(SASREC_FILE).exists():
         why = "it was made of other rows"
         arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
         users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))
@@ -3547,18 +3227,26 @@ def top_items(model, rows):
     fewer."""
     found = []
     for begin in range(0, len(rows), 512):
-        some = rows[begin:begin + 512]
-        scores = model.scores([row["history"] for row in some]).clone()
-        if EXCLUDE_HISTORY:
-            for n, row in enumerate(some):
-                scores[n, row["history"]] = -math.inf
-        best = scores.sort(dim=1, descending=True, stable=True)
-        found.append(torch.where(best.values > -math.inf, best.indices, -1)[:, :EVAL_BEAMS])
+        scores = model.scores([row["history"] for row in rows[begin:begin + 512]])
+        found.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :EVAL_BEAMS])
     lists = torch.cat(found)
     return torch.nn.functional.pad(lists, (0, EVAL_BEAMS - lists.shape[1]), value=-1)
 
 
 # ================================================================ metrics, figures and pictures
+
+
+def sample_record(batch, i, catalogue):
+    """A candidate for samples.jsonl."""
+    row = batch.rows[i]
+    item = int(batch.items[i])
+    return {
+        "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
+        "item": catalogue.items[item], "title": catalogue.titles[item],
+        "target": catalogue.items[row["target"]],
+        "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
+        **{f"reward/{name}": values[i].item() for name, values in batch.parts.items()},
+        "advantage": batch.advantages[i].item()}
 
 
 def gains(lists, rows, k):
@@ -3575,19 +3263,15 @@ def hits(lists, rows, k):
 
 def list_metrics(lists, rows, popularity):
     """HR and NDCG at _KS of the best items (rows, EVAL_BEAMS) of rows; coverage@10, the share of the
-    catalogue in some list; popularity@10, the mean share of items that are less popular; invalid_items, the
-    share of the list's entries that are no item."""
+    catalogue in some list; popularity@10, the mean share of items that are less popular."""
     metrics = {}
     for k in _KS:
         metrics[f"hr@{k}"] = hits(lists, rows, k).mean().item()
         metrics[f"ndcg@{k}"] = gains(lists, rows, k).mean().item()
-    items = len(popularity)
-    possible = lists[:, :min(lists.shape[1], items - MAX_HISTORY * EXCLUDE_HISTORY)]
-    metrics["invalid_items"] = ((possible < 0) | (possible >= items)).float().mean().item()
     top = lists[:, :10]
     top = top[top >= 0]
     less_popular = (popularity[:, None] > popularity).float().mean(1)  # (items,)
-    metrics["coverage@10"] = len(top.unique()) / items
+    metrics["coverage@10"] = len(top.unique()) / len(popularity)
     metrics["popularity@10"] = less_popular[top].mean().item()
     return metrics
 
@@ -3612,62 +3296,45 @@ def best_value(values, rows, count):
 def table_lines(figures):
     """Lines for the terminal: each policy on the test rows, the gain over SFT, what is possible."""
     keys = ["hr@1", "hr@10", "ndcg@10", "hr@20", "reward", "coverage@10", "popularity@10"]
-    lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in keys)]
+    lines = ["Test rows:" + " " * 6 + "".join(f"{key:>15}" for key in [*keys, "of best value"])]
+    possible = figures.get("possible")
     for name, figure in figures.items():
-        if "hr@10" in figure and "intervals" in figure:
-            cells = [f"{figure[key]:>15.4f}" if key in figure else " " * 15 for key in keys]
-            lines.append(f"  {name:14}" + "".join(cells))
+        if "intervals" in figure:
+            share = f"{figure['reward/value'] / possible['value']:>15.1%}" if possible else ""
+            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + share)
     for key, gained in figures.get("grpo_minus_sft", {}).items():
         low, high = gained["interval"]
         interval = f"95% interval {low:+.4f} to {high:+.4f}"
         lines.append(f"  GRPO minus SFT, {key}: {gained['mean']:+.4f} ({interval})")
-    if "possible" in figures:
-        possible = figures["possible"]["value"]
-        line = f"  the best possible value of {GROUP_SIZE} items: {possible:.4f}"
-        for name in ("sft", "grpo"):
-            if "reward/value" in figures.get(name, {}):
-                line += f"; {name} reaches {figures[name]['reward/value'] / possible:.1%}"
-        lines.append(line)
     return lines
 
 
 def draw_learning(records, folder, title, levels, figures):
-    """rec_learning.png, from the logs: HR, NDCG, rewards and entropy over the steps of both stages, with the
-    baselines' on validation as dashed lines; the test rows' HR and NDCG as bars with 95% intervals."""
+    """rec_learning.png, from the logs: HR, NDCG and reward over the steps of both stages, with the baselines'
+    on validation as dashed lines; below them the test rows' as bars with 95% intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 9), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(2, 3)
     trained = [record for record in records if record["phase"] == "train"]
-    begin = next((record["step"] - 1 for record in trained if "reward" in record), 0)
-    parts = [key for key in (trained or [{}])[-1] if key.startswith("reward/")]
-    panels = [["hr@10"], ["ndcg@10"], ["reward"], parts, ["entropy"]]
-    labels = ["hr@10", "ndcg@10", "reward", "reward parts of the candidates", "entropy (nats a code)"]
-    for axis, keys, label in zip(axes.flat, panels, labels):
-        for number, key in enumerate(keys):
-            plot_metric(axis, records, "train", key, f"C{number}", key)
-            plot_metric(axis, records, "eval", key, f"C{number}", key)
-            for other, (name, level) in enumerate(levels.items(), 1):
-                if len(keys) == 1 and key in level:
-                    axis.axhline(level[key], linestyle="--", color=f"C{other}", label=name)
-        if begin:
-            axis.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
-        axis.set(xlabel="training step", ylabel=label)
+    begin = next((record["step"] - 1 for record in trained if "reward" in record), None)
     names = [name for name in figures if "intervals" in figures[name]]
-    axis = axes[1, 2]
-    for side, key in enumerate(("hr@10", "ndcg@10")):
+    for (curve, bars), key in zip(figure.subplots(2, 3).T, ("hr@10", "ndcg@10", "reward")):
+        for phase in ("train", "eval"):
+            plot_metric(curve, records, phase, key, "C0", key)
+        for number, (name, level) in enumerate(levels.items(), 1):
+            curve.axhline(level[key], linestyle="--", color=f"C{number}", label=name)
+        if begin:
+            curve.axvline(begin, color="grey", linewidth=0.8, label="SFT ends, GRPO begins")
+        curve.set(xlabel="training step", ylabel=key)
+        curve.legend(fontsize=8)
         means = np.array([figures[name][key] for name in names])
-        intervals = np.array([figures[name]["intervals"][key] for name in names])
-        errors = [means - intervals[:, 0], intervals[:, 1] - means]
-        at = np.arange(len(names)) + 0.4 * side
-        axis.bar(at, means, 0.38, yerr=np.maximum(errors, 0), capsize=3, label=f"{key}, test rows")
-    axis.set_xticks(np.arange(len(names)) + 0.2, names)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.margins(y=0.15)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+        low, high = np.array([figures[name]["intervals"][key] for name in names]).T
+        bars.bar(names, means, 0.6, yerr=np.maximum([means - low, high - means], 0), capsize=3)
+        bars.set(ylabel=f"{key} on the test rows, 95% intervals")
+        for axis in (curve, bars):
+            axis.grid(alpha=0.3)
+            axis.margins(y=0.15)
     write_whole(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 

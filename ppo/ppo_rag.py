@@ -385,6 +385,7 @@ class RAGTrainer:
                 for chunk in torch.randperm(N_STEPS).split(BATCH_SIZE):
                     steps.append(self.optimizer_step(batch, chunk))
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
         return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": LEARNING_RATE * scale}
 
     def optimizer_step(self, batch, chunk):
@@ -536,8 +537,6 @@ def load_rows(datasets, constant, limit=None):
 
 def read_records(spec, where):
     """Yields (line number from 1, record) of one data set."""
-    if spec["type"] not in ("jsonl", "parquet", "hub"):
-        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     try:
         if spec["type"] == "jsonl":
             records = Path(spec["path"]).read_bytes().split(b"\n")
@@ -569,25 +568,22 @@ def look_up(record, path, where):
 
 
 def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
+    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
         items = value if isinstance(value, list) and value else [value]
         return [read_as("text", item, where) for item in items]
-    right = (int, float) if kind == "number" else (str, int, float)
-    if not isinstance(value, right) or value != value:  # NaN
-        takes = "a number" if kind == "number" else "a text or a number"
-        raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
-    return value if kind == "number" else str(value)
+    if not isinstance(value, (str, int, float)) or value != value:  # NaN
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+    return str(value)
 
 
 def read_prompt(value, where):
     """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    def without_nulls(record):  # parquet and the hub fill in the keys that a message lacks
-        return {key: item for key, item in record.items() if item is not None}
-
     if isinstance(value, str) and value.strip():
         return value
-    messages = json.loads(json.dumps(value, default=list), object_hook=without_nulls)
+    # without the nulls that parquet and the hub fill in for keys that a message lacks
+    messages = json.loads(json.dumps(value, default=str), object_hook=lambda record: {
+        key: item for key, item in record.items() if item is not None})
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -618,18 +614,17 @@ def next_rows(rows, state, count):
 
 def resolve_rewards(functions, constant):
     """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = {}
+    resolved = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = getattr(function, "__name__", type(function).__name__)
-        while name in resolved:  # such as two lambdas
-            name += "_2"
-        resolved[name] = (name, function, float(pair[1]))
-    return list(resolved.values())
+        name = plain_name(function)
+        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
+        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
+    return resolved
 
 
 @contextmanager
@@ -683,17 +678,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -701,13 +700,11 @@ def dealt_rewards(score, size, batch):
 
 
 # ==== block: the run
-# What a trainer does beside its algorithm: constants and errors, processes, OUTPUT_DIR and its lock,
-# checkpoints and resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it
-# byte-identical in every trainer: change it in one, `python tests/blocks.py FILE` copies it to the others.
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
+# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
 import ast
 import difflib
 import hashlib
-import io
 import json
 import math
 import os
@@ -729,6 +726,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 
@@ -742,8 +741,7 @@ def first_line(error):
 
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with 1.
-    An error of one process ends all of them; the first that fails prints it."""
+    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -760,7 +758,6 @@ def run_main(trainer_class):
             print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
     if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -777,23 +774,22 @@ def sentence_of(error):
         return f"USE_WANDB = True: {first_line(error)}"
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run is gone, or was silent ({first_line(error)})"
-    on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
-    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
 
 
 def fails_first():
     """True on the first process of the run that calls it; before they have met, on process 0."""
-    if not _STORE:
-        return rank() == 0
-    with suppress(RuntimeError):  # the store may be gone with the process that held it
-        return _STORE[0].compare_set("failed", "", str(rank())).decode() == str(rank())
-    return False
+    with suppress(Exception):  # no store yet, or gone with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
 
 
 def constants():
-    """Every constant of this file, as it is now."""
-    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    """Every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=plain_name))
 
 
 def plain_name(value):
@@ -802,11 +798,9 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is, as JSON has it: constants, this file, and the threads of a process, on
-    which the last bits of sums depend."""
-    values = {**constants(), "OMP_NUM_THREADS": torch.get_num_threads()}
-    values[Path(__file__).name] = file_digest(__file__)["sha256"][:12]
-    return json.loads(json.dumps(values, default=plain_name))
+    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
+    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):
@@ -824,16 +818,14 @@ def apply_overrides(words):
         if "str" not in kind or "None" in kind and text == "None":
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        if "float" in kind and type(value) is int:
-            value = float(value)
-        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
-            raise UserError(f"{key}={text} does not fit: {takes}")
+        value = float(value) if "float" in kind and type(value) is int else value
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
         globals()[key] = value
 
 
 def check_constants():
-    """Refuse numbers out of range, unknown words and empty texts before anything is loaded or written."""
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
@@ -841,9 +833,6 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-    for key, value in constants().items():
-        if isinstance(value, str) and not value.strip():
-            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
 
 
 def load_pretrained(auto_class, path, constant, **options):
@@ -856,8 +845,7 @@ def load_pretrained(auto_class, path, constant, **options):
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
-    processes that torchrun began meet here."""
+    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
     join_processes()
     mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -874,10 +862,8 @@ def find_device():
 
 
 def seed_everything(seed):
-    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
-    (a prompt shared by its responses) are added in whatever order the threads come, on the CPU too."""
-    with suppress(ImportError):
-        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
+    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
         import sklearn.metrics  # noqa: F401
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -888,23 +874,21 @@ def seed_everything(seed):
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    """The state of Python's, NumPy's and torch's generators, as plain types."""
     name, words, *rest = np.random.get_state()
-    numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    state["torch"] = torch.get_rng_state().tolist()
+    if torch.cuda.is_initialized():  # dropout's
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
-def rng_digest():
-    """One value for the state of all generators."""
-    state = get_rng_state()
-    text = repr((state["python"], state["numpy"])).encode()
-    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
 # ---------------------------------------------------------------- processes
@@ -915,68 +899,54 @@ def rank():
 
 
 def world_size():
-    """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-_STORE = []  # by which the processes met
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
-    sharded = globals().get("SHARD") == "fsdp2"
-    if world_size() == 1 and not sharded or dist.is_initialized():
+    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
+    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
     if "MASTER_ADDR" not in os.environ:
         raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
-    store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _STORE.append(store)
-    dist.init_process_group(backend, store=store, **options)
-    first, *others = all_gather(settings())
-    for number, other in enumerate(others, 1):
-        if differ := [name for name in first if other.get(name) != first[name]]:
-            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
+    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
+    everyone = all_gather(settings())
+    for name, value in everyone[0].items():
+        if any(other.get(name) != value for other in everyone):
+            raise UserError(f"the processes differ in {name}: make it the same")
 
 
 def all_gather(value=None):
-    """What every process gives, a list by rank: plain types and tensors, each on the own device."""
+    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
     if not dist.is_initialized():
         return [value]
-    data = io.BytesIO()
-    torch.save(value, data)
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, data.getvalue())
-
-    def here(storage, location):
-        return storage.cuda() if location.startswith("cuda") else storage
-
-    return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
+    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return everyone
 
 
 def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    """What function() gives to the first process, which alone calls it."""
     return all_gather(function() if rank() == 0 else None)[0]
 
 
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
     if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::world_size()]]
+    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
     _DEALING.pop()
-    everyone = all_gather(mine)
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
@@ -993,24 +963,16 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill, folder=False):
-    """fill(tmp) writes a file, or a folder's files, which get a manifest; then fsync and rename: `path` is
-    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
-    restore_folder() puts the old one back."""
+def write_whole(path, fill):
+    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
+    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(tmp, ignore_errors=True)
     try:
-        if folder:
-            tmp.mkdir(parents=True)
         fill(tmp)
-        if folder:
-            files = [p for p in sorted(tmp.rglob("*")) if p.is_file()]
-            digests = {str(p.relative_to(tmp)): file_digest(p) for p in files}
-            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
         for part in [*tmp.rglob("*"), tmp]:
             fsync(part)
-        if folder and path.exists():
+        if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
@@ -1018,9 +980,8 @@ def write_whole(path, fill, folder=False):
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         restore_folder(path)
-        why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
         todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved: {why}; {todo}") from None
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
 
 
 def restore_folder(folder):
@@ -1048,12 +1009,10 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The newest whole checkpoint of a run, or the one that RESUME names, or None to start afresh; asks at a
-    terminal when resume is "ask"."""
-    named = resume not in ("ask", "yes", "no")
-    run = resume if named else output_dir
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
+    run = output_dir if resume in ("ask", "yes", "no") else resume
     checkpoints = list_checkpoints(run) if resume != "no" else []
-    if named and not checkpoints:
+    if run == resume and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
         if fault := checkpoint_fault(folder):
@@ -1067,8 +1026,7 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
     if checkpoints:
-        todo = "put a good copy back, or start afresh with RESUME=no, which keeps the old run"
-        raise UserError(f"no checkpoint in {run} is whole: {todo}")
+        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
 
 
 def move_aside(paths, output_dir, say):
@@ -1081,17 +1039,6 @@ def move_aside(paths, output_dir, say):
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
-def run_facts(device):
-    """Versions, git commit and device, for training_config.json."""
-    words = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-    git = shutil.which("git") and subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": world_size(),
-        "threads": torch.get_num_threads(), "device": name}
-
-
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
     if step < warmup:
@@ -1102,12 +1049,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
 
 
 def read_metrics(path):
-    """The records of metrics.jsonl; a line that is none, by a hand's or a disk's doing, is left out."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def plot_metric(axis, records, phase, key, color, label):
@@ -1127,12 +1069,9 @@ def plot_metric(axis, records, phase, key, color, label):
 
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics)."""
-    from matplotlib.figure import Figure
-
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
-    inch = 1 / figure.get_figheight()
-    # matplotlib's own layouts draw everything twice
+    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -1148,27 +1087,28 @@ def draw_plot(records, path, title, panels):
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. name is that
-    of the plots; `files` are what a new start moves aside, beside its own; best_by are the metrics of an
-    evaluation that best/ and patience follow, the first that is there; later_of_equal: of equally good
-    policies best/ keeps the later; `logs` are further files in logs/, for write()."""
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. `files` are
+    what a new start moves aside, beside its own; best_by the metrics of an evaluation that best/ and patience
+    follow, the first that is there; later_of_equal: of equally good policies best/ keeps the later."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_lines", "wandb_id", "evaluation")
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
         self.device = device
         self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl", *logs))  # by name, open while training
+        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
         self.log_lines = {}  # how many each had when the checkpoint was saved
         self.log = None  # of the texts that say() prints
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
+        form = "{percentage:3.0f}%|{bar:8}| {desc}"
+        self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1180,16 +1120,12 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
-        of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
-        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
-        chosen = ""
+        self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
-            if self.folder.is_dir():
-                self.take_lock()
-                restore_folder(self.folder / "best")
-            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = all_gather(chosen)[0]
-        self.checkpoint = Path(chosen) if chosen else None  # to go on from
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
+        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
         seed_everything(SEED)
 
     def begin_part(self):
@@ -1201,18 +1137,17 @@ class Run:
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Released when the process exits, even after SIGKILL."""
+        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire()
+            self.lock.acquire(blocking=False)
         except filelock.Timeout:
-            todo = "wait for it, stop it, or set another OUTPUT_DIR"
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
-        model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
-        merged(policy)."""
+        tensors; models and optimizers by their folder's name, the tokenizer, if any, beside each model. Where
+        one is resumed from, state and optimizers become what it holds. best/ keeps merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -1225,10 +1160,13 @@ class Run:
     def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
-        self.open_files(headline)
+        if rank() == 0:
+            self.open_files()
+        self.best_value = all_gather(self.best_value)[0]
+        self.say(headline)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield self
+            yield
             self.listen()
             self.save()
             self.say_the_end()
@@ -1248,17 +1186,14 @@ class Run:
             print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
-        """Whether a signal has come to one of the processes; all call it at the same places. There they find
-        out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
+        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
         if len(set(drawn)) > 1:
-            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
-            raise UserError(f"the processes have drawn different random numbers: {todo}")
+            raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
     def should_continue(self):
-        """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
 
@@ -1284,8 +1219,7 @@ class Run:
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
 
     def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
-        second, some of its responses in samples.jsonl, its line on the terminal."""
+        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
         speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
@@ -1303,16 +1237,14 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
     def write(self, name, lines):
-        """Lines to one of the logs that a resumed run goes on with."""
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
-            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
         self.bar.total = self.total_steps
-        self.bar.set_description_str(line, refresh=False)
-        self.bar.update(self.step - self.bar.n)
+        self.bar.n = self.step
+        self.bar.set_description_str(f"{progress}  {line}")
         self.say(f"{line}  {progress}", terminal=self.bar.disable)
 
     def say(self, text, terminal=True):
@@ -1328,23 +1260,20 @@ class Run:
             self.unlogged = []
 
     def count_skipped(self, finite, ids):
-        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
-        prompts are named, and five in a row end the run."""
+        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
         self.skipped = 0 if finite else self.skipped + 1
         if not finite:
-            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
-            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
+            names = " ".join(sorted(set(ids)))
+            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
-        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
+        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
+        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
-        self.evaluation = metrics
         if not metrics:
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
@@ -1361,24 +1290,22 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.models["policy"]
-            policy = self.merged(policy) if self.merged else policy
+            policy = self.merged(self.models["policy"])
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
-                write_whole(self.folder / "best", fill, folder=True)
+                write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers), folder=True)
+        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -1393,6 +1320,8 @@ class Run:
         saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
         torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(settings(), indent=1))
+        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def fill_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
@@ -1405,22 +1334,20 @@ class Run:
 
     def load_checkpoint(self, folder):
         """State, optimizers and generators as they were; the models were loaded from the same folder."""
-        prompts = getattr(self.state, "prompts", None)
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
                 raise ValueError("it is no state of this trainer")
-            if saved["state"]["prompts"] != prompts:
-                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
+            if (prompts := saved["state"]["prompts"]) != self.state.prompts:
+                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.saved})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                options = [dict(group) for group in optimizer.param_groups]
-                optimizer.load_state_dict(saved["optimizers"][name])
-                for group, now in zip(optimizer.param_groups, options):
-                    group.clear()
-                    group.update(now)  # a changed constant counts from here on
+                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
+                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
+                    group["params"] = old["params"]
+                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
             todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
@@ -1429,27 +1356,12 @@ class Run:
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
-    def open_files(self, headline):
-        if rank() == 0:
-            self.open_folder()
-        self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
-        hidden = rank() > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
-
-    def open_folder(self):
+    def open_files(self):
         """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.lock.is_locked:
-            self.take_lock()
+        self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
-
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -1471,13 +1383,17 @@ class Run:
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a")
+            self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        config = {"constants": constants(), **run_facts(self.device)}
-        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        config = {
+            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
-        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
         records = read_metrics(self.folder / "logs/metrics.jsonl")
         if not records:
             return
@@ -1489,10 +1405,8 @@ class Run:
     def say_the_end(self):
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
-        seconds = time.perf_counter() - self.started
-        why = "Done" if self.step == self.total_steps else "Stopped early"
-        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = self.last_word or end
         self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()

@@ -31,9 +31,8 @@ Deliberate choices:
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
     python grpo/grpo.py ACTOR_MODEL=checkpoints/rce/best/policy      # go on with GRPO
 
-Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/
-(training_*.log, metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/,
-training_metrics_detailed.png and rce_metrics_with_entropy.png. docs/reference.md defines every metric.
+Writes into OUTPUT_DIR: candidates_round_N.parquet, training_config.json, logs/ (training_*.log,
+metrics.jsonl, samples.jsonl), step_N/ checkpoints, best/policy/, two pictures (docs/reference.md).
 
 To change     see
 the loss      rce_loss, RCETrainer.update                the data      TRAIN_DATASETS; load_rows
@@ -47,7 +46,6 @@ import hashlib
 import math
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,21 +158,12 @@ EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of 
 SHARD = "none"  # none: each process has whole models | fsdp2: its part of them, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
-    "NUM_EPOCHS ROUNDS PLATEAU_PATIENCE EVAL_SAMPLES KEEP_LAST_N_CHECKPOINTS MAX_STEPS": (1, 1e12),
-    "MAX_TRAIN_PROMPTS MAX_EVAL_PROMPTS MINE_PROMPTS VERIFY_TOP GOLD_FULL_COUNT": (1, 1e12),
-    "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "BEAMS VERIFY_RANDOM": (0, 2**62),
-    "LEARNING_RATE WEIGHT_DECAY EARLY_STOPPING_THRESHOLD SIMILARITY_WEIGHT": (0, 1e6),
-    "REWARD_MODEL_WEIGHT": (-1e6, 1e6),
+_LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
+    "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+    "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT": (1e-6, 1e9),
+    "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
     "VALIDATION_FRACTION": (0, 0.9),
-    "TAU TAU_END": (1e-6, 1e6),
-    "TEMPERATURE": (1e-3, 1e3),
-    "LORA_RANK": (0, 65536),
-    "LORA_ALPHA": (1e-6, 1e6),
-    "MAX_GRAD_NORM": (1e-12, 1e12),
-    "REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-3, 1e6),
     "STAGE": ["all", "mine", "train"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
@@ -279,7 +268,7 @@ class RCETrainer:
 
     def train(self):
         """Each round: mine, check up, train. Returns the last evaluation."""
-        with self.run.session(self.introduction()):
+        with self.run.session(headline(self.run, self.actor, self.train_rows, self.eval_rows)):
             if self.run.checkpoint and rank() == 0:  # perhaps an earlier one: its future is given up
                 move_aside(candidates_after(self.state.round), OUTPUT_DIR, self.run.say)
             self.run.save()  # what the first round mines from
@@ -305,19 +294,21 @@ class RCETrainer:
         new = number not in self.state.candidates
         if new and not path.exists():
             if STAGE == "train" or CANDIDATES and self.state.round == 1:
-                todo = "run STAGE=mine first, or set CANDIDATES to a parquet file"
-                raise UserError(f"there are no candidates at {path}: {todo}")
+                raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES")
             if not self.mine(path):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
         if not new and digest != self.state.candidates[number]:
-            todo = "put it back, or start afresh with RESUME=no"
-            raise UserError(f"{path} is not the file this run was trained on: {todo}")
+            raise UserError(f"{path} is not the file this run was trained on: put it back, or use RESUME=no")
         groups = read_candidates(path, self.rows, known_ids(self.actor))
-        self.split(groups if self.state.round == 1 else self.first_round())
+        self.split()
         self.choose_rows(groups)
         if new:
-            self.check_up(path, [candidates for _, candidates in groups])
+            proposed = sum(len(c["source"]) for _, candidates in groups for c in candidates)
+            figures = check_up([candidates for _, candidates in groups], proposed, path, self.run.say)
+            self.state.responses += proposed
+            counts = {"round": self.state.round, "responses": self.state.responses}
+            self.run.write_metrics("mine", {**counts, **figures})
         if not self.train_rows:
             raise UserError(f"{path}: no prompt has candidates of different reward: nothing to train on")
         self.state.to_train = len(self.train_rows)
@@ -327,13 +318,6 @@ class RCETrainer:
             steps = f"in steps {self.run.step + 1} to {self.round_end}, {len(self.validation)} to validate"
             self.run.say(f"Round {number}: {len(self.train_rows)} prompts to train on {steps}")
         return True
-
-    def check_up(self, path, groups):
-        proposed = sum(len(c["source"]) for group in groups for c in group)
-        self.state.responses += proposed
-        figures = check_up(groups, proposed, path, self.run.say)
-        counts = {"round": self.state.round, "responses": self.state.responses}
-        self.run.write_metrics("mine", {**counts, **figures})
 
     def choose_rows(self, groups):
         """What is trained on: prompts that are not held back and whose candidates' rewards differ. Where they
@@ -350,23 +334,18 @@ class RCETrainer:
         """The next prompts' candidates with their weights; those that weigh nothing are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         tau = tau_at(self.run.step, self.run.total_steps)
+        weights = [rce_weights(row["rewards"], tau, WEIGHT_REWARDS) for row in chosen]
         parts = []  # (row, candidate, reward, weight)
-        effective = []
-        best = []
-        for row in chosen:
-            weights = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
-            effective.append(torch.special.entr(weights).sum().exp().item())
-            best.append(weights.max().item())
-            every = zip(row["candidates"], row["rewards"], weights.tolist())
+        for row, own in zip(chosen, weights):
+            every = zip(row["candidates"], row["rewards"], own.tolist())
             parts += [(row, c, reward, weight) for c, reward, weight in every if weight > 0]
-        rows, candidates, row_rewards, weights = (list(column) for column in zip(*parts))
-        prompts = [row["ids"] for row in rows]
-        batch = pack(prompts, [c["token_ids"] for c in candidates], self.pad_id, self.device)
-        batch.rows = rows
-        batch.candidates = candidates
-        batch.rewards = row_rewards
-        batch.weights = torch.tensor(weights, device=self.device)  # (rows,)
+        prompts = [row["ids"] for row, *_ in parts]
+        batch = pack(prompts, [c["token_ids"] for _, c, *_ in parts], self.pad_id, self.device)
+        batch.rows, batch.candidates, batch.rewards, kept = (list(column) for column in zip(*parts))
+        batch.weights = torch.tensor(kept, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
+        effective = [torch.special.entr(own).sum().exp().item() for own in weights]
+        best = [own.max().item() for own in weights]
         batch.facts = {
             "tau": tau,
             "effective_candidates": sum(effective) / len(chosen),
@@ -382,8 +361,8 @@ class RCETrainer:
             set_rates(optimizer, LEARNING_RATE * scale)
         metrics = {}  # of the whole step; share is a micro-batch's
         tokens = batch.response_mask.sum()
-        micros = every_micro_batch(self.actor, batch)
-        with run.timed("update"), recomputing(self.models.values()):
+        micros = micro_batches(self.actor, batch)
+        with run.timed("update"):
             for rows, share in summed([self.actor], micros, metrics):
                 mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())]
                 logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
@@ -398,8 +377,8 @@ class RCETrainer:
     # ------------------------------------------------------------ rounds
 
     def plan_steps(self):
-        """The step at which this round ends, and all rounds if the later ones find as many prompts to train
-        on. Depends on the state alone: a resumed run plans alike."""
+        """The step at which this round ends, and all rounds if later ones train on as many prompts. Depends
+        on the state alone: a resumed run plans alike."""
         steps = NUM_EPOCHS * math.ceil(self.state.to_train / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         rounds_left = max(0, self.rounds - self.state.round + 1)
         self.round_end = self.state.round_start + steps
@@ -412,12 +391,10 @@ class RCETrainer:
         self.state.cursor = 0
         self.run.save()
 
-    def first_round(self):
-        return read_candidates(candidates_path(1), self.rows, math.inf)
-
-    def split(self, groups):
+    def split(self):
         """Hold VALIDATION_FRACTION of the first round's prompts back, by the prompt's text: equal prompts
-        fall on one side. groups: its [(row, candidates)]."""
+        fall on one side."""
+        groups = read_candidates(candidates_path(1), self.rows, math.inf)
         texts = list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
         self.held_back = {texts[i] for i in order[:int(VALIDATION_FRACTION * len(texts))]}
@@ -441,7 +418,7 @@ class RCETrainer:
         rows = [rows[i] for i in order]
         if self.state.round == 1:
             return rows[:MINE_PROMPTS]
-        self.split(self.first_round())
+        self.split()
         is_free = [transcript(row["prompt"]) not in self.held_back for row in rows]
         count = sum(is_free[:MINE_PROMPTS])
         rows = [row for row, free in zip(rows, is_free) if free]
@@ -479,8 +456,7 @@ class RCETrainer:
         prompts = [row["ids"] for row in rows]
 
         def add(i, ids, source, temperature=None, **more):
-            prompt = transcript(rows[i]["prompt"])
-            new = {"prompt_id": rows[i]["id"], "prompt": prompt, "token_ids": list(ids)}
+            new = {"prompt_id": rows[i]["id"], "prompt": transcript(rows[i]["prompt"]), "token_ids": ids}
             record = groups[i].setdefault(tuple(ids), {**new, "source": [], "temperature": []})
             record["source"].append(source)
             record["temperature"].append(temperature)
@@ -488,8 +464,8 @@ class RCETrainer:
 
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
-            for i, ids in enumerate(response_lists(batch)):
-                add(i, ids, "greedy", sampler_logprob=batch.logprobs[i, :len(ids)].sum().item())
+            for i, ids in enumerate(batch.columns["response_ids"]):
+                add(i, ids, "greedy", sampler_logprob=batch.logprobs[i].sum().item())
         if BEAMS:
             for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
                 add(i // BEAMS, ids, "beam")
@@ -499,20 +475,18 @@ class RCETrainer:
                 streams = [self.prompt_generator(row, f"sample {k}") for row in rows]
                 uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=g) for g in streams])
                 batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
-                for i, ids in enumerate(response_lists(batch)):
+                for i, ids in enumerate(batch.columns["response_ids"]):
                     add(i // count, ids, "sample", float(temperature))
         if INCLUDE_REFERENCE:
             for i, row in enumerate(rows):
                 for ids in solutions(self.tokenizer, row):
                     add(i, ids, "reference")
         if not all(groups):
-            todo = "set GREEDY, BEAMS, or INCLUDE_REFERENCE with solutions no longer than MAX_NEW_TOKENS"
-            raise UserError(f"nothing proposes a candidate: {todo}")
-        groups = [list(group.values()) for group in groups]
-        for c in (c for group in groups for c in group):
+            raise UserError("nothing proposes a candidate: set GREEDY or BEAMS")
+        for c in (c for group in groups for c in group.values()):
             c["text"] = self.tokenizer.decode(c["token_ids"], skip_special_tokens=True)
             c["truncated"] = c["token_ids"][-1] not in eos
-        return groups
+        return [list(group.values()) for group in groups]
 
     def prompt_generator(self, row, use):
         """A random stream for one use of one prompt in one round, whatever was drawn before."""
@@ -521,8 +495,7 @@ class RCETrainer:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def token_logprobs(self, prompts, responses):
-        """Log-probabilities of the responses' ids under the policy, a float32 tensor (rows, R) on the CPU, 0
-        after each end."""
+        """Log-probabilities of the responses' tokens under the policy, (rows, R), 0 after each end."""
         return all_logprobs(self.actor, pack(prompts, responses, self.pad_id, self.device)).cpu()
 
     def sequence_logprobs(self, prompts, responses):
@@ -545,57 +518,50 @@ class RCETrainer:
     def verify(self, candidates, by_id):
         """Score candidates with the reward, all at once; where that raises, one by one, and those that raise
         by themselves are marked as failed."""
+        def parts_of(some):
+            """[{name: value}] of the reward's parts, one per candidate."""
+            _, parts = self.rewards_of(SimpleNamespace(
+                rows=[by_id[c["prompt_id"]] for c in some], responses=[c["text"] for c in some],
+                columns={"response_ids": [c["token_ids"] for c in some]}))
+            return [{name: values[i].item() for name, values in parts.items()} for i in range(len(some))]
+
         if not candidates:
             return
         try:
-            every = self.parts_of(candidates, by_id)
+            parts = parts_of(candidates)
         except Exception:  # a reward function may raise anything
-            every = [part_or_failure(c, self.parts_of, by_id) for c in candidates]
-        for c, parts in zip(candidates, every):
-            if parts is not None:
-                take_parts(c, parts)
-        if all(c["eval_failed"] for c in candidates):
-            why = candidates[0]["eval_error"]
-            raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
-
-    def parts_of(self, candidates, by_id):
-        """[{name: value}] of the reward's parts, one a candidate; what the reward raises comes through."""
-        _, parts = self.rewards_of(SimpleNamespace(
-            rows=[by_id[c["prompt_id"]] for c in candidates], responses=[c["text"] for c in candidates],
-            columns={"response_ids": [c["token_ids"] for c in candidates]}))
-        columns = {name: torch.as_tensor(values).flatten().tolist() for name, values in parts.items()}
-        return [{name: column[i] for name, column in columns.items()} for i in range(len(candidates))]
+            parts = []
+            for c in candidates:
+                try:
+                    parts += parts_of([c])
+                except Exception as error:
+                    why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+                    c.update(eval_failed=True, eval_mode="failed", eval_error=why)
+            if not parts:
+                raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
+        for c, own in zip((c for c in candidates if not c["eval_failed"]), parts):
+            take_parts(c, own)
 
     # ------------------------------------------------------------ gt_prob
 
     def score_gold(self, by_id, candidates, prompts):
         """gt_prob of each candidate; None where the row has no gold answer."""
-        rows = []  # (candidate's number, its working, a gold answer's ids, their weight)
-        for i, c in enumerate(candidates):
-            c["gt_prob"] = None
-            before, golds = gold_after_working(self.tokenizer, by_id[c["prompt_id"]], c["token_ids"])
-            rows += [(i, before, ids, weight) for ids, weight in golds]
-        if not rows:
-            return
-        responses = [before + ids for _, before, ids, _ in rows]
-        logprobs = self.token_logprobs([prompts[i] for i, *_ in rows], responses).double()
-        terms = defaultdict(list)  # of each candidate: (log-probability, weight) of each gold answer
-        for (i, before, ids, weight), row in zip(rows, logprobs):
-            terms[i].append((row[len(before):len(before) + len(ids)].sum().item(), weight))
-        for i, of_candidate in terms.items():
-            candidates[i]["gt_prob"] = gold_probability(*zip(*of_candidate))
+        rows = [by_id[c["prompt_id"]] for c in candidates]
+        found = [gold_after_working(self.tokenizer, row, c["token_ids"]) for row, c in zip(rows, candidates)]
+        responses = [before + ids for before, golds in found for ids, _ in golds]
+        asked = [prompt for prompt, (_, golds) in zip(prompts, found) for _ in golds]
+        logprobs = iter(self.token_logprobs(asked, responses).double() if asked else ())  # a response's each
+        for c, (before, golds) in zip(candidates, found):
+            sums = [next(logprobs)[len(before):len(before) + len(ids)].sum().item() for ids, _ in golds]
+            c["gt_prob"] = gold_probability(sums, [weight for _, weight in golds]) if golds else None
 
     # ------------------------------------------------------------ rewards
 
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
         and the parts it left behind."""
-        def score(*lists):
-            self.reward_parts = {}
-            return call_reward("compute_rewards", self.compute_rewards, *lists), self.reward_parts
-
         with unsharded(self.reward_model):
-            scores, parts = dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)
+            scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
@@ -622,9 +588,7 @@ class RCETrainer:
         """What the run's evaluations log: the pick on the prompts held back, the held-out set, and how many
         responses were proposed so far. Empty where there is nothing to evaluate."""
         metrics = {**self.validate(), **self.evaluate()}
-        if metrics:
-            metrics["responses"] = self.state.responses
-        return metrics
+        return metrics and {**metrics, "responses": self.state.responses}
 
     def validate(self):
         """How often the policy's own pick, its likeliest verified candidate, is right on the prompts held
@@ -666,10 +630,7 @@ class RCETrainer:
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
-        def score(*lists):
-            return call_reward("ACCURACY_FUNCTION", self.accuracy_function, *lists), {}
-
-        return dealt_rewards(score, BATCH_SIZE * GROUP_SIZE, batch)[0].double()
+        return dealt_rewards(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
@@ -678,15 +639,6 @@ class RCETrainer:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
         uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
         return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform).responses[0]
-
-    def introduction(self):
-        """What a run begins with, on the terminal."""
-        name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-        name = f"{name}: {size_of(self.actor)} on {self.device}, {DTYPE}"
-        prompts = f"{len(self.rows)} prompts to mine, {len(self.eval_rows)} held out"
-        which = f"round {min(self.state.round, self.rounds)} of {self.rounds}"
-        steps = f"steps {self.run.step} to {self.run.total_steps} at most"
-        return f"{name}; {prompts}; {which}, {steps}; writing to {OUTPUT_DIR}"
 
     def record(self, batch, metrics):
         """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
@@ -719,9 +671,7 @@ class RCETrainer:
 # faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
 # repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
 import copy
-import functools
 import inspect
-import json
 import math
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -729,7 +679,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -746,14 +695,12 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
     may be left over or absent; the absent ones start at zero."""
     if (Path(path) / "adapter_config.json").exists():
-        raise UserError(f"{constant} = {str(path)!r} is an adapter, not a model: take its run's best/policy")
+        raise UserError(f"{constant} = {str(path)!r} is an adapter: set its LORA_RANK, or take best/policy")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if "drop" in name and type(value) is float:  # layers that recompute are in training mode
                 setattr(part, name, 0.0)
-        if getattr(part, "output_router_logits", False):  # for a loss of whole rows
-            part.output_router_logits = False
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
@@ -763,13 +710,11 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if new_head:
         wrong = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if wrong:
-        weights = f"missing or unexpected weights {', '.join(sorted(wrong))}"
-        raise UserError(f"{constant} = {str(path)!r} does not fit {type(model).__name__}: {weights}")
+        names = ", ".join(sorted(wrong))
+        raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
     for name, parameter in model.named_parameters():
         # A file's memory map begins at any byte, and the last bit of a product depends on it
-        parameter.data = parameter.data.clone()
-        if name in missing:
-            torch.nn.init.zeros_(parameter)
+        parameter.data = torch.zeros_like(parameter) if name in missing else parameter.data.clone()
     if "attend" in globals() and model.config._attn_implementation == "sdpa" and attention_windows(model):
         model.set_attn_implementation("shared_prompts")
     model.eval()  # and it stays so: dropout is off in rollout and update alike
@@ -778,66 +723,48 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
 
 def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
     """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
-    weights are frozen, in DTYPE, and an adapter on them, the saved one or one that changes nothing yet, is
-    trained, and a new head."""
-    if LORA_RANK and globals().get("SHARD") == "fsdp2":
-        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
-    if saved and bool(LORA_RANK) != (saved / "adapter_config.json").exists():
-        made = f"made {'without' if LORA_RANK else 'with'} an adapter"
-        raise UserError(f"LORA_RANK = {LORA_RANK}: {saved} was {made}: resume it as it was, or set RESUME=no")
+    weights are frozen, in DTYPE, and an adapter on them is trained, and a new head."""
     if not LORA_RANK:
         return load_model(auto_class, saved or path, constant, device, new_head and not saved)
+    if globals().get("SHARD") == "fsdp2":
+        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    if Path(path).exists():
-        model.name_or_path = str(Path(path).resolve())  # what the adapter's config names
-    add_adapter(model, constant, new_head)
-    if saved:
-        load_adapter(model, saved)
+    add_adapter(model, new_head, saved)
     return model
 
 
-def add_adapter(model, constant, new_head):
-    """Freeze the model and put an adapter on it, in float32, that changes nothing yet; a head stays whole."""
+def add_adapter(model, new_head, saved):
+    """Freeze the model and put an adapter on it, in float32: the saved one, or one that changes nothing yet.
+    A new head is trained whole."""
     import peft
 
-    outside = [name for name, _ in model.named_children() if name != model.base_model_prefix]
-    heads = [name for name in outside if new_head and list(getattr(model, name).parameters())]
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        modules_to_save=heads or None, task_type="TOKEN_CLS" if new_head else "CAUSAL_LM")
-    warnings.filterwarnings("ignore", "Model has .tie_word_embeddings")  # refused below, in a sentence
+        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
+        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
-        held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-        adapted = [name for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
-        for target in [] if targets == LORA_TARGETS else targets:
-            if not any(f".{name}".endswith(f".{target}") for name in adapted):
-                raise ValueError(f"{constant} has no layer {target!r}")
-        for name in adapted:
-            if held.count(id(model.get_submodule(name).get_base_layer().weight)) > 1:
-                raise ValueError(f"{name} shares its weight with another layer of {constant}: leave it out")
-    except ValueError as error:
-        why = first_line(error).rstrip("(")
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r} gives no adapter: {why}") from None
+    except (ValueError, UserWarning) as error:
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
+    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
+    for target in [] if targets == LORA_TARGETS else targets:
+        if not any(name.endswith(f".{target}") for name in adapted):
+            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
-    model.eval()
-
-
-@torch.no_grad()
-def load_adapter(model, saved):
-    """Fill the model's adapter from a checkpoint's folder."""
-    own = {f"base_model.model.{name}": x for name, x in model.get_adapter_state_dict().items()}
-    then = json.loads((saved / "adapter_config.json").read_text())
-    state = load_file(saved / "adapter_model.safetensors")
-    same = (then["r"], then["lora_alpha"]) == (LORA_RANK, LORA_ALPHA)
-    if not same or {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
-        raise UserError(f"{saved} was made with another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
-    for name, x in own.items():
-        x.copy_(state[name])
+    if saved:
+        then = load_pretrained(peft.LoraConfig, saved, "RESUME")
+        same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
+        if not same or sorted(then.target_modules) != config.target_modules:
+            raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
+        state = load_file(saved / "adapter_model.safetensors")
+        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
+        peft.set_peft_model_state_dict(model, state)
 
 
 @contextmanager
@@ -846,25 +773,21 @@ def without_adapter(model):
     adapted = hasattr(model, "peft_config")
     if adapted:
         model.disable_adapters()
-    try:
-        yield
-    finally:
-        if adapted:
-            model.enable_adapters()
+    yield
+    if adapted:
+        model.enable_adapters()
 
 
 def merged(model):
-    """A copy of a model with an adapter, which is added to the weights, in float32: plain from_pretrained()
-    loads it. Other weights are shared if they are in float32. A model without an adapter is itself."""
+    """A copy of a model with its adapter added to the weights, in float32: plain from_pretrained() loads it.
+    A model without an adapter is itself."""
     if not hasattr(model, "peft_config"):
         return model
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    copied = copy.deepcopy(model, {id(p): p for p in frozen if p.dtype == torch.float32}).float()
+    copied = copy.deepcopy(model).float()
     for name, layer in list(copied.named_modules()):
         if hasattr(layer, "get_delta_weight"):
-            base = layer.get_base_layer()
-            base.weight = torch.nn.Parameter((base.weight + layer.get_delta_weight("default")).detach())
-            copied.set_submodule(name, base)
+            layer.merge()
+            copied.set_submodule(name, layer.get_base_layer())
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied
@@ -882,71 +805,51 @@ def shard(model, device):
     with torch.no_grad():  # or the first layer that is read would take itself for the whole model
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     model.reset_iter_state()
-    model.register_state_dict_post_hook(gather_weights)
+    model.register_state_dict_post_hook(gather)
     return model
 
 
-def full(tensor):
-    """A tensor that is perhaps sharded, whole; then all processes call this, in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_for_first(tensor):
-    """full() on the CPU of the first process, which writes it; the others keep nothing of it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    tensor = tensor.full_tensor()
-    return tensor.cpu() if rank() == 0 else None
-
-
-def gather_weights(model, state, *_):
-    """A hook: state_dict() of a sharded model has whole tensors, on the CPU of the first process, which
-    writes them; all processes call it."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    gathered = {}  # tied weights stay one tensor
+def gather(module, state, *_):
+    """A hook: state_dict() of a sharded model or its optimizer has full tensors, on the CPU of the first
+    process, which writes them; all processes call it."""
     for key, x in state.items():
-        like = id(parameters.get(key, x))
-        if like not in gathered:
-            gathered[like] = full_for_first(x)
-        state[key] = gathered[like]
-
-
-def gather_moments(optimizer, saved):
-    """As gather_weights(), of its optimizer."""
-    for number, state in saved["state"].items():
-        saved["state"][number] = {key: full_for_first(x) for key, x in state.items()}
+        if isinstance(x, dict):
+            state[key] = dict(x)  # an optimizer's own would lose its state
+            gather(None, state[key])
+        elif isinstance(x, DTensor):
+            x = x.full_tensor()
+            state[key] = x.cpu() if rank() == 0 else None
+    for key, source in getattr(module, "all_tied_weights_keys", {}).items():
+        state[key] = state[source]
 
 
 def deal_moments(optimizer, saved):
-    """A hook: load_state_dict() takes what gather_moments() gave, each process its part."""
+    """A hook: load_state_dict() takes what gather() gave, each process its part."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, state in saved["state"].items():
-        like = parameters[number]
+        p = parameters[number]
         for key, x in state.items():
-            if isinstance(like, DTensor) and x.dim() and x.shape == like.shape:
-                mesh, placements = like.device_mesh, like.placements
-                state[key] = distribute_tensor(x.to(like.device), mesh, placements, src_data_rank=None)
+            if isinstance(p, DTensor) and x.shape == p.shape:
+                x = x.to(p.device)
+                state[key] = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
 
 
 @contextmanager
 def unsharded(*models):
     """Inside the block each process has all parameters of sharded models, and may read and sample with them
-    as often as it likes: nothing waits for another process, in decoding least of all. Models that are not
-    sharded stay as they are."""
-    models = [m for m in models if isinstance(m, FSDPModule) and not m.__dict__.get("is_whole")]
+    as often as it likes: nothing waits for another process. Models that are not sharded stay as they are."""
+    models = [m for m in models if isinstance(m, FSDPModule) and not getattr(m, "is_unsharded", False)]
     for model in models:
-        model.is_whole = True
+        model.is_unsharded = True
         model.set_reshard_after_forward(False)
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
-    try:
-        yield
-    finally:
-        for model in models:
-            model.reset_iter_state()  # a prefetch that is left over would wait for the others
-            model.set_reshard_after_forward(True)
-            model.is_whole = False
+    yield
+    for model in models:
+        model.reset_iter_state()  # a prefetch that is left over would wait for the others
+        model.set_reshard_after_forward(True)
+        model.is_unsharded = False
 
 
 def load_tokenizer(path, constant):
@@ -1003,9 +906,9 @@ def conversation(prompt):
     messages = prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    has_one = any(message["role"] in ("system", "developer") for message in messages)
-    first = [] if SYSTEM_PROMPT is None or has_one else [{"role": "system", "content": SYSTEM_PROMPT}]
-    return first + messages
+    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
 
 
 def render(tokenizer, messages, where, go_on):
@@ -1027,12 +930,11 @@ def chat(tokenizer, prompt, where, response=None):
         text = render(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or not isinstance(prompt, str):
-        needs = "a list of messages or SYSTEM_PROMPT needs a chat template"
-        todo = "put a file chat_template.jinja beside it, such as that of its chat version"
-        raise UserError(f"{where}: {needs}, and {tokenizer.name_or_path!r} has none: {todo}")
-    text = messages[0]["content"]
+        needs = f"messages and SYSTEM_PROMPT need a chat template, and {tokenizer.name_or_path!r} has none"
+        raise UserError(f"{where}: {needs}: put a file chat_template.jinja beside it")
     ends = {"assistant": tokenizer.eos_token}
-    ids = tokenizer(text + "".join(m["content"] + ends.get(m["role"], "") for m in turns))["input_ids"]
+    text = messages[0]["content"] + "".join(m["content"] + ends.get(m["role"], "") for m in turns)
+    ids = tokenizer(text)["input_ids"]
     # Some tokenizers end every text: a response would begin after the end, or end twice
     ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
@@ -1044,41 +946,37 @@ def encode(rows, constant, tokenizer, readers, say):
     and said so. readers: the models that read them, each by its constant, the actor first."""
     known = known_ids(next(iter(readers.values())))
     for row in rows:
-        which = row.get("id", "the prompt")
-        row["ids"] = chat(tokenizer, row["prompt"], f"{constant}: {which}")
+        where = f"{constant}: {row.get('id', 'the prompt')}"
+        row["ids"] = chat(tokenizer, row["prompt"], where)
         row["columns"]["messages"] = conversation(row["prompt"])
-        if not row["ids"]:
-            raise UserError(f"{constant}: {which}: its tokenizer makes no token of it; mend or delete it")
-        if max(row["ids"]) >= known:
-            gives = f"its tokenizer gives the id {max(row['ids'])}, its model knows {known} ids"
-            raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: {gives} ({constant}: {which}): take its own")
+        if not row["ids"] or max(row["ids"]) >= known:
+            gives = f"its tokenizer gives no token, or the id {max(row['ids'], default=0)}"
+            raise UserError(f"{where}: {gives}; ACTOR_MODEL = {ACTOR_MODEL!r} knows {known} ids")
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
-        longest = max(len(row["ids"]) for row in rows)
-        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts (longest {longest})"
+        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
         say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
     needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
-    for whose, model in readers.items():
+    for name, model in readers.items():
         if needed > positions_of(model):
             have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
-            todo = "lower MAX_NEW_TOKENS, or MAX_PROMPT_TOKENS, which leaves longer prompts out"
-            raise UserError(f"{whose} reads {positions_of(model)} tokens at most; {have}: {todo}")
+            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: lower either")
     return kept
 
 
-def encode_texts(prompts, answers, what, tokenizer, readers, say):
+def encode_texts(prompts, answers, what, *readers):
     """Rows of texts or chats that a caller gives, those that encode() keeps."""
     answers = answers or [None] * len(prompts)
     prompts = [read_prompt(prompt, what) for prompt in prompts]
     rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
-    return encode(rows, what, tokenizer, readers, say)
+    return encode(rows, what, *readers)
 
 
-def load_prompts(datasets, constant, limit, tokenizer, readers, say):
+def load_prompts(datasets, constant, limit, *readers):
     """The rows of data sets that encode() keeps; those to train on must be some."""
     if "{input}" not in PROMPT_TEMPLATE:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, where the prompt goes")
-    rows = encode(load_rows(datasets, constant, limit), constant, tokenizer, readers, say)
+    rows = encode(load_rows(datasets, constant, limit), constant, *readers)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
     return rows
@@ -1092,46 +990,38 @@ def pad_left(rows, value):
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
 
-def pad_right(rows, value):
-    width = max(map(len, rows))
+def pad_right(rows, value, multiple=1):
+    width = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
 
 
-def same_prompt(batch, rows):
-    """A number for each of the rows, (rows,), equal where the prompts are."""
-    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
-    return prompts.unique(dim=0, return_inverse=True)[1]
-
-
-def micro_batches(batch, rows, size):
-    """Cut rows into micro-batches of at most `size`: rows of one prompt together, prompts by their tokens."""
-    if not len(rows):
-        return ()
-    prompt = same_prompt(batch, rows)
-    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
-    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
-    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
-    sizes = []
-    for count in prompt[order].unique_consecutive(return_counts=True)[1].tolist():
-        if sizes and sizes[-1] + count <= size:
-            sizes[-1] += count
-        else:
-            sizes += [size] * (count // size) + [count % size] * (count % size > 0)
-    return rows[order].split(sizes)
-
-
-@functools.cache
-def room_for_logits(device):
-    """Bytes for a micro-batch's logits: 64 MiB, on a GPU 1/16 of the smallest card's memory: all processes
-    must cut the same micro-batches."""
-    return min(all_gather(torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**26))
+def token_lists(batch, rows):
+    """[(the prompt's ids, the response's ids), ...] of rows."""
+    lengths = zip(batch.prompt_lengths[rows].tolist(), batch.response_lengths[rows].tolist())
+    ids = zip(batch.prompt_ids[rows].tolist(), batch.response_ids[rows].tolist())
+    return [(prompt[-p:], response[:n]) for (p, n), (prompt, response) in zip(lengths, ids)]
 
 
 def rows_at_once(model, batch):
     """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    not fit into room_for_logits()."""
+    pass 64 MiB, on a GPU the power of two below 1/16 of its memory: all processes must cut alike."""
+    on_gpu = model.device.type == "cuda"
+    room = 1 << (torch.cuda.mem_get_info(model.device)[1].bit_length() - 5) if on_gpu else 2**26
     row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room_for_logits(model.device) // row_bytes))
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
+
+
+def micro_batches(model, batch, rows=None):
+    """Rows, or all, cut into micro-batches: rows of one prompt together, prompts by their tokens."""
+    if rows is None:
+        rows = torch.arange(len(batch.response_lengths), device=model.device)
+    size = rows_at_once(model, batch)
+    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
+    prompt = prompts.unique(dim=0, return_inverse=True)[1]  # (rows,), equal where the prompts are
+    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
+    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
+    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
+    return rows[order].split(size // GROUP_SIZE * GROUP_SIZE or size)  # a group that is cut is read twice
 
 
 def autocast(model):
@@ -1141,8 +1031,7 @@ def autocast(model):
 # ---------------------------------------------------------------- sampling
 
 def find_in_cdf(weights, at):
-    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into that
-    one."""
+    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into it."""
     cumulative = weights.double().cumsum(-1)
     target = at * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
@@ -1162,9 +1051,8 @@ def entropy_of(logprobs):
 
 
 def sample_tokens(probabilities, uniform):
-    """One id a row by inverting the cumulative distribution: probabilities (rows, vocabulary), uniform
-    (rows,) in [0, 1). First among blocks of 128 ids, then within the block: four times as fast as over a
-    whole large vocabulary."""
+    """One id a row by inverting the CDF of probabilities (rows, vocabulary) at uniform (rows,) in [0, 1).
+    First among blocks of 128 ids, then within: four times as fast as over a whole large vocabulary."""
     if probabilities.device.type == "mps":  # has no float64
         return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
     missing = -probabilities.shape[1] % 128
@@ -1174,15 +1062,9 @@ def sample_tokens(probabilities, uniform):
     return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
-@functools.cache
-def parameters_of(kind):
-    """The names that forward() of a class of models takes."""
-    return set(inspect.signature(kind.forward).parameters)
-
-
 def call_model(model, ids, **options):
     """The model's output for ids (rows, T), with those of the options that its forward() takes."""
-    names = parameters_of(type(model))
+    names = inspect.signature(model.forward).parameters
     return model(input_ids=ids, **{key: value for key, value in options.items() if key in names})
 
 
@@ -1193,25 +1075,23 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.show([layer.keys, layer.values], layer.keys.shape[2])
-
-    def show(self, room, length):
-        self.room = room
-        self.keys, self.values = (x[:, :, :length] for x in room)
+        self.keys, self.values = self.room = (layer.keys, layer.values)
 
     def update(self, keys, values, *args, **kwargs):
         before = self.keys.shape[2]
         after = before + keys.shape[2]
-        room = self.room
-        if after > room[0].shape[2]:
-            room = [torch.nn.functional.pad(x, (0, 0, 0, 16 + after // 2)) for x in (self.keys, self.values)]
-        for x, new in zip(room, (keys, values)):
+        if after > self.room[0].shape[2]:
+            more = (0, 0, 0, 16 + after // 2)
+            self.room = [torch.nn.functional.pad(x, more) for x in (self.keys, self.values)]
+        for x, new in zip(self.room, (keys, values)):
             x[:, :, before:after] = new
-        self.show(room, after)
+        self.keys, self.values = (x[:, :, :after] for x in self.room)
         return self.keys, self.values
 
     def reorder_cache(self, rows):
-        self.show([x.index_select(0, rows) for x in self.room], self.keys.shape[2])
+        length = self.keys.shape[2]
+        self.room = [x.index_select(0, rows) for x in self.room]
+        self.keys, self.values = (x[:, :, :length] for x in self.room)
 
 
 class Decoder:
@@ -1224,31 +1104,27 @@ class Decoder:
         self.model = model
         self.positions = torch.tensor([len(p) for p in prompts], device=model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
-        self.cache_name = "past_key_values"
-        if "cache_params" in parameters_of(type(model)):
-            self.cache_name = "cache_params"
         self.cache = None
-        self.layers = []
-        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
-        self.layers = getattr(self.cache, "layers", [])
-        for i, layer in enumerate(self.layers):
+        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
+        layers = getattr(self.cache, "layers", [])
+        for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
                 shared = getattr(model, "decodes_shared", False)
-                self.layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+                layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
+        self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
         self.select_rows(torch.arange(len(prompts), device=model.device).repeat_interleave(group_size))
 
-    def read(self, ids, positions):
-        shared = all(hasattr(layer, "prompt") for layer in self.layers)  # they hide the padding themselves
-        mask = None if self.layers and shared else self.mask
-        options = {"attention_mask": mask, "position_ids": positions, self.cache_name: self.cache}
-        out = call_model(self.model, ids, **options, use_cache=True, logits_to_keep=1)
-        self.cache = getattr(out, self.cache_name)
+    def read(self, ids, positions, mask):
+        cache = {"past_key_values": self.cache, "cache_params": self.cache}
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        out = call_model(self.model, ids, **options, **cache, use_cache=True)
+        self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
 
     def next(self, tokens):
         """Logits (rows, vocabulary) after one more token (rows,) a row."""
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        self.read(tokens[:, None], self.positions[:, None])
+        self.read(tokens[:, None], self.positions[:, None], self.mask if self.needs_mask else None)
         self.positions = self.positions + 1
         return self.logits
 
@@ -1269,19 +1145,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
     max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the
-    entropy, as the ids. A row holds its first EOS and pad after it; a row cut at max_new_tokens holds no
-    EOS."""
-    device, rows = model.device, len(prompts) * group_size
+    entropy, as the ids. A row holds its first EOS and pad after it; a row that was cut holds no EOS."""
+    device = model.device
     decoder = Decoder(model, prompts, group_size, pad_id)
-    ids = torch.full((rows, max_new_tokens), pad_id, device=device)
-    lengths = torch.zeros(rows, dtype=torch.long, device=device)
-    logprobs, entropies = torch.zeros(2, rows, max_new_tokens, device=device)
-    rows = torch.arange(rows, device=device)  # which row of the result each row of the decoder is
+    rows = torch.arange(len(prompts) * group_size, device=device)  # of the result, for each of the decoder's
+    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
+    lengths = torch.zeros_like(rows)
+    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
     unfinished = torch.ones_like(rows, dtype=torch.bool)
-    logits = decoder.logits
-    look_every = _LOOK_EVERY.get(device.type, 16)
     for t in range(max_new_tokens):
-        scaled = sampling_logprobs(logits, temperature).clamp_(min=-1e30)  # (rows still there, vocabulary)
+        scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
         ids[rows, t] = tokens
@@ -1289,7 +1162,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         entropies[rows, t] = -(probabilities * scaled).sum(-1)
         lengths[rows] += unfinished
         unfinished &= ~torch.isin(tokens, eos_ids)
-        left = int(unfinished.sum()) if t % look_every == 0 else len(rows)
+        left = int(unfinished.sum()) if t % _LOOK_EVERY.get(device.type, 16) == 0 else len(rows)
         if left == 0 or t + 1 == max_new_tokens:
             break
         if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
@@ -1298,11 +1171,10 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             rows = rows[keep]
             tokens = tokens[keep]
             unfinished = unfinished[keep]
-        logits = decoder.next(tokens)
-    # what finished rows said after their end
-    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]
-    ids = ids.masked_fill(over, pad_id)
-    return ids, lengths, logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+        decoder.next(tokens)
+    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what came after the end
+    logprobs, entropies = logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
+    return ids.masked_fill(over, pad_id), lengths, logprobs, entropies
 
 
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, at_once=None):
@@ -1313,20 +1185,17 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
-        chunk = None
-        if uniform is not None:
-            chunk = uniform[i * group_size:(i + size) * group_size].to(model.device)
+        own = None if uniform is None else uniform[i * group_size:(i + size) * group_size].to(model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + size], chunk, group_size, MAX_NEW_TOKENS,
-                temperature or TEMPERATURE, eos_ids, pad_id)
+                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
+                eos_ids, pad_id)
 
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
-    ids, lengths, logprobs, entropies = map(torch.cat, zip(*parts))
+    ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*parts))
     width = int(lengths.max())
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-    last = ids.gather(1, lengths[:, None] - 1).squeeze(1)
     repeated = [p for p in prompts for _ in range(group_size)]
     return SimpleNamespace(
         prompt_ids=pad_left(repeated, pad_id).to(model.device),
@@ -1336,7 +1205,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
         response_mask=(torch.arange(width, device=model.device) < lengths[:, None]).float(),
         logprobs=logprobs[:, :width],
         entropies=entropies[:, :width],
-        truncated=~torch.isin(last, eos_ids),
+        truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids),
         responses=tokenizer.batch_decode(rows, skip_special_tokens=True),
         columns={"response_ids": rows})  # for reward functions, beside the rows' own
 
@@ -1346,13 +1215,12 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None, 
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
-    options["use_cache"] = False
     head = model.get_output_embeddings()
     if head is None:
-        return call_model(model, ids, **options).logits[at]
+        return call_model(model, ids, use_cache=False, **options).logits[at]
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][at][None])
     try:
-        return call_model(model, ids, **options).logits[0]
+        return call_model(model, ids, use_cache=False, **options).logits[0]
     finally:
         hook.remove()
 
@@ -1361,17 +1229,10 @@ def logits_of_rows(model, batch, rows):
     """Logits where the model predicts a response token whose response_mask is 1, (tokens, labels), row after
     row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt, padded on the right,
     where a causal model cannot see it: no mask, no positions."""
-    prompts = batch.prompt_lengths[rows, None]
-    responses = batch.response_lengths[rows, None]
-    wide = batch.prompt_ids.shape[1]
-    column = torch.arange(int((prompts + responses).max()), device=rows.device).expand(len(rows), -1)
-    in_prompt = batch.prompt_ids[rows].gather(1, (wide - prompts + column).clamp(max=wide - 1))
-    last = batch.response_ids.shape[1] - 1
-    in_response = batch.response_ids[rows].gather(1, (column - prompts).clamp(0, last))
-    ids = torch.where(column < prompts, in_prompt, in_response)
-    mask = batch.response_mask[rows, :int(responses.max())] > 0  # (rows, R)
+    ids = pad_right([prompt + response for prompt, response in token_lists(batch, rows)], 0).to(rows.device)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    return logits_at(model, ids, (row, prompts[row, 0] - 1 + token)), mask
+    return logits_at(model, ids, (row, batch.prompt_lengths[rows][row] - 1 + token)), mask
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1382,33 +1243,22 @@ def logits_of_groups(model, batch, rows):
     responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
     dimensions, its prompt and its own response alone."""
     device = rows.device
-    prompts = batch.prompt_lengths[rows]
-    sizes = batch.response_lengths[rows] - 1  # nothing is predicted after the last token
-    same = torch.cat([prompts[:, None], batch.prompt_ids[rows]], 1)
-    changes = [True, *(same[1:] != same[:-1]).any(1).tolist()]
-    first = []  # row of each sequence
+    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i row i - 1
     places = []  # of each row's response: its sequence, and where it begins
-    longest = end = begin = 0
-    for i, (prompt, size) in enumerate(zip(prompts.tolist(), sizes.tolist())):
-        if changes[i] or end + size > begin + _RESPONSE_TOKENS:
-            begin = end = prompt
-            first.append(i)
-        places.append((len(first) - 1, end))
-        end += size
-        longest = max(longest, end)
-    sequence, start = torch.tensor(places, device=device).T
-    column = torch.arange(longest + -longest % 8, device=device)  # a GPU's kernels copy other widths' masks
-    ids, positions, owner = torch.zeros(3, len(first), len(column), dtype=torch.long, device=device)
-    in_prompt = column < prompts[first, None]
-    before = torch.arange(-batch.prompt_ids.shape[1], 0, device=device)  # prompts stand at the right there
-    ids[in_prompt] = batch.prompt_ids[rows[first]][before >= -prompts[first, None]]
-    positions[in_prompt] = column.expand_as(ids)[in_prompt]
-    row, token = (torch.arange(int(sizes.max()), device=device) < sizes[:, None]).nonzero(as_tuple=True)
-    at = sequence[row], start[row] + token
-    ids[at] = batch.response_ids[rows[row], token]
-    positions[at] = prompts[row] + token
-    owner[at] = row + 1  # of a prompt 0; padding is seen by none but itself
-    owner[~in_prompt & (owner == 0)] = -1
+    last = None
+    for i, (prompt, response) in enumerate(token_lists(batch, rows), 1):
+        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
+        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
+            last = prompt
+            sequences.append((list(prompt), list(range(first)), [0] * first))
+        ids, positions, owner = sequences[-1]
+        places.append((len(sequences) - 1, len(ids)))
+        ids += response[:more]
+        positions += range(first, first + more)
+        owner += [i] * more
+    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
+    ids, positions, owner = (
+        pad_right(part, value, 8).to(device) for part, value in zip(zip(*sequences), (0, 0, -1)))
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1417,12 +1267,12 @@ def logits_of_groups(model, batch, rows):
         hidden = ~seen | (back >= (window or math.inf))
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = batch.response_mask[rows, :int(sizes.max()) + 1] > 0  # (rows, R)
+    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
     row, token = mask.nonzero(as_tuple=True)
-    predicted_at = torch.where(token > 0, start[row] + token, prompts[row]) - 1
-    attention_mask = masks if len(masks) > 1 else masks.popitem()[1]
-    options = {"attention_mask": attention_mask, "position_ids": positions}
-    return logits_at(model, ids, (sequence[row], predicted_at), **options), mask
+    sequence, start = torch.tensor(places, device=device)[row].T
+    predicted_at = torch.where(token > 0, start + token, batch.prompt_lengths[rows][row]) - 1
+    masks = masks if len(masks) > 1 else masks.popitem()[1]
+    return logits_at(model, ids, (sequence, predicted_at), attention_mask=masks, position_ids=positions), mask
 
 
 def attention_windows(model):
@@ -1460,28 +1310,21 @@ def response_logprobs(model, batch, rows, temperature, distribution=None):
 
 
 def response_values(model, batch, rows):
-    """What a model of one label says before each response token is seen: (rows, R), float32, 0 where
-    response_mask is."""
+    """A one-label model's value before each response token, (rows, R), float32, 0 where response_mask is."""
     with autocast(model):
         values, mask = response_logits(model, batch, rows)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
-
-
-def every_micro_batch(model, batch):
-    """The micro-batches of all rows of a batch."""
-    every = torch.arange(len(batch.response_lengths), device=model.device)
-    return micro_batches(batch, every, rows_at_once(model, batch))
 
 
 @torch.no_grad()
 def score_batch(score, model, batch, micros=None):
     """score(rows) (micro-batch, R) of all rows of a batch, as one tensor (rows, R); each micro-batch is read
     by one process."""
-    micros = micros or every_micro_batch(model, batch)
+    micros = micros or micro_batches(model, batch)
     scores = torch.zeros_like(batch.response_mask)
     with unsharded(model):
         for rows, values in zip(micros, map_over_ranks(micros, score)):
-            scores[rows, :values.shape[1]] = values
+            scores[rows, :values.shape[1]] = values.to(model.device)
     return scores
 
 
@@ -1491,11 +1334,6 @@ def all_logprobs(model, batch, micros=None, distribution=None):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
     return score_batch(score, model, batch, micros)
-
-
-def all_values(model, batch):
-    """What a model of one label says before each response token of a batch, (rows, R), without a gradient."""
-    return score_batch(lambda rows: response_values(model, batch, rows), model, batch)
 
 
 @torch.no_grad()
@@ -1509,11 +1347,10 @@ def classify(model, tokenizer, prompts, responses):
         raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
         ids = pad_right([rows[i] for i in chunk], 0).to(model.device)  # where a causal model cannot see it
-        last = (lengths[chunk] - 1).to(model.device)
+        last = torch.arange(len(chunk)), lengths[chunk] - 1
         with autocast(model):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            said = model.score(hidden[torch.arange(len(chunk), device=model.device), last])
-        scores[chunk.to(model.device)] = said.squeeze(-1).float()
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[last]
+            scores[chunk] = model.score(hidden).squeeze(-1).float()
     return scores
 
 
@@ -1524,10 +1361,9 @@ def make_optimizer(model, learning_rate):
     scheduled (see set_rates), clipped and stepped."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    fused = model.device.type != "mps"
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=fused)
-    optimizer.register_state_dict_post_hook(gather_moments)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer.register_state_dict_post_hook(gather)
     optimizer.register_load_state_dict_pre_hook(deal_moments)
     return optimizer
 
@@ -1539,29 +1375,13 @@ def set_rates(optimizer, rate):
         group["lr"] = rate * group.setdefault("multiple", group["lr"] / made if made else 1.0)
 
 
-@contextmanager
-def recomputing(models):
-    """Activations are recomputed inside the block, with GRADIENT_CHECKPOINTING: that is for layers in
-    training mode, so only they are put into it, and nothing else that training mode would change."""
-    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = GRADIENT_CHECKPOINTING
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
 def backward(model, loss):
     """loss.backward(), on a GPU by kernels whose sums always come in one order, unless EXACT_SUMS = False;
     the gradient becomes a part of the step's sum (see summed)."""
-    if getattr(model, "idle", False):
-        loss = 0 * loss
     strict = EXACT_SUMS and model.device.type == "cuda"
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
-        loss.backward()
+        (0 * loss if getattr(model, "idle", False) else loss).backward()
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
@@ -1575,13 +1395,16 @@ def summed(models, parts, metrics):
     dict for what it measures, to a body that calls backward(). After a round all processes add its gradients
     in the order of the parts, so that their sum has the same bits on any number of processes; with EXACT_SUMS
     = False they add up once, at the end. metrics gets the sums of what was measured; of names that end in
-    _max the greatest."""
+    _max the greatest. Meanwhile layers recompute their activations with GRADIENT_CHECKPOINTING."""
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
     for parameter in parameters:  # even where nothing comes: momentum moves the weights
         parameter.grad = None if sharded else torch.zeros_like(parameter)
-    in_rounds = EXACT_SUMS and world_size() > 1 and not sharded
-    totals = [torch.zeros_like(p) for p in parameters if in_rounds]
+    for layer in layers:
+        layer.training = GRADIENT_CHECKPOINTING  # they do it in training mode alone, which hides a cache
+    added_here = world_size() > 1 and not sharded
+    totals = [torch.zeros_like(p) for p in parameters if added_here and EXACT_SUMS]
     measured = []
     for first in range(0, len(parts), world_size()):
         number = first + rank()
@@ -1590,23 +1413,19 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        counts, shares = zip(*all_gather((len(parts), share)))
-        if len(set(counts)) > 1:
-            raise UserError(f"the processes cut one optimizer step into {sorted(set(counts))} micro-batches")
-        measured += shares
+        measured += all_gather(share)
         for parameter, total in zip(parameters, totals):
-            gradients = [torch.empty_like(total) for _ in shares]
+            gradients = [torch.empty_like(total) for _ in range(world_size())]
             dist.all_gather(gradients, parameter.grad)
             for gradient in gradients:
                 total += gradient
             parameter.grad.zero_()
-    for model in models:
-        model.idle = False
+    for layer in layers:
+        layer.training = False
     for parameter, total in zip(parameters, totals):
         parameter.grad = total
-    for parameter in parameters:
-        if world_size() > 1 and not in_rounds and not sharded:
-            dist.all_reduce(parameter.grad)
+    for parameter in parameters if added_here and not EXACT_SUMS else ():
+        dist.all_reduce(parameter.grad)
     for share in measured[:len(parts)]:
         for key, value in share.items():
             both = (metrics[key], value) if key in metrics else (value,)
@@ -1630,7 +1449,7 @@ def clip_and_step(optimizers, loss, run, ids):
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        norms.append(full(norm).item())
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
@@ -1650,11 +1469,10 @@ def size_of(model):
 
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
-    name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    name = f"{name}: {size_of(actor)} on {actor.device}, {DTYPE}"
+    model = f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {size_of(actor)} on {actor.device}, {DTYPE}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
-    return f"{name}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
+    return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
 def a_response(scores):
@@ -1691,16 +1509,16 @@ def sample_records(batch, advantages):
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
-    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist())):
-        ids = torch.cat([batch.prompt_ids[i, -p:], batch.response_ids[i, :n]])
-        found.append(call_model(model, ids[None], use_cache=False).logits[0, p - 1:-1])
+    for prompt, response in token_lists(batch, slice(None)):
+        ids = torch.tensor([prompt + response], device=model.device)
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
     return torch.cat(found)
 
 
 @torch.no_grad()
 def disagreement(model, compute):
-    """In what the two tensors that compute() gives differ, or what it raises, in words; mistakes are as large
-    as logits are. Empty where they differ by the rounding of the model's weights alone."""
+    """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
+    rounding: mistakes are as large as logits are."""
     try:
         found, wanted = compute()
     except Exception as error:  # whatever a model raises that is not made for it
@@ -1715,35 +1533,32 @@ def check_models(readers, rows, pad_id):
     """Compare the actor's sampler and all models' scoring with plain_logits(), on four prompts cut to mixed
     lengths. Sets model.decodes_shared and model.shares_prompts where that is right; draws none of the run's
     random numbers. readers: models by constant, the actor first."""
-    constant, actor = next(iter(readers.items()))
-    room_for_logits(actor.device)  # all processes ask at one place
+    actor = next(iter(readers.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
     twice = [p for p in prompts for _ in range(2)]
     ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
     lengths = torch.tensor([len(p) for p in twice], device=actor.device)
     batch = SimpleNamespace(prompt_ids=pad_left(twice, pad_id).to(actor.device), prompt_lengths=lengths)
-    every = torch.arange(8, device=actor.device)
 
     def sample():
         ids, batch.response_lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
-        mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
         batch.response_ids = ids
-        batch.response_mask = mask
+        batch.response_mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
         wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)
-        return logprobs[mask], wanted.gather(1, ids[mask][:, None]).squeeze(1)
+        return logprobs[batch.response_mask], wanted.gather(1, ids[batch.response_mask][:, None]).squeeze(1)
 
     def compare(way):
+        every = torch.arange(8, device=actor.device)
         return disagreement(model, lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
 
     with unsharded(actor):
-        actor.decodes_shared = actor.config._attn_implementation == "shared_prompts"
-        wrong = disagreement(actor, sample)
-        if wrong and actor.decodes_shared:
-            actor.decodes_shared = False
+        for actor.decodes_shared in (actor.config._attn_implementation == "shared_prompts", False):
             wrong = disagreement(actor, sample)
+            if not wrong:
+                break
     for constant, model in readers.items():
-        with unsharded(model):
+        with unsharded(model), autocast(model) if model.dtype != torch.float32 else nullcontext():
             zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
@@ -1774,7 +1589,7 @@ class SharedLayer(GrowingLayer):
         self.prompt = self.room
         self.bias = torch.where(mask[:, None, None] > 0, 0.0, -math.inf)
         self.row_to_prompt = torch.arange(len(mask), device=mask.device)
-        self.show([x[:, :, :0] for x in self.room], 0)
+        self.keys, self.values = self.room = [x[:, :, :0] for x in self.room]
 
     def get_seq_length(self):
         return self.prompt[0].shape[2] + self.keys.shape[2]
@@ -1787,18 +1602,18 @@ class SharedLayer(GrowingLayer):
     def reorder_cache(self, rows):
         """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        prompts, self.row_to_prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+        if not hasattr(rows, "groups"):  # once for all layers: on a GPU the host waits for them
+            prompts, prompt = self.row_to_prompt[rows].unique(return_inverse=True)
+            counts = prompt.bincount()
+            most = int(counts.max())
+            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[prompt]
+            rows.groups = prompts, prompt, most, prompt * most + place
+        prompts, self.row_to_prompt, self.most, self.slots = rows.groups
         self.prompt = [x.index_select(0, prompts) for x in self.prompt]
         self.bias = self.bias[prompts]
-        counts = self.row_to_prompt.bincount()
-        self.most = int(counts.max())
-        first = (counts.cumsum(0) - counts)[self.row_to_prompt]
-        place = torch.arange(len(rows), device=rows.device) - first
-        self.slots = self.row_to_prompt * self.most + place
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros where a prompt has fewer rows
-        than the most."""
+        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
         slots = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
         return slots.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
 
@@ -1814,11 +1629,10 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
     query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
-    prompt_keys, prompt_values = layer.prompt
-    scores = layer.by_row(layer.by_prompt(query) @ prompt_keys.mT + layer.bias)
+    scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
-    out = layer.by_row(layer.by_prompt(of_prompt) @ prompt_values) + of_response @ value
+    out = layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1]) + of_response @ value
     return out.reshape(rows, 1, heads, -1), None
 
 
@@ -1870,8 +1684,6 @@ def load_rows(datasets, constant, limit=None):
 
 def read_records(spec, where):
     """Yields (line number from 1, record) of one data set."""
-    if spec["type"] not in ("jsonl", "parquet", "hub"):
-        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     try:
         if spec["type"] == "jsonl":
             records = Path(spec["path"]).read_bytes().split(b"\n")
@@ -1903,25 +1715,22 @@ def look_up(record, path, where):
 
 
 def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
+    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
         items = value if isinstance(value, list) and value else [value]
         return [read_as("text", item, where) for item in items]
-    right = (int, float) if kind == "number" else (str, int, float)
-    if not isinstance(value, right) or value != value:  # NaN
-        takes = "a number" if kind == "number" else "a text or a number"
-        raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
-    return value if kind == "number" else str(value)
+    if not isinstance(value, (str, int, float)) or value != value:  # NaN
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+    return str(value)
 
 
 def read_prompt(value, where):
     """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    def without_nulls(record):  # parquet and the hub fill in the keys that a message lacks
-        return {key: item for key, item in record.items() if item is not None}
-
     if isinstance(value, str) and value.strip():
         return value
-    messages = json.loads(json.dumps(value, default=list), object_hook=without_nulls)
+    # without the nulls that parquet and the hub fill in for keys that a message lacks
+    messages = json.loads(json.dumps(value, default=str), object_hook=lambda record: {
+        key: item for key, item in record.items() if item is not None})
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -1952,18 +1761,17 @@ def next_rows(rows, state, count):
 
 def resolve_rewards(functions, constant):
     """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = {}
+    resolved = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = getattr(function, "__name__", type(function).__name__)
-        while name in resolved:  # such as two lambdas
-            name += "_2"
-        resolved[name] = (name, function, float(pair[1]))
-    return list(resolved.values())
+        name = plain_name(function)
+        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
+        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
+    return resolved
 
 
 @contextmanager
@@ -2017,17 +1825,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -2035,13 +1847,11 @@ def dealt_rewards(score, size, batch):
 
 
 # ==== block: the run
-# What a trainer does beside its algorithm: constants and errors, processes, OUTPUT_DIR and its lock,
-# checkpoints and resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it
-# byte-identical in every trainer: change it in one, `python tests/blocks.py FILE` copies it to the others.
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
+# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
 import ast
 import difflib
 import hashlib
-import io
 import json
 import math
 import os
@@ -2063,6 +1873,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 
@@ -2076,8 +1888,7 @@ def first_line(error):
 
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with 1.
-    An error of one process ends all of them; the first that fails prints it."""
+    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -2094,7 +1905,6 @@ def run_main(trainer_class):
             print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
     if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -2111,23 +1921,22 @@ def sentence_of(error):
         return f"USE_WANDB = True: {first_line(error)}"
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run is gone, or was silent ({first_line(error)})"
-    on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
-    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
 
 
 def fails_first():
     """True on the first process of the run that calls it; before they have met, on process 0."""
-    if not _STORE:
-        return rank() == 0
-    with suppress(RuntimeError):  # the store may be gone with the process that held it
-        return _STORE[0].compare_set("failed", "", str(rank())).decode() == str(rank())
-    return False
+    with suppress(Exception):  # no store yet, or gone with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
 
 
 def constants():
-    """Every constant of this file, as it is now."""
-    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    """Every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=plain_name))
 
 
 def plain_name(value):
@@ -2136,11 +1945,9 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is, as JSON has it: constants, this file, and the threads of a process, on
-    which the last bits of sums depend."""
-    values = {**constants(), "OMP_NUM_THREADS": torch.get_num_threads()}
-    values[Path(__file__).name] = file_digest(__file__)["sha256"][:12]
-    return json.loads(json.dumps(values, default=plain_name))
+    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
+    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):
@@ -2158,16 +1965,14 @@ def apply_overrides(words):
         if "str" not in kind or "None" in kind and text == "None":
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        if "float" in kind and type(value) is int:
-            value = float(value)
-        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
-            raise UserError(f"{key}={text} does not fit: {takes}")
+        value = float(value) if "float" in kind and type(value) is int else value
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
         globals()[key] = value
 
 
 def check_constants():
-    """Refuse numbers out of range, unknown words and empty texts before anything is loaded or written."""
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
@@ -2175,9 +1980,6 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-    for key, value in constants().items():
-        if isinstance(value, str) and not value.strip():
-            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
 
 
 def load_pretrained(auto_class, path, constant, **options):
@@ -2190,8 +1992,7 @@ def load_pretrained(auto_class, path, constant, **options):
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
-    processes that torchrun began meet here."""
+    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
     join_processes()
     mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -2208,10 +2009,8 @@ def find_device():
 
 
 def seed_everything(seed):
-    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
-    (a prompt shared by its responses) are added in whatever order the threads come, on the CPU too."""
-    with suppress(ImportError):
-        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
+    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
         import sklearn.metrics  # noqa: F401
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -2222,23 +2021,21 @@ def seed_everything(seed):
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    """The state of Python's, NumPy's and torch's generators, as plain types."""
     name, words, *rest = np.random.get_state()
-    numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    state["torch"] = torch.get_rng_state().tolist()
+    if torch.cuda.is_initialized():  # dropout's
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
-def rng_digest():
-    """One value for the state of all generators."""
-    state = get_rng_state()
-    text = repr((state["python"], state["numpy"])).encode()
-    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
 # ---------------------------------------------------------------- processes
@@ -2249,68 +2046,54 @@ def rank():
 
 
 def world_size():
-    """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-_STORE = []  # by which the processes met
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
-    sharded = globals().get("SHARD") == "fsdp2"
-    if world_size() == 1 and not sharded or dist.is_initialized():
+    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
+    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
     if "MASTER_ADDR" not in os.environ:
         raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
-    store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _STORE.append(store)
-    dist.init_process_group(backend, store=store, **options)
-    first, *others = all_gather(settings())
-    for number, other in enumerate(others, 1):
-        if differ := [name for name in first if other.get(name) != first[name]]:
-            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
+    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
+    everyone = all_gather(settings())
+    for name, value in everyone[0].items():
+        if any(other.get(name) != value for other in everyone):
+            raise UserError(f"the processes differ in {name}: make it the same")
 
 
 def all_gather(value=None):
-    """What every process gives, a list by rank: plain types and tensors, each on the own device."""
+    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
     if not dist.is_initialized():
         return [value]
-    data = io.BytesIO()
-    torch.save(value, data)
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, data.getvalue())
-
-    def here(storage, location):
-        return storage.cuda() if location.startswith("cuda") else storage
-
-    return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
+    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return everyone
 
 
 def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    """What function() gives to the first process, which alone calls it."""
     return all_gather(function() if rank() == 0 else None)[0]
 
 
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
     if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::world_size()]]
+    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
     _DEALING.pop()
-    everyone = all_gather(mine)
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
@@ -2327,24 +2110,16 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill, folder=False):
-    """fill(tmp) writes a file, or a folder's files, which get a manifest; then fsync and rename: `path` is
-    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
-    restore_folder() puts the old one back."""
+def write_whole(path, fill):
+    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
+    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(tmp, ignore_errors=True)
     try:
-        if folder:
-            tmp.mkdir(parents=True)
         fill(tmp)
-        if folder:
-            files = [p for p in sorted(tmp.rglob("*")) if p.is_file()]
-            digests = {str(p.relative_to(tmp)): file_digest(p) for p in files}
-            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
         for part in [*tmp.rglob("*"), tmp]:
             fsync(part)
-        if folder and path.exists():
+        if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
@@ -2352,9 +2127,8 @@ def write_whole(path, fill, folder=False):
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         restore_folder(path)
-        why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
         todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved: {why}; {todo}") from None
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
 
 
 def restore_folder(folder):
@@ -2382,12 +2156,10 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The newest whole checkpoint of a run, or the one that RESUME names, or None to start afresh; asks at a
-    terminal when resume is "ask"."""
-    named = resume not in ("ask", "yes", "no")
-    run = resume if named else output_dir
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
+    run = output_dir if resume in ("ask", "yes", "no") else resume
     checkpoints = list_checkpoints(run) if resume != "no" else []
-    if named and not checkpoints:
+    if run == resume and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
         if fault := checkpoint_fault(folder):
@@ -2401,8 +2173,7 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
     if checkpoints:
-        todo = "put a good copy back, or start afresh with RESUME=no, which keeps the old run"
-        raise UserError(f"no checkpoint in {run} is whole: {todo}")
+        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
 
 
 def move_aside(paths, output_dir, say):
@@ -2415,17 +2186,6 @@ def move_aside(paths, output_dir, say):
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
-def run_facts(device):
-    """Versions, git commit and device, for training_config.json."""
-    words = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-    git = shutil.which("git") and subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": world_size(),
-        "threads": torch.get_num_threads(), "device": name}
-
-
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
     if step < warmup:
@@ -2436,12 +2196,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
 
 
 def read_metrics(path):
-    """The records of metrics.jsonl; a line that is none, by a hand's or a disk's doing, is left out."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def plot_metric(axis, records, phase, key, color, label):
@@ -2461,12 +2216,9 @@ def plot_metric(axis, records, phase, key, color, label):
 
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics)."""
-    from matplotlib.figure import Figure
-
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
-    inch = 1 / figure.get_figheight()
-    # matplotlib's own layouts draw everything twice
+    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -2482,27 +2234,28 @@ def draw_plot(records, path, title, panels):
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. name is that
-    of the plots; `files` are what a new start moves aside, beside its own; best_by are the metrics of an
-    evaluation that best/ and patience follow, the first that is there; later_of_equal: of equally good
-    policies best/ keeps the later; `logs` are further files in logs/, for write()."""
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. `files` are
+    what a new start moves aside, beside its own; best_by the metrics of an evaluation that best/ and patience
+    follow, the first that is there; later_of_equal: of equally good policies best/ keeps the later."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_lines", "wandb_id", "evaluation")
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
         self.device = device
         self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl", *logs))  # by name, open while training
+        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
         self.log_lines = {}  # how many each had when the checkpoint was saved
         self.log = None  # of the texts that say() prints
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
+        form = "{percentage:3.0f}%|{bar:8}| {desc}"
+        self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -2514,16 +2267,12 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
-        of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
-        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
-        chosen = ""
+        self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
-            if self.folder.is_dir():
-                self.take_lock()
-                restore_folder(self.folder / "best")
-            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = all_gather(chosen)[0]
-        self.checkpoint = Path(chosen) if chosen else None  # to go on from
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
+        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
         seed_everything(SEED)
 
     def begin_part(self):
@@ -2535,18 +2284,17 @@ class Run:
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Released when the process exits, even after SIGKILL."""
+        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire()
+            self.lock.acquire(blocking=False)
         except filelock.Timeout:
-            todo = "wait for it, stop it, or set another OUTPUT_DIR"
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
-        model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
-        merged(policy)."""
+        tensors; models and optimizers by their folder's name, the tokenizer, if any, beside each model. Where
+        one is resumed from, state and optimizers become what it holds. best/ keeps merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -2559,10 +2307,13 @@ class Run:
     def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
-        self.open_files(headline)
+        if rank() == 0:
+            self.open_files()
+        self.best_value = all_gather(self.best_value)[0]
+        self.say(headline)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield self
+            yield
             self.listen()
             self.save()
             self.say_the_end()
@@ -2582,17 +2333,14 @@ class Run:
             print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
-        """Whether a signal has come to one of the processes; all call it at the same places. There they find
-        out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
+        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
         if len(set(drawn)) > 1:
-            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
-            raise UserError(f"the processes have drawn different random numbers: {todo}")
+            raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
     def should_continue(self):
-        """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
 
@@ -2618,8 +2366,7 @@ class Run:
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
 
     def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
-        second, some of its responses in samples.jsonl, its line on the terminal."""
+        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
         speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
@@ -2637,16 +2384,14 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
     def write(self, name, lines):
-        """Lines to one of the logs that a resumed run goes on with."""
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
-            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
         self.bar.total = self.total_steps
-        self.bar.set_description_str(line, refresh=False)
-        self.bar.update(self.step - self.bar.n)
+        self.bar.n = self.step
+        self.bar.set_description_str(f"{progress}  {line}")
         self.say(f"{line}  {progress}", terminal=self.bar.disable)
 
     def say(self, text, terminal=True):
@@ -2662,23 +2407,20 @@ class Run:
             self.unlogged = []
 
     def count_skipped(self, finite, ids):
-        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
-        prompts are named, and five in a row end the run."""
+        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
         self.skipped = 0 if finite else self.skipped + 1
         if not finite:
-            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
-            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
+            names = " ".join(sorted(set(ids)))
+            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
-        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
+        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
+        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
-        self.evaluation = metrics
         if not metrics:
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
@@ -2695,24 +2437,22 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.models["policy"]
-            policy = self.merged(policy) if self.merged else policy
+            policy = self.merged(self.models["policy"])
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
-                write_whole(self.folder / "best", fill, folder=True)
+                write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers), folder=True)
+        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -2727,6 +2467,8 @@ class Run:
         saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
         torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(settings(), indent=1))
+        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def fill_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
@@ -2739,22 +2481,20 @@ class Run:
 
     def load_checkpoint(self, folder):
         """State, optimizers and generators as they were; the models were loaded from the same folder."""
-        prompts = getattr(self.state, "prompts", None)
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
                 raise ValueError("it is no state of this trainer")
-            if saved["state"]["prompts"] != prompts:
-                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
+            if (prompts := saved["state"]["prompts"]) != self.state.prompts:
+                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.saved})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                options = [dict(group) for group in optimizer.param_groups]
-                optimizer.load_state_dict(saved["optimizers"][name])
-                for group, now in zip(optimizer.param_groups, options):
-                    group.clear()
-                    group.update(now)  # a changed constant counts from here on
+                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
+                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
+                    group["params"] = old["params"]
+                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
             todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
@@ -2763,27 +2503,12 @@ class Run:
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
-    def open_files(self, headline):
-        if rank() == 0:
-            self.open_folder()
-        self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
-        hidden = rank() > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
-
-    def open_folder(self):
+    def open_files(self):
         """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.lock.is_locked:
-            self.take_lock()
+        self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
-
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -2805,13 +2530,17 @@ class Run:
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a")
+            self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        config = {"constants": constants(), **run_facts(self.device)}
-        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        config = {
+            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
-        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
         records = read_metrics(self.folder / "logs/metrics.jsonl")
         if not records:
             return
@@ -2823,10 +2552,8 @@ class Run:
     def say_the_end(self):
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
-        seconds = time.perf_counter() - self.started
-        why = "Done" if self.step == self.total_steps else "Stopped early"
-        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = self.last_word or end
         self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()
@@ -2859,11 +2586,6 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def rewards_by_mode(candidates, score=None):
     """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
     keys = ("hard", "soft", "gt_prob", score)
@@ -2872,8 +2594,7 @@ def rewards_by_mode(candidates, score=None):
         return getattr(rewards, REWARD_MODE)(*columns)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        todo = "take another mode, or mine what it needs"
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
 
 
 def usable(candidates):
@@ -2947,8 +2668,7 @@ def own_pick(candidates):
 
 
 def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
-    tools/check_up.py makes a picture and a verdict too."""
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
@@ -2962,8 +2682,7 @@ def check_up(groups, proposed, path, say):
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
-        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 
@@ -2989,11 +2708,6 @@ def pack(prompts, responses, pad_id, device):
         response_mask=(torch.arange(width, device=device) < lengths[:, None]).float())
 
 
-def response_lists(batch):
-    """The ids of each response, a list, without what pads it."""
-    return [ids[:n] for ids, n in zip(batch.response_ids.tolist(), batch.response_lengths.tolist())]
-
-
 # ---------------------------------------------------------------- proposals and what the reward says of them
 
 def beam_search(model, prompts, eos, pad_id):
@@ -3012,11 +2726,9 @@ def beam_search(model, prompts, eos, pad_id):
             out = model.generate(ids, attention_mask=mask, generation_config=search, synced_gpus=False)
     finally:
         model.generation_config = own
-    responses = []
-    for row in out[:, ids.shape[1]:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
-        responses.append(row[:end])
-    return responses
+    responses = out[:, ids.shape[1]:].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in responses]
+    return [row[:end] for row, end in zip(responses, ends)]
 
 
 def solutions(tokenizer, row):
@@ -3028,17 +2740,12 @@ def solutions(tokenizer, row):
 
 
 def check_logprobs(candidates):
-    """Refuse a policy whose log-probabilities are not finite, or not what the sampler said of the greedy
-    responses: no reward could be trusted."""
-    apart = []  # nats per token
-    for c in candidates:
-        if not math.isfinite(c["logprob"]):
-            gives = f"gives {c['prompt_id']} a response with log-probability {c['logprob']}"
-            raise UserError(f"the policy {gives}: its weights are broken, or DTYPE does not suit it")
-        if "greedy" in c["source"]:
-            apart.append(abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])))
-    if apart and sum(apart) / len(apart) > (1e-3 if DTYPE == "float32" else 0.05):
-        what = f"scores responses {sum(apart) / len(apart):.2g} nats per token from what it gave them"
+    """Refuse a policy that scores the greedy responses otherwise than it sampled them, or as NaN."""
+    greedy = [c for c in candidates if "greedy" in c["source"]]
+    apart = [abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])) for c in greedy]
+    mean = sum(apart) / max(1, len(apart))  # nats per token
+    if not mean <= (1e-3 if DTYPE == "float32" else 0.05):
+        what = f"scores responses {mean:.2g} nats per token from what it gave them"
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {what} (DTYPE = {DTYPE}): no reward could be trusted")
 
 
@@ -3057,16 +2764,9 @@ def take_parts(c, parts):
         raise UserError(f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {gave}")
 
 
-def part_or_failure(c, parts_of, by_id):
-    """parts_of() one candidate; None where the reward raises, which is written into the candidate."""
-    try:
-        return parts_of([c], by_id)[0]
-    except Exception as error:  # a reward function may raise anything
-        why = " ".join([str(error), *getattr(error, "__notes__", ())])
-        if not isinstance(error, UserError):
-            why = f"{type(error).__name__}: {why}"
-        c.update(eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None)
-        return None
+def gold_probability(logprobs, weights):
+    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
 
 
 def gold_after_working(tokenizer, row, token_ids):
@@ -3107,25 +2807,6 @@ _MINING = """
     BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL VERIFY_TOP VERIFY_RANDOM
     MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
 
-# One row a candidate; source and temperature list every way it was proposed; reward/<part> columns follow
-_COLUMNS = pa.schema([
-    ("prompt_id", pa.string()),
-    ("prompt", pa.string()),
-    ("token_ids", pa.list_(pa.int32())),
-    ("text", pa.string()),
-    ("source", pa.list_(pa.string())),
-    ("temperature", pa.list_(pa.float64())),
-    ("truncated", pa.bool_()),
-    ("logprob", pa.float64()),
-    ("hard", pa.float64()),
-    ("soft", pa.float64()),
-    ("gt_prob", pa.float64()),
-    ("eval_mode", pa.string()),
-    ("eval_failed", pa.bool_()),
-    ("eval_error", pa.string()),
-])
-
-
 def candidates_path(number):
     """The candidates of round `number`, from 1."""
     if CANDIDATES and number == 1:
@@ -3140,11 +2821,11 @@ def candidates_after(number):
 
 
 def write_parquet(records, path, facts):
-    """Candidates as parquet with checksums and what they were mined with, there whole or not at all."""
-    parts = sorted({key for record in records for key in record if key.startswith("reward/")})
-    columns = [*_COLUMNS, *((key, pa.float64()) for key in parts)]
-    schema = pa.schema(columns, metadata={"mined_with": json.dumps(facts)})
-    table = pa.Table.from_pylist(records, schema)
+    """Candidates as parquet with checksums and what they were mined with, there whole or not at all: a row
+    per candidate, of which source and temperature list every way it was proposed."""
+    names = dict.fromkeys(name for record in records for name in record)
+    table = pa.table({name: [record.get(name) for record in records] for name in names})
+    table = table.replace_schema_metadata({"mined_with": json.dumps(facts)})
     write_whole(path, lambda tmp: pq.write_table(table, tmp, write_page_checksum=True))
 
 
@@ -3163,23 +2844,18 @@ def read_candidates(path, rows, vocabulary):
     known is an error."""
     groups = {}
     for number, record in enumerate(read_parquet(path)[0], 1):
-        try:
-            key, ids, hard = record["prompt_id"], record["token_ids"], record["hard"]
-            told, failed = record["prompt"], record["eval_failed"]
-        except KeyError as error:
-            raise UserError(f"{path}: there is no column {error}; docs/rce.md lists those it takes") from None
-        if key not in rows or transcript(rows[key]["prompt"]) != told:
-            fault = f"prompt_id {key!r} with this prompt is not in TRAIN_DATASETS"
-        elif not ids or min(ids) < 0 or max(ids) >= vocabulary:
-            fault = f"token_ids must be 1 or more ids below {vocabulary}, those of ACTOR_MODEL's tokenizer"
-        elif hard not in (0, 1, None) and not failed:
-            fault = f"hard is {hard}; it takes 0, 1 or, where it was not verified, null"
-        else:
-            fault = None
-        if fault:
-            raise UserError(f"{path} row {number}: {fault}")
-        candidate = {"text": "", "source": ["given"], "temperature": [None], **record}
-        groups.setdefault(key, []).append(candidate)
+        where = f"{path} row {number}"
+        lacking = {"prompt_id", "prompt", "token_ids", "hard", "eval_failed"} - record.keys()
+        if lacking:
+            raise UserError(f"{where}: there is no column {lacking.pop()!r}; docs/rce.md lists them")
+        key, ids, hard = (record[name] for name in ("prompt_id", "token_ids", "hard"))
+        if key not in rows or transcript(rows[key]["prompt"]) != record["prompt"]:
+            raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS")
+        if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+            raise UserError(f"{where}: token_ids must be 1 or more ids below {vocabulary}, ACTOR_MODEL's")
+        if hard not in (0, 1, None):
+            raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
+        groups.setdefault(key, []).append({"text": "", "source": ["given"], "temperature": [None], **record})
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
     return [(rows[key], candidates) for key, candidates in groups.items()]

@@ -36,7 +36,7 @@ training_metrics_detailed.png and rce_icl_metrics_with_entropy.png. docs/rce_icl
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
-the network    Pointer                               the embedding  EMBEDDING; embed
+the network    Pointer                               the embedding  EMBEDDING; make_embedder
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
 """
@@ -52,6 +52,7 @@ import numpy as np
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 import torch  # noqa: E402
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
@@ -78,23 +79,18 @@ TEST_QUERIES: int | None = None  # only the first so many; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
 # Embeddings: "tfidf" (truncated SVD of TF-IDF, fitted on the demonstrations), or a folder or hub name of a
-# sentence or CLIP model; or a .npy or .pt file a data set, a row a vector
+# sentence model
 EMBEDDING = "tfidf"
 EMBEDDING_SIZE = 400  # of tfidf
-EMBEDDING_POOLING = "mean"  # mean | pooled: over a hub model's tokens, or its own pooled output
-TRAIN_VECTORS: str | None = None
-TEST_VECTORS: str | None = None
 EMBED_ANSWERS = True  # a candidate's vector has that of its answer beside that of its text
 
 # Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
-# or, where the data has images, of an image-text-to-text model
 READER = "votes"
 PRIOR_STRENGTH = 0.2  # of votes: what the class prior weighs against a demonstration of similarity 1
 INSTRUCTION: str | None = None  # what a language model reads first
 DEMONSTRATION = "Question: {text}\nAnswer: {answer}\n\n"
 QUERY = "Question: {text}\nAnswer:"
 CHAT_TEMPLATE = True  # the prompt is a user's message to a language model that has a template; False: a text
-ANSWER_END = "line"  # line | eos: what ends an answer, so that golds exclude one another; EOS always does
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
 DTYPE = "float32"  # float32 | bfloat16, of hub models
@@ -154,7 +150,6 @@ FREEZE = True  # attention, norms and gate alone are trained
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
-RERANK = 0  # the reader picks, by gt_prob, among so many beams: an upper bound, as it needs the golds; 0: off
 BOOTSTRAP = 2000  # resamples of the paired intervals
 
 # Bookkeeping
@@ -178,7 +173,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
-    "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS RERANK": (0, 1e12),
+    "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
@@ -186,10 +181,8 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "DROPOUT": (0, 0.9),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train"],
-    "EMBEDDING_POOLING": ["mean", "pooled"],
     "GOLDS": ["aliases", "annotators"],
     "POOL": ["random", "similarity"],
-    "ANSWER_END": ["line", "eos"],
     "DTYPE": ["float32", "bfloat16"],
     "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
     "WEIGHT_REWARDS": ["raw", "zscore"],
@@ -242,17 +235,9 @@ def shaped_rewards(candidates):
 
 class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
-
-    def __init__(self, query_size=1, candidate_size=1, hidden_size=64, layers=1, heads=4, dropout=0.0,
-                 pointer_temperature=0.1, **others):
-        self.query_size = query_size
-        self.candidate_size = candidate_size
-        self.hidden_size = hidden_size
-        self.layers = layers
-        self.heads = heads
-        self.dropout = dropout
-        self.pointer_temperature = pointer_temperature
-        super().__init__(**others)
+    query_size = candidate_size = hidden_size = layers = heads = 1
+    dropout = 0.0
+    pointer_temperature = 1.0
 
 
 class Pointer(PreTrainedModel):
@@ -337,20 +322,16 @@ class Pointer(PreTrainedModel):
         return lists, scores
 
     def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
-        """Lists drawn with uniform numbers (queries, lists, choices) at a temperature: pointers of that
-        shape."""
-        check_room(pool, uniform.shape[-1])
+        """Lists drawn with uniform numbers (queries, lists, choices, pool) at a temperature, as Gumbel's
+        maximum: pointers (queries, lists, choices)."""
+        check_room(pool, uniform.shape[2])
         state, keys = encoded or self.encode(queries, vectors, pool)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
-        for numbers in uniform.unbind(-1):
+        for numbers in uniform.unbind(2):
             logprobs = self.choice_logprobs(state, keys, taken)
-            probabilities = (logprobs / temperature).masked_fill(taken, -1e9).softmax(-1)
-            sums = probabilities.double().cumsum(-1)
-            choice = torch.searchsorted(sums, numbers.double()[..., None] * sums[..., -1:], right=True)
-            last = (~taken).long().cumsum(-1).argmax(-1, keepdim=True)  # the last that is open
-            choice = torch.minimum(choice, last)[..., 0]
+            choice = (logprobs / temperature - (-numbers.clamp(min=1e-9).log()).log()).argmax(-1)
             lists.append(choice)
             taken = taken.scatter(2, choice[..., None], True)
             state = self.advance(state, keys, choice)
@@ -450,8 +431,6 @@ class ICLTrainer:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
-            some = [(q, [self.demos[j] for j in self.corpus.pool_of(q)[:SHOTS]]) for q in queries[:8]]
-            check_reader(self.reader, some, self.run.say)
             if not self.mine(path, queries, SHOTS):
                 return False
         digest = file_digest(path)["sha256"] if path.exists() else None
@@ -524,7 +503,7 @@ class ICLTrainer:
         """GROUP_SIZE lists a query drawn from the policy as it is, answered now: candidates and rewards."""
         with self.run.timed("rollout"):
             self.policy.eval()
-            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS)
+            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS, batch.pool.shape[1])
             inputs = batch.vectors, self.corpus.vectors, batch.pool
             pointers = self.policy.sample(*inputs, uniform.to(self.device)).tolist()
             groups = []
@@ -610,7 +589,10 @@ class ICLTrainer:
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
-        write_whole(self.run.folder / "rce", self.save_rce, folder=True)
+        def fill(folder):
+            self.run.save_model(self.policy, folder / "policy")
+
+        write_whole(self.run.folder / "rce", fill)
         self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
         self.state.stage = "grpo"
         self.state.begin = self.run.step
@@ -620,9 +602,6 @@ class ICLTrainer:
         self.run.begin_part()
         self.plan_steps()
         self.run.save()
-
-    def save_rce(self, folder):
-        self.run.save_model(self.policy, folder / "policy")
 
     def freeze(self):
         """Attention, norms and gate alone learn."""
@@ -754,8 +733,6 @@ def load_rows(datasets, constant, limit=None):
 
 def read_records(spec, where):
     """Yields (line number from 1, record) of one data set."""
-    if spec["type"] not in ("jsonl", "parquet", "hub"):
-        raise UserError(f"{where}: type {spec['type']!r} is unknown: it takes jsonl, parquet or hub")
     try:
         if spec["type"] == "jsonl":
             records = Path(spec["path"]).read_bytes().split(b"\n")
@@ -787,25 +764,22 @@ def look_up(record, path, where):
 
 
 def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one), "number" or "texts" (a list, or one)."""
+    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
         items = value if isinstance(value, list) and value else [value]
         return [read_as("text", item, where) for item in items]
-    right = (int, float) if kind == "number" else (str, int, float)
-    if not isinstance(value, right) or value != value:  # NaN
-        takes = "a number" if kind == "number" else "a text or a number"
-        raise UserError(f"{where} must be {takes}, not {repr(value)[:80]}: mend or delete it")
-    return value if kind == "number" else str(value)
+    if not isinstance(value, (str, int, float)) or value != value:  # NaN
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+    return str(value)
 
 
 def read_prompt(value, where):
     """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    def without_nulls(record):  # parquet and the hub fill in the keys that a message lacks
-        return {key: item for key, item in record.items() if item is not None}
-
     if isinstance(value, str) and value.strip():
         return value
-    messages = json.loads(json.dumps(value, default=list), object_hook=without_nulls)
+    # without the nulls that parquet and the hub fill in for keys that a message lacks
+    messages = json.loads(json.dumps(value, default=str), object_hook=lambda record: {
+        key: item for key, item in record.items() if item is not None})
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -836,18 +810,17 @@ def next_rows(rows, state, count):
 
 def resolve_rewards(functions, constant):
     """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = {}
+    resolved = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
         function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = getattr(function, "__name__", type(function).__name__)
-        while name in resolved:  # such as two lambdas
-            name += "_2"
-        resolved[name] = (name, function, float(pair[1]))
-    return list(resolved.values())
+        name = plain_name(function)
+        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
+        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
+    return resolved
 
 
 @contextmanager
@@ -901,17 +874,21 @@ def check_scores(name, values, count, each="response"):
     return scores
 
 
-def dealt_rewards(score, size, batch):
-    """Scores, (rows,) or (rows, width), and {part: its values (rows,)} of a batch's responses: score(prompts,
-    responses, answers, columns) gives them for `size` responses at a time, dealt out to the processes."""
+def dealt_rewards(trainer, name, function, batch, width=None):
+    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
+    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+    size = BATCH_SIZE * GROUP_SIZE
+
     def work(i):
         rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
         lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
         columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        trainer.reward_parts = {}
         with time_limit():
-            scores, parts = score(*lists, columns)
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts.items()}
+            scores = call_reward(name, function, *lists, columns, width)
+        parts = trainer.reward_parts.items()
+        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
@@ -919,13 +896,11 @@ def dealt_rewards(score, size, batch):
 
 
 # ==== block: the run
-# What a trainer does beside its algorithm: constants and errors, processes, OUTPUT_DIR and its lock,
-# checkpoints and resume, logs, plots, signals. Edit it freely in a copy of your own; the repository keeps it
-# byte-identical in every trainer: change it in one, `python tests/blocks.py FILE` copies it to the others.
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
+# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
 import ast
 import difflib
 import hashlib
-import io
 import json
 import math
 import os
@@ -947,6 +922,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 
@@ -960,8 +937,7 @@ def first_line(error):
 
 def run_main(trainer_class):
     """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM. What a reward function raised, and what we did not foresee, keeps its traceback and exits with 1.
-    An error of one process ends all of them; the first that fails prints it."""
+    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
     try:
         apply_overrides(sys.argv[1:])
         trainer = trainer_class()
@@ -978,7 +954,6 @@ def run_main(trainer_class):
             print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
     if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -995,23 +970,22 @@ def sentence_of(error):
         return f"USE_WANDB = True: {first_line(error)}"
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run is gone, or was silent ({first_line(error)})"
-    on_cpu = "DefaultCPUAllocator" in str(error)  # nor torch for this
-    if on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
 
 
 def fails_first():
     """True on the first process of the run that calls it; before they have met, on process 0."""
-    if not _STORE:
-        return rank() == 0
-    with suppress(RuntimeError):  # the store may be gone with the process that held it
-        return _STORE[0].compare_set("failed", "", str(rank())).decode() == str(rank())
-    return False
+    with suppress(Exception):  # no store yet, or gone with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
 
 
 def constants():
-    """Every constant of this file, as it is now."""
-    return {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    """Every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=plain_name))
 
 
 def plain_name(value):
@@ -1020,11 +994,9 @@ def plain_name(value):
 
 
 def settings():
-    """What makes a run what it is, as JSON has it: constants, this file, and the threads of a process, on
-    which the last bits of sums depend."""
-    values = {**constants(), "OMP_NUM_THREADS": torch.get_num_threads()}
-    values[Path(__file__).name] = file_digest(__file__)["sha256"][:12]
-    return json.loads(json.dumps(values, default=plain_name))
+    """What makes a run what it is: constants, this file, and threads, on which sums' last bits depend."""
+    source = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **source, "OMP_NUM_THREADS": torch.get_num_threads()}
 
 
 def apply_overrides(words):
@@ -1042,16 +1014,14 @@ def apply_overrides(words):
         if "str" not in kind or "None" in kind and text == "None":
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        if "float" in kind and type(value) is int:
-            value = float(value)
-        if type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            takes = f"{key} takes {kind.replace('|', 'or')}, as in {key}={globals()[key]}"
-            raise UserError(f"{key}={text} does not fit: {takes}")
+        value = float(value) if "float" in kind and type(value) is int else value
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
+            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
         globals()[key] = value
 
 
 def check_constants():
-    """Refuse numbers out of range, unknown words and empty texts before anything is loaded or written."""
+    """Refuse numbers out of range and unknown words before anything is loaded or written."""
     for keys, allowed in _LIMITS.items():
         for key in keys.split():
             value = globals()[key]
@@ -1059,9 +1029,6 @@ def check_constants():
                 raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
             if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
                 raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-    for key, value in constants().items():
-        if isinstance(value, str) and not value.strip():
-            raise UserError(f"{key} = {value!r}: it takes a text that is not empty")
 
 
 def load_pretrained(auto_class, path, constant, **options):
@@ -1074,8 +1041,7 @@ def load_pretrained(auto_class, path, constant, **options):
 
 
 def find_device():
-    """The device that DEVICE names; auto takes the best there is, each process of a machine its own GPU. The
-    processes that torchrun began meet here."""
+    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
     join_processes()
     mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
     best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -1092,10 +1058,8 @@ def find_device():
 
 
 def seed_everything(seed):
-    """Seed every generator and ask for deterministic kernels: without them gradients that meet at one index
-    (a prompt shared by its responses) are added in whatever order the threads come, on the CPU too."""
-    with suppress(ImportError):
-        # Where it is installed transformers imports it somewhere within a run, and it takes a random number
+    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
+    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
         import sklearn.metrics  # noqa: F401
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -1106,23 +1070,21 @@ def seed_everything(seed):
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types and a tensor."""
+    """The state of Python's, NumPy's and torch's generators, as plain types."""
     name, words, *rest = np.random.get_state()
-    numpy = (name, words.tolist(), *rest)
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    state["torch"] = torch.get_rng_state().tolist()
+    if torch.cuda.is_initialized():  # dropout's
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
 
 
 def set_rng_state(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
-def rng_digest():
-    """One value for the state of all generators."""
-    state = get_rng_state()
-    text = repr((state["python"], state["numpy"])).encode()
-    return hashlib.sha256(text + state["torch"].numpy().tobytes()).hexdigest()
+    torch.set_rng_state(torch.ByteTensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
 # ---------------------------------------------------------------- processes
@@ -1133,68 +1095,54 @@ def rank():
 
 
 def world_size():
-    """How many of them make this run: torchrun --nproc_per_node=N."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-_STORE = []  # by which the processes met
 _DEALING = []  # not empty: this process is at its share, which is its own alone
 
 
 def join_processes():
-    """Meet the others. Objects go by gloo, gradients by the device's own way, in one order of addition."""
-    sharded = globals().get("SHARD") == "fsdp2"
-    if world_size() == 1 and not sharded or dist.is_initialized():
+    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
+    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
         return
     if "PROCESS_TIMEOUT" not in globals():
         raise UserError("it runs as one process: start it with python, not torchrun")
     if "MASTER_ADDR" not in os.environ:
         raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    options = {"timeout": timedelta(seconds=PROCESS_TIMEOUT), "world_size": world_size(), "rank": rank()}
-    store = next(dist.rendezvous("env://", timeout=options["timeout"]))[0]
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        # torchrun keeps its store over a restart, with the addresses of processes that are gone
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _STORE.append(store)
-    dist.init_process_group(backend, store=store, **options)
-    first, *others = all_gather(settings())
-    for number, other in enumerate(others, 1):
-        if differ := [name for name in first if other.get(name) != first[name]]:
-            raise UserError(f"process {number} has another {differ[0]} than process 0: make them the same")
+    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
+    everyone = all_gather(settings())
+    for name, value in everyone[0].items():
+        if any(other.get(name) != value for other in everyone):
+            raise UserError(f"the processes differ in {name}: make it the same")
 
 
 def all_gather(value=None):
-    """What every process gives, a list by rank: plain types and tensors, each on the own device."""
+    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
     if not dist.is_initialized():
         return [value]
-    data = io.BytesIO()
-    torch.save(value, data)
     everyone = [None] * world_size()
-    dist.all_gather_object(everyone, data.getvalue())
-
-    def here(storage, location):
-        return storage.cuda() if location.startswith("cuda") else storage
-
-    return [torch.load(io.BytesIO(x), map_location=here, weights_only=True) for x in everyone]
+    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return everyone
 
 
 def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it; plain types or tensors."""
+    """What function() gives to the first process, which alone calls it."""
     return all_gather(function() if rank() == 0 else None)[0]
 
 
 def map_over_ranks(parts, work):
     """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    parts = list(parts)
     if _DEALING or world_size() == 1:
         return [work(part) for part in parts]
     _DEALING.append(work)
-    mine = [work(part) for part in parts[rank()::world_size()]]
+    everyone = all_gather([work(part) for part in parts[rank()::world_size()]])
     _DEALING.pop()
-    everyone = all_gather(mine)
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
@@ -1211,24 +1159,16 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill, folder=False):
-    """fill(tmp) writes a file, or a folder's files, which get a manifest; then fsync and rename: `path` is
-    there whole or not at all. What is there already is replaced; killed between a folder's two renames,
-    restore_folder() puts the old one back."""
+def write_whole(path, fill):
+    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
+    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(tmp, ignore_errors=True)
     try:
-        if folder:
-            tmp.mkdir(parents=True)
         fill(tmp)
-        if folder:
-            files = [p for p in sorted(tmp.rglob("*")) if p.is_file()]
-            digests = {str(p.relative_to(tmp)): file_digest(p) for p in files}
-            (tmp / "manifest.json").write_text(json.dumps(digests, indent=1))
         for part in [*tmp.rglob("*"), tmp]:
             fsync(part)
-        if folder and path.exists():
+        if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
@@ -1236,9 +1176,8 @@ def write_whole(path, fill, folder=False):
     except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         restore_folder(path)
-        why = "the disk is full" if shutil.disk_usage(path.parent).free < 2**26 else first_line(error)
         todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved: {why}; {todo}") from None
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
 
 
 def restore_folder(folder):
@@ -1266,12 +1205,10 @@ def list_checkpoints(output_dir):
 
 
 def choose_checkpoint(resume, output_dir, say):
-    """The newest whole checkpoint of a run, or the one that RESUME names, or None to start afresh; asks at a
-    terminal when resume is "ask"."""
-    named = resume not in ("ask", "yes", "no")
-    run = resume if named else output_dir
+    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
+    run = output_dir if resume in ("ask", "yes", "no") else resume
     checkpoints = list_checkpoints(run) if resume != "no" else []
-    if named and not checkpoints:
+    if run == resume and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
         if fault := checkpoint_fault(folder):
@@ -1285,8 +1222,7 @@ def choose_checkpoint(resume, output_dir, say):
             pass
         return folder if reply == "y" else None
     if checkpoints:
-        todo = "put a good copy back, or start afresh with RESUME=no, which keeps the old run"
-        raise UserError(f"no checkpoint in {run} is whole: {todo}")
+        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
 
 
 def move_aside(paths, output_dir, say):
@@ -1299,17 +1235,6 @@ def move_aside(paths, output_dir, say):
         say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
 
 
-def run_facts(device):
-    """Versions, git commit and device, for training_config.json."""
-    words = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-    git = shutil.which("git") and subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})"
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "git_commit": git or None,
-        "transformers": transformers.__version__, "processes": world_size(),
-        "threads": torch.get_num_threads(), "device": name}
-
-
 def learning_rate_scale(step, total, warmup, kind, halvings):
     """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
     if step < warmup:
@@ -1320,12 +1245,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
 
 
 def read_metrics(path):
-    """The records of metrics.jsonl; a line that is none, by a hand's or a disk's doing, is left out."""
-    records = []
-    for line in Path(path).read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def plot_metric(axis, records, phase, key, color, label):
@@ -1345,12 +1265,9 @@ def plot_metric(axis, records, phase, key, color, label):
 
 def draw_plot(records, path, title, panels):
     """A grid of panels, each (y label, metrics)."""
-    from matplotlib.figure import Figure
-
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
-    inch = 1 / figure.get_figheight()
-    # matplotlib's own layouts draw everything twice
+    inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
@@ -1366,27 +1283,28 @@ def draw_plot(records, path, title, panels):
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. name is that
-    of the plots; `files` are what a new start moves aside, beside its own; best_by are the metrics of an
-    evaluation that best/ and patience follow, the first that is there; later_of_equal: of equally good
-    policies best/ keeps the later; `logs` are further files in logs/, for write()."""
+    """One run in OUTPUT_DIR: its lock, log files, bar, plots, checkpoints, signals and counters. `files` are
+    what a new start moves aside, beside its own; best_by the metrics of an evaluation that best/ and patience
+    follow, the first that is there; later_of_equal: of equally good policies best/ keeps the later."""
 
     saved = (  # of its attributes, in a checkpoint
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
         "log_lines", "wandb_id", "evaluation")
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False, logs=()):
+    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
         self.device = device
         self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
         self.best_by = best_by
         self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl", *logs))  # by name, open while training
+        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
         self.log_lines = {}  # how many each had when the checkpoint was saved
         self.log = None  # of the texts that say() prints
         self.unlogged = []  # those from before it was there
         self.step = 0  # steps done
         self.total_steps = 0
+        form = "{percentage:3.0f}%|{bar:8}| {desc}"
+        self.bar = tqdm(disable=rank() > 0 or None, leave=False, dynamic_ncols=True, bar_format=form)
         self.begin_part()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
@@ -1398,16 +1316,12 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.folder = Path(OUTPUT_DIR)
-        of_process = {"thread_local": False, "is_singleton": True}  # a notebook may make another trainer
-        self.lock = filelock.FileLock(self.folder / ".lock", blocking=False, **of_process)
-        chosen = ""
+        self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
-            if self.folder.is_dir():
-                self.take_lock()
-                restore_folder(self.folder / "best")
-            chosen = str(choose_checkpoint(resume or RESUME, OUTPUT_DIR, self.say) or "")
-        chosen = all_gather(chosen)[0]
-        self.checkpoint = Path(chosen) if chosen else None  # to go on from
+            self.take_lock()
+            restore_folder(self.folder / "best")
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
+        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
         seed_everything(SEED)
 
     def begin_part(self):
@@ -1419,18 +1333,17 @@ class Run:
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Released when the process exits, even after SIGKILL."""
+        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire()
+            self.lock.acquire(blocking=False)
         except filelock.Timeout:
-            todo = "wait for it, stop it, or set another OUTPUT_DIR"
-            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: {todo}") from None
+            raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=None):
+    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
         """What a checkpoint holds beside the run's counters: state, a namespace of numbers, texts and
-        tensors; models and optimizers by their folder's name; the tokenizer, if any, is saved beside each
-        model. Where a checkpoint is resumed from, state and optimizers become what it holds. best/ keeps
-        merged(policy)."""
+        tensors; models and optimizers by their folder's name, the tokenizer, if any, beside each model. Where
+        one is resumed from, state and optimizers become what it holds. best/ keeps merged(policy)."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -1443,10 +1356,13 @@ class Run:
     def session(self, headline):
         """The whole of training, files open, signals caught; at the end a checkpoint."""
         self.signal = None
-        self.open_files(headline)
+        if rank() == 0:
+            self.open_files()
+        self.best_value = all_gather(self.best_value)[0]
+        self.say(headline)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield self
+            yield
             self.listen()
             self.save()
             self.say_the_end()
@@ -1466,17 +1382,14 @@ class Run:
             print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
 
     def listen(self):
-        """Whether a signal has come to one of the processes; all call it at the same places. There they find
-        out, too, whether one has drawn random numbers that the others have not."""
-        signals, drawn = zip(*all_gather((self.signal or 0, rng_digest())))
+        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
+        signals, drawn = zip(*all_gather((self.signal or 0, repr(get_rng_state()))))
         if len(set(drawn)) > 1:
-            todo = "a function of yours (a reward's, say) that draws them needs a generator of its own"
-            raise UserError(f"the processes have drawn different random numbers: {todo}")
+            raise UserError("the processes drew different random numbers: give your functions a generator")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
     def should_continue(self):
-        """Whether another step is to be done."""
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return not self.listen() and not out_of_patience and self.step < self.total_steps
 
@@ -1502,8 +1415,7 @@ class Run:
         self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
 
     def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step is done: its object in metrics.jsonl, with how many tokens (or another unit) it made a
-        second, some of its responses in samples.jsonl, its line on the terminal."""
+        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
         self.step += 1
         seconds = {f"seconds/{what}": value for what, value in self.times.items()}
         speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
@@ -1521,16 +1433,14 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
 
     def write(self, name, lines):
-        """Lines to one of the logs that a resumed run goes on with."""
         if rank() == 0:
             self.logs[name].writelines(line + "\n" for line in lines)
-            self.logs[name].flush()
 
     def show(self, line, progress):
         """A line beside the bar and, with how far things are, in the log; without a terminal in both."""
         self.bar.total = self.total_steps
-        self.bar.set_description_str(line, refresh=False)
-        self.bar.update(self.step - self.bar.n)
+        self.bar.n = self.step
+        self.bar.set_description_str(f"{progress}  {line}")
         self.say(f"{line}  {progress}", terminal=self.bar.disable)
 
     def say(self, text, terminal=True):
@@ -1546,23 +1456,20 @@ class Run:
             self.unlogged = []
 
     def count_skipped(self, finite, ids):
-        """After an optimizer step that was taken or, its loss or gradient not finite, skipped: then its
-        prompts are named, and five in a row end the run."""
+        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
         self.skipped = 0 if finite else self.skipped + 1
         if not finite:
-            what = f"step {self.step + 1}: loss or gradient not finite, skipped"
-            self.say(f"WARNING: {what}; prompts {' '.join(sorted(set(ids)))}")
+            names = " ".join(sorted(set(ids)))
+            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
     def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value in best/; count how many are not
-        better by EARLY_STOPPING_THRESHOLD than the last one that was."""
+        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
         started = time.perf_counter()
         metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = all_gather(metrics)[0]  # what follows from them is the same on all
+        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
         self.evaluated_at = self.step
-        self.evaluation = metrics
         if not metrics:
             return
         self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
@@ -1579,24 +1486,22 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.models["policy"]
-            policy = self.merged(policy) if self.merged else policy
+            policy = self.merged(self.models["policy"])
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
-                write_whole(self.folder / "best", fill, folder=True)
+                write_whole(self.folder / "best", fill)
 
     def save(self):
-        """Write step_N/ whole or not at all, prune, redraw the plots."""
+        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
         folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
         if broadcast_from_rank0(folder.exists):
             return
-        # by all processes: see gather_weights()
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
         self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers), folder=True)
+        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
@@ -1611,6 +1516,8 @@ class Run:
         saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
         torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(settings(), indent=1))
+        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def fill_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
@@ -1623,22 +1530,20 @@ class Run:
 
     def load_checkpoint(self, folder):
         """State, optimizers and generators as they were; the models were loaded from the same folder."""
-        prompts = getattr(self.state, "prompts", None)
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
                 raise ValueError("it is no state of this trainer")
-            if saved["state"]["prompts"] != prompts:
-                raise ValueError(f"of {saved['state']['prompts']} training prompts, there are {prompts}")
+            if (prompts := saved["state"]["prompts"]) != self.state.prompts:
+                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.saved})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                options = [dict(group) for group in optimizer.param_groups]
-                optimizer.load_state_dict(saved["optimizers"][name])
-                for group, now in zip(optimizer.param_groups, options):
-                    group.clear()
-                    group.update(now)  # a changed constant counts from here on
+                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
+                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
+                    group["params"] = old["params"]
+                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
             todo = f"take one that this version of {Path(__file__).name} made of the same data, or RESUME=no"
@@ -1647,27 +1552,12 @@ class Run:
             if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
                 self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
-    def open_files(self, headline):
-        if rank() == 0:
-            self.open_folder()
-        self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
-        hidden = rank() > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=hidden, dynamic_ncols=True,
-            leave=False, bar_format="{percentage:3.0f}%|{bar:8}| {remaining} left  {desc}")
-        self.started = time.perf_counter()
-        self.clock = (self.started, self.step)
-
-    def open_folder(self):
+    def open_files(self):
         """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
         logs = self.folder / "logs"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.lock.is_locked:
-            self.take_lock()
+        self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
-
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -1689,13 +1579,17 @@ class Run:
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
             write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a")
+            self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
-        config = {"constants": constants(), **run_facts(self.device)}
-        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1, default=plain_name))
+        config = {
+            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")}
+        (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
-        """Every metric, and the algorithm's own, from metrics.jsonl alone."""
         records = read_metrics(self.folder / "logs/metrics.jsonl")
         if not records:
             return
@@ -1707,10 +1601,8 @@ class Run:
     def say_the_end(self):
         best = self.folder / "best/policy"
         policy = best if best.exists() else self.checkpoint / "policy"
-        seconds = time.perf_counter() - self.started
-        why = "Done" if self.step == self.total_steps else "Stopped early"
-        end = f"{why} at step {self.step} of {self.total_steps} after {seconds:.0f} s"
-        end = self.last_word or f"{end}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+        end = self.last_word or end
         self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
         if self.wandb:
             self.wandb.finish()
@@ -1743,11 +1635,6 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
 
 
-def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
-
-
 def rewards_by_mode(candidates, score=None):
     """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
     keys = ("hard", "soft", "gt_prob", score)
@@ -1756,8 +1643,7 @@ def rewards_by_mode(candidates, score=None):
         return getattr(rewards, REWARD_MODE)(*columns)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        todo = "take another mode, or mine what it needs"
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: {todo}") from None
+        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
 
 
 def usable(candidates):
@@ -1831,8 +1717,7 @@ def own_pick(candidates):
 
 
 def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable.
-    tools/check_up.py makes a picture and a verdict too."""
+    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
@@ -1846,8 +1731,7 @@ def check_up(groups, proposed, path, say):
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
     say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        kept = f"{len(failed)} of {figures['candidates']} candidates, kept but not trained on"
-        say(f"WARNING: scoring failed for {kept}: {failed[0]}")
+        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
 # ==== end of block: mining and check-up
 
@@ -1871,16 +1755,14 @@ def check_lists():
         raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
     if HIDDEN_SIZE % HEADS:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
-    if bool(TRAIN_VECTORS) != bool(TEST_VECTORS):
-        raise UserError("TRAIN_VECTORS and TEST_VECTORS belong together: give both or neither")
 
 
 def load_examples(spec, constant, split, limit=None):
     """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold
     that is named most often, which a demonstration shows. number is the row's, from 0."""
     needs = {"path", "type", "input", "output"}
-    texts = isinstance(spec, dict) and all(isinstance(x, str) and x for x in (*spec, *spec.values()))
-    if not texts or needs - set(spec) or set(spec) - needs - {"image", "name", "split"}:
+    texts = isinstance(spec, dict) and all(isinstance(x, str) for x in (*spec, *spec.values()))
+    if not texts or not needs <= set(spec) <= needs | {"image", "name", "split"}:
         takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
@@ -1958,20 +1840,18 @@ class TfidfEmbedder:
         self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=rare)
         try:
             counts = self.words.fit_transform([demo["text"] for demo in demos])
-        except ValueError as error:  # no word at all, or none in `rare` texts
-            why = f"finds no words in the demonstrations ({first_line(error)})"
-            raise UserError(f"EMBEDDING = 'tfidf' {why}: give a sentence model or vectors") from None
-        size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
-        if size < 1:
-            raise UserError("EMBEDDING = 'tfidf': the demonstrations have fewer than two different words")
-        self.svd = TruncatedSVD(size, random_state=0).fit(counts)
+            size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
+            self.svd = TruncatedSVD(size, random_state=0).fit(counts)
+        except ValueError as error:  # no word at all, none in `rare` texts, or one alone
+            why = f"finds too few words in the demonstrations ({first_line(error)})"
+            raise UserError(f"EMBEDDING = 'tfidf' {why}: give a sentence model") from None
 
-    def texts(self, texts):
-        return self.svd.transform(self.words.transform(texts))
+    def vectors(self, rows):
+        return self.svd.transform(self.words.transform([row["text"] for row in rows]))
 
 
 class HubEmbedder:
-    """A sentence model: the mean over its last layer's tokens, or its own pooled output."""
+    """A sentence model: the mean over its last layer's tokens."""
 
     def __init__(self, name, device):
         from transformers import AutoModel, AutoTokenizer
@@ -1984,41 +1864,22 @@ class HubEmbedder:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
 
     @torch.no_grad()
-    def texts(self, texts):
-        vectors = []
+    def vectors(self, rows):
+        means = []
         limit = min(512, self.tokenizer.model_max_length)
-        for i in range(0, len(texts), READER_BATCH_SIZE):
+        for i in range(0, len(rows), READER_BATCH_SIZE):
+            texts = [row["text"] for row in rows[i:i + READER_BATCH_SIZE]]
             read = self.tokenizer(
-                texts[i:i + READER_BATCH_SIZE], padding=True, truncation=True, max_length=limit,
-                return_tensors="pt").to(self.model.device)
-            out = self.model(**read)
-            if EMBEDDING_POOLING == "mean":
-                mask = read["attention_mask"][..., None].to(out.last_hidden_state.dtype)
-                vectors.append((out.last_hidden_state * mask).sum(1) / mask.sum(1))
-            elif getattr(out, "pooler_output", None) is not None:
-                vectors.append(out.pooler_output)
-            else:
-                raise UserError(f"EMBEDDING = {EMBEDDING!r} has no pooled output: set EMBEDDING_POOLING=mean")
-        return torch.cat(vectors).float().cpu().numpy()
+                texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+            states = self.model(**read.to(self.model.device)).last_hidden_state
+            mask = read["attention_mask"][..., None].to(states.dtype)
+            means.append((states * mask).sum(1) / mask.sum(1))
+        return torch.cat(means).float().cpu().numpy()
 
 
-def vectors_of_files(examples):
-    """Vectors that were given, (examples, d): the rows of a .npy or .pt file are those of the data set's."""
-    paths = {"train": TRAIN_VECTORS, "validation": TRAIN_VECTORS, "test": TEST_VECTORS}
-    tables = {}
-    for path in (TRAIN_VECTORS, TEST_VECTORS):
-        try:
-            table = np.load(path) if path.endswith(".npy") else torch.load(path, weights_only=True).numpy()
-        except Exception as error:  # both raise many kinds
-            raise UserError(f"{path} cannot be read as vectors ({first_line(error)})") from None
-        count = max(e["number"] for e in examples if paths[e["split"]] == path) + 1
-        if table.ndim != 2 or len(table) < count or not np.isfinite(table).all():
-            raise UserError(f"{path}, of shape {table.shape}, must be {count} rows of finite numbers")
-        tables[path] = table
-    widths = {table.shape[1] for table in tables.values()}
-    if len(widths) > 1:
-        raise UserError(f"TRAIN_VECTORS and TEST_VECTORS must be equally wide, not {widths}")
-    return np.stack([tables[paths[e["split"]]][e["number"]] for e in examples])
+def make_embedder(demos, device):
+    """vectors(rows), (rows, d), of rows with "text" and "image". Replace it by your own."""
+    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
 
 
 def scaled(vectors):
@@ -2033,46 +1894,37 @@ def embed_splits(splits, demos, device, say):
     every = list({id(e): e for rows in (demos, *splits.values()) for e in rows}.values())
     every.sort(key=lambda e: (e["split"] == "test", e["number"]))
     answers = sorted({demo["answer"] for demo in demos})
-    if TRAIN_VECTORS:
-        vectors, of_answers = scaled(vectors_of_files(every)), None
-    else:
-        facts = [EMBEDDING, EMBEDDING_SIZE, EMBEDDING_POOLING, answers]
-        facts += [[e["id"], e["text"], e["split"]] for e in every]
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
-        if not path.exists():
-            embedder = make_embedder(demos, device)
-            texts = [e["text"] for e in every], [answer.replace("_", " ") for answer in answers]
-            arrays = [scaled(embedder.texts(some)) for some in texts]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
-            say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
-        with np.load(path) as file:
-            vectors, of_answers = file["arr_0"], file["arr_1"]
+    facts = [EMBEDDING, EMBEDDING_SIZE, answers, *([e["id"], e["text"], e["split"]] for e in every)]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
+    if not path.exists():
+        embedder = make_embedder(demos, device)
+        shown = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
+        arrays = [scaled(embedder.vectors(rows)) for rows in (every, shown)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
+        say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
+    with np.load(path) as file:
+        vectors, of_answers = file["arr_0"], dict(zip(answers, file["arr_1"]))
     for example, vector in zip(every, vectors):
         example["vector"] = vector
     for demo in demos:
-        demo["candidate_vector"] = demo["vector"]
-        if EMBED_ANSWERS and of_answers is not None:
-            of_answer = of_answers[answers.index(demo["answer"])]
-            demo["candidate_vector"] = np.concatenate([demo["vector"], of_answer])
-
-
-def make_embedder(demos, device):
-    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
+        parts = [demo["vector"], of_answers[demo["answer"]]]
+        demo["candidate_vector"] = np.concatenate(parts if EMBED_ANSWERS else parts[:1])
 
 
 def new_pointer(sizes):
     """A policy whose weights the run's generator draws."""
-    query_size, candidate_size = sizes
     return Pointer(PointerConfig(
-        query_size, candidate_size, HIDDEN_SIZE, LAYERS, HEADS, DROPOUT, POINTER_TEMPERATURE))
+        query_size=sizes[0], candidate_size=sizes[1], hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS,
+        dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
 
 
 def load_pointer(folder, sizes):
     """A policy from its folder; one weight that is missing or unexpected is an error."""
+    now = {"dropout": DROPOUT, "pointer_temperature": POINTER_TEMPERATURE}  # whatever it was trained with
     try:
-        policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True)
+        policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True, **now)
     except Exception as error:  # transformers raises many kinds
         raise UserError(f"{folder} is no policy of this program ({first_line(error)})") from None
     faults = {key: names for key, names in found.items() if names}
@@ -2082,9 +1934,6 @@ def load_pointer(folder, sizes):
     if made != tuple(sizes):
         todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
         raise UserError(f"{folder} reads vectors of {made} numbers, there are {tuple(sizes)}: {todo}")
-    policy.config.dropout = DROPOUT  # a changed constant counts from here on
-    policy.config.pointer_temperature = POINTER_TEMPERATURE
-    policy.dropout.p = DROPOUT
     return policy
 
 
@@ -2137,14 +1986,11 @@ class VoteReader:
         return weight / (PRIOR_STRENGTH + sum(votes.values()))
 
     def answers(self, asked):
-        return [self.answer(self.votes(*pair)) for pair in asked]
-
-    def answer(self, votes):
-        best = self.commonest
-        for answer in votes:
-            if self.probability(votes, answer) > self.probability(votes, best):
-                best = answer
-        return best
+        texts = []
+        for pair in asked:
+            votes = {self.commonest: 0.0} | self.votes(*pair)
+            texts.append(max(votes, key=partial(self.probability, votes)))
+        return texts
 
     def gold_probabilities(self, asked):
         probabilities = []
@@ -2155,31 +2001,13 @@ class VoteReader:
         return probabilities
 
 
-def reader_prompt(query, demonstrations):
-    """What a language model reads. A blank at its end would be the answer's: tokens begin with theirs."""
-    shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
-    return ((INSTRUCTION or "") + shown + QUERY.format(text=query["text"])).rstrip(" ")
-
-
 def first_answer(text):
-    """A greedy answer up to its end."""
-    return text.strip().partition("\n")[0].strip() if ANSWER_END == "line" else text.strip()
-
-
-def gold_forms(ids_of, prompt, golds):
-    """Ids of a prompt, how many of them stand before every answer (all but what a tokenizer merges with an
-    answer's beginning), and [(ids of an answer after those, weight of its gold)]. With a blank before it or
-    without, first_answer() reads an answer as the same: both count, and exclude each other."""
-    forms = [(form, weight) for gold, weight in gold_weights(golds).items() for form in (f" {gold}", gold)]
-    first, *whole = ids_of([prompt, *(prompt + form for form, _ in forms)])
-    border = min(len(os.path.commonprefix([first, ids])) for ids in whole)
-    found = {tuple(ids[border:]): weight for ids, (_, weight) in zip(whole, forms)}
-    return first, border, [(ids, weight) for ids, weight in found.items() if ids]
+    """A greedy answer up to its line's end."""
+    return text.strip().partition("\n")[0].strip()
 
 
 class LanguageReader:
-    """A causal language model: greedy answers, and the probability of the golds after the prompt, which is
-    read once for all of its golds."""
+    """A causal language model: greedy answers, and the probability of the golds after the prompt."""
 
     def __init__(self, name, device):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -2194,19 +2022,20 @@ class LanguageReader:
         # A model's own penalties and cuts stay out: gt_prob knows none
         model.generation_config = GenerationConfig(
             eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id)
-        ends = set(eos)
-        if ANSWER_END == "line":  # each token that begins with a newline, such as a paragraph's "\n\n"
-            texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
-            ends |= {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))}
+        # What ends an answer: EOS and each token that begins with a newline, such as a paragraph's "\n\n"
+        texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
+        ends = {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))} | {*eos}
         size = model.config.get_text_config().vocab_size
         self.ends = torch.tensor(sorted(n for n in ends if n < size), dtype=torch.long, device=device)
         if not len(self.ends):
-            raise UserError(f"READER = {name!r} has no token for ANSWER_END = {ANSWER_END!r}")
+            raise UserError(f"READER = {name!r} has no token that ends an answer, neither EOS nor a newline")
         self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
         self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     def prompt(self, query, demonstrations):
-        text = reader_prompt(query, demonstrations)
+        """What the model reads. A blank at its end would be the answer's: tokens begin with theirs."""
+        shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
+        text = ((INSTRUCTION or "") + shown + QUERY.format(text=query["text"])).rstrip(" ")
         if not self.chats:
             return text
         said = [{"role": "user", "content": text}]
@@ -2231,7 +2060,7 @@ class LanguageReader:
 
     @torch.no_grad()
     def answers(self, asked, **sampling):
-        """Greedy answers, or sampled ones with do_sample=True and what else generate() takes."""
+        """Greedy answers; sampled ones by generate()'s own options."""
         answers = []
         for i in range(0, len(asked), READER_BATCH_SIZE):
             rows = self.ids_of([self.prompt(*pair) for pair in asked[i:i + READER_BATCH_SIZE]])
@@ -2244,64 +2073,33 @@ class LanguageReader:
 
     @torch.no_grad()
     def gold_probabilities(self, asked):
-        found = []
-        for i in range(0, len(asked), READER_BATCH_SIZE):
-            rows, golds = [], []
-            for query, demonstrations in asked[i:i + READER_BATCH_SIZE]:
-                prompt = self.prompt(query, demonstrations)
-                first, border, forms = gold_forms(self.ids_of, prompt, query["golds"])
-                rows.append(first[:border])
-                golds.append(forms)
-            ids, mask = self.padded(rows, max(len(ids) for forms in golds for ids, _ in forms))
-            logprobs = iter(self.continuations(ids, mask, [[ids for ids, _ in forms] for forms in golds]))
-            for forms in golds:
-                found.append(gold_probability([next(logprobs) for _ in forms], [w for _, w in forms]))
-        return found
+        golds = []  # (number of the query, prompt, prompt and answer, weight)
+        for n, (query, demonstrations) in enumerate(asked):
+            prompt = self.prompt(query, demonstrations)
+            for gold, weight in gold_weights(query["golds"]).items():
+                golds.append((n, prompt, prompt + (gold if self.chats else f" {gold}"), weight))
+        found = [0.0] * len(asked)
+        for i in range(0, len(golds), READER_BATCH_SIZE):
+            numbers, prompts, texts, weights = zip(*golds[i:i + READER_BATCH_SIZE])
+            before, rows = self.ids_of(list(prompts)), self.ids_of(list(texts))
+            # less where a tokenizer merges the prompt's end with the answer's beginning
+            lengths = [len(row) - len(os.path.commonprefix([row, ids])) for row, ids in zip(rows, before)]
+            for n, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
+                found[n] += weight * math.exp(logprob)
+        return [min(1.0, probability) for probability in found]
 
-    def continuations(self, ids, mask, golds):
-        """Log-probability of each of a prompt's continuations and of an end after it, a flat list: the
-        prompt is read once, and its cache given to all of them."""
+    def answer_logprobs(self, rows, lengths):
+        """Log-probability of each row's last tokens, so many, and of an end after them, a list."""
+        ids, mask = self.padded(rows, 0)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        read = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        owner = torch.tensor([n for n, row in enumerate(golds) for _ in row], device=ids.device)
-        flat = [list(x) for row in golds for x in row]
-        width = max(map(len, flat))
-        given = torch.tensor([x + [self.pad_id] * (width - len(x)) for x in flat], device=ids.device)
-        lengths = torch.tensor([len(x) for x in flat], device=ids.device)
-        first = read.logits[:, -1].float().log_softmax(-1)[owner]  # (golds, vocabulary)
-        total = first.gather(1, given[:, :1])[:, 0].double()
-        cache = read.past_key_values
-        cache.batch_select_indices(owner)
-        ahead = torch.arange(width, device=ids.device)
-        seen = torch.cat([mask[owner], torch.ones_like(given)], 1)
-        places = positions[owner, -1:] + 1 + ahead
-        out = self.model(input_ids=given, attention_mask=seen, position_ids=places, past_key_values=cache)
-        after = out.logits.float().log_softmax(-1)
-        later = after[:, :-1].gather(2, given[:, 1:, None])[..., 0].double()
-        total = total + (later * (ahead[1:] < lengths[:, None])).sum(1)
-        last = after[torch.arange(len(flat), device=ids.device), lengths - 1]  # (golds, vocabulary)
-        return (total + last[:, self.ends].double().logsumexp(-1)).tolist()
-
-
-def check_reader(reader, asked, say):
-    """Warn where gt_prob of the reader's own greedy answers is not of the order of how often it gives them
-    when it is sampled: it then scores what this reader does not write."""
-    if not isinstance(reader, LanguageReader):
-        return
-    pairs = [(pair, answer) for pair, answer in zip(asked, reader.answers(asked)) if answer]
-    if not pairs:
-        return
-    owned = [({**query, "golds": [answer]}, demos) for (query, demos), answer in pairs]
-    scored = np.mean(reader.gold_probabilities(owned))
-    repeated = [pair for pair in pairs for _ in range(16)]
-    with torch.random.fork_rng():
-        torch.manual_seed(SEED)
-        drawn = reader.answers([pair for pair, _ in repeated], do_sample=True, top_k=0)
-    often = np.mean([text == answer for text, (_, answer) in zip(drawn, repeated)])
-    if max(scored, often) > 0.1 and 4 * min(scored, often) < max(scored, often):
-        gives = f"gives its own greedy answers gt_prob {scored:.4f}, and {often:.0%} of its samples are they"
-        todo = "look at QUERY, CHAT_TEMPLATE, ANSWER_END and MAX_ANSWER_TOKENS"
-        say(f"WARNING: READER = {READER!r} {gives}: gt_prob is not of what it writes; {todo}")
+        kept = max(lengths) + 1
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=kept)
+        logprobs = out.logits[:, -kept:].float().log_softmax(-1)
+        chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept:, None])[..., 0].double()  # (rows, kept - 1)
+        places = torch.arange(1 - kept, 0, device=ids.device)
+        own = places >= -torch.tensor(lengths, device=ids.device)[:, None]
+        ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
+        return ((chosen * own).sum(1) + ends).tolist()
 
 
 def load_reader(name, demos, device):
@@ -2316,7 +2114,6 @@ class Corpus:
     """Demonstrations, their vectors, and the pool of each query."""
 
     def __init__(self, splits, demos, device, say):
-        self.splits = splits
         self.demos = demos
         self.device = device
         self.number = {}  # rows that ask the same have one
@@ -2329,10 +2126,8 @@ class Corpus:
 
     def embed_query(self, text):
         """The vector of a new query."""
-        if TRAIN_VECTORS:
-            raise UserError("select() embeds its query: give an EMBEDDING in place of TRAIN_VECTORS")
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
-        return scaled(self.embedder.texts([text]))[0]
+        return scaled(self.embedder.vectors([{"text": text, "image": None}]))[0]
 
     def pool_of(self, query):
         """Numbers of a query's candidates within the demonstrations, (pool,): never one that asks
@@ -2391,6 +2186,9 @@ class Miner:
             group.proposed = sum(len(c["source"]) for c in group.candidates)
             self.choose_kept(group)
         self.verify(groups)
+        failed = [c["eval_error"] for group in groups for c in group.candidates if c["eval_failed"]]
+        if len(failed) == sum(len(group.candidates) for group in groups):
+            raise UserError(f"the reader failed for every one of {len(failed)} lists: {failed[0]}")
         device = self.corpus.device
         pointers = pad_pointers([group.candidates for group in groups]).to(device)
         pool = stack_pools([group.pool for group in groups]).to(device)
@@ -2426,8 +2224,8 @@ class Miner:
                         add(n, pointer, "beam", score=score)
         for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
             streams = [query_stream(query, f"sample {k}") for query in queries]
-            uniform = torch.stack([torch.rand(SAMPLES, shots, generator=g) for g in streams])
-            uniform = uniform.to(self.corpus.device)
+            size = SAMPLES, shots, padded.shape[1]
+            uniform = torch.stack([torch.rand(size, generator=g) for g in streams]).to(self.corpus.device)
             lists = self.policy.sample(*inputs, uniform, temperature, encoded).tolist()
             for n in range(len(queries)):
                 for pointer in lists[n]:
@@ -2475,41 +2273,32 @@ class Miner:
 
     def score_gold(self, groups):
         """gt_prob of the lists that have none yet."""
-        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
-        self.ask([x for x in pairs if x[1]["gt_prob"] is None], "gold_probabilities", take_gold)
+        self.ask([(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None],
+                 self.reader.gold_probabilities, take_gold)
 
     def verify(self, groups):
         """Answers of the lists, marked."""
-        pairs = [(g, c) for g in groups for c in g.candidates if not c["eval_failed"]]
-        self.ask(pairs, "answers", take_answer)
+        self.ask([(g, c) for g in groups for c in g.candidates], self.reader.answers, take_answer)
 
     def ask(self, pairs, method, take):
         """Ask the reader about (group, candidate) pairs, all at once; where that raises, one by one, and
-        lists that raise by themselves are marked as failed."""
-        ask = getattr(self.reader, method)
+        what raises by itself is marked as failed and not asked again."""
+        pairs = [(group, c) for group, c in pairs if not c["eval_failed"]]
         numbers = {id(group): group.pool.tolist() for group, _ in pairs}
         demos = self.corpus.demos
         asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
         try:
-            values = ask(asked) if asked else []
+            values = method(asked) if asked else []
         except UserError:
             raise
-        except Exception:  # a reader may raise anything
-            values = [ask_or_failure(ask, c, pair) for (_, c), pair in zip(pairs, asked)]
-        if pairs and all(c["eval_failed"] for _, c in pairs):
-            why = pairs[0][1]["eval_error"]
-            raise UserError(f"the reader's {method}() failed for every one of {len(pairs)} lists: {why}")
+        except Exception as error:  # a reader may raise anything
+            for pair in pairs if len(pairs) > 1 else ():
+                self.ask([pair], method, take)
+            if len(pairs) == 1:
+                pairs[0][1].update(eval_failed=True, eval_error=f"{type(error).__name__}: {error}")
+            return
         for (group, c), value in zip(pairs, values):
-            if not c["eval_failed"]:
-                take(c, value, group.query)
-
-
-def ask_or_failure(ask, c, pair):
-    """What the reader says of one list; None where it raises, which is written into the candidate."""
-    try:
-        return ask([pair])[0]
-    except Exception as error:  # a reader may raise anything
-        c.update(eval_failed=True, eval_mode="failed", eval_error=f"{type(error).__name__}: {error}")
+            take(c, value, group.query)
 
 
 # ================================================================ lists and files
@@ -2535,11 +2324,9 @@ def gold_first(c):
 
 
 def take_gold(c, value, query):
-    value = float(value)
     if not 0 <= value <= 1:
-        gave = f"gave {value} for {query['id']}"
-        raise UserError(f"the reader's gold_probability() {gave}: it must be from 0 to 1")
-    c["gt_prob"] = value
+        raise UserError(f"the reader gives {query['id']} gt_prob {value}: it must be from 0 to 1")
+    c["gt_prob"] = float(value)
 
 
 def take_answer(c, text, query):
@@ -2553,26 +2340,19 @@ def take_answer(c, text, query):
 
 def pad_pointers(groups):
     """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
-    lists = max(len(group) for group in groups)
-    choices = max(len(c["pointer"]) for group in groups for c in group)
-    padded = torch.full((len(groups), lists, choices), -1)
-    for i, group in enumerate(groups):
-        for j, c in enumerate(group):
-            padded[i, j, :len(c["pointer"])] = torch.tensor(c["pointer"])
-    return padded
+    most = max(len(c["pointer"]) for group in groups for c in group)
+    lists = [[[*c["pointer"]] + [-1] * (most - len(c["pointer"])) for c in group] for group in groups]
+    return pad_sequence([torch.tensor(rows) for rows in lists], True, -1)
 
 
-def pad_columns(rows, fill=0.0, dtype=torch.float32):
-    """Lists of numbers as (rows, longest), `fill` after each end."""
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        padded[i, :len(row)] = torch.as_tensor(row)
-    return padded
+def pad_columns(rows):
+    """Lists of numbers as (rows, longest), 0 after each end."""
+    return pad_sequence([torch.as_tensor(row, dtype=torch.float32) for row in rows], True)
 
 
 def stack_pools(pools):
     """(queries, pool), -1 after the end of a shorter one."""
-    return pad_columns(pools, -1, torch.long)
+    return pad_sequence(pools, True, -1)
 
 
 def check_room(pool, shots):
@@ -2585,9 +2365,8 @@ def check_room(pool, shots):
 
 # What the marks of lists depend on: what was mined under others is neither trained on nor joined
 _READING = """
-    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE EMBEDDING_POOLING TRAIN_VECTORS TEST_VECTORS READER
-    PRIOR_STRENGTH INSTRUCTION DEMONSTRATION QUERY CHAT_TEMPLATE ANSWER_END MAX_ANSWER_TOKENS DTYPE GOLDS POOL
-    POOL_SIZE""".split()
+    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION
+    QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE""".split()
 # And which lists there are: parts of one file are never mined under two settings
 _MINING = _READING + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
@@ -2644,32 +2423,30 @@ def read_candidates(path, splits, demos):
     if mined_with.get("program") == "rce_icl":
         check_facts(path, mined_with, mining_facts(), _READING, "mine anew, in another OUTPUT_DIR")
     of_test = path.name.startswith("test_candidates_")
-    rows = splits["test"] if of_test else splits["train"] + splits["validation"]
-    known = {str(row["number"]): row for row in rows}
+    known = splits["test"] if of_test else splits["train"] + splits["validation"]
+    known = {str(row["number"]): row for row in known}
     position = {demo["number"]: j for j, demo in enumerate(demos)}
     asking = defaultdict(set)
     for demo in demos:
         asking[what_is_asked(demo)].add(demo["number"])
-    parsed = []
+    parsed = {}
     for key, record in records:
-        where = f"{path}, query {key}"
         try:
             told = record.get("query", {}).get("text")  # the source's files may not have it
             lists = [parse_list(c) for c in record["pointer_candidates"]]
-            pool = record.get("candidate_pool_ids")
-            pool = pool if pool is None else [index(number) for number in pool]
-            parsed.append((where, known.get(key), pool, lists, index(record.get("proposed") or len(lists))))
+            pool = [index(number) for number in record.get("candidate_pool_ids") or ()]
+            parsed[key] = pool, lists, index(record.get("proposed") or len(lists))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise UserError(f"{where}: cannot be read ({fault}); see docs/rce_icl.md") from None
+            raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
         if key not in known or told not in (None, known[key]["text"]):
-            raise UserError(f"{where}: there is no such query in the data: give that which was mined")
-    every = sorted({number for _, _, _, lists, _ in parsed for numbers, _ in lists for number in numbers})
+            raise UserError(f"{path}, query {key}: there is no such query in the data")
+    every = sorted({number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers})
     groups = []
-    for where, query, pool, lists, proposed in parsed:
-        own = asking[what_is_asked(query)]
-        # a file without pools: what any of its lists points to
-        pool = [number for number in every if number not in own] if pool is None else pool
+    for key, (pool, lists, proposed) in parsed.items():
+        where = f"{path}, query {key}"
+        own = asking[what_is_asked(known[key])]
+        pool = pool or [number for number in every if number not in own]  # a file without pools
         check_numbers(pool, position, own, f"{where}: its pool")
         place = {number: j for j, number in enumerate(pool)}
         candidates = {}
@@ -2679,7 +2456,7 @@ def read_candidates(path, splits, demos):
             candidates.setdefault(candidate["pointer"], candidate)
         if candidates:
             groups.append(SimpleNamespace(
-                query=query, pool=torch.tensor([position[number] for number in pool]),
+                query=known[key], pool=torch.tensor([position[number] for number in pool]),
                 candidates=list(candidates.values()), proposed=proposed))
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
@@ -2729,8 +2506,6 @@ def test_policies(trainer):
         for name, policy in policies.items():
             policy.to(trainer.device)
             found[name] = trainer.accuracy_of(queries, [x[0] for x in trainer.pick(queries, shots, policy)])
-        if RERANK:
-            found["rerank by gt_prob"] = rerank(trainer, queries, shots, list(policies.values())[-1])
         found["oracle"] = test_oracle(trainer, queries, shots)
         if found["oracle"] is None:
             return  # a signal
@@ -2744,27 +2519,14 @@ def test_policies(trainer):
 
 def baseline_accuracies(trainer, queries, shots):
     """Accuracies, (queries,) each, of what needs no training."""
-    pools = [trainer.corpus.pool_of(query) for query in queries]
-    drawn, similar = [], []
-    for query, pool in zip(queries, pools):
-        stream = query_stream(query, "baseline")
-        drawn.append(pool[torch.randperm(len(pool), generator=stream)[:shots]].tolist())
+    named = {"no demonstrations": [], "random": [], "similarity": []}
+    for query in queries:
+        pool = trainer.corpus.pool_of(query)
         order = trainer.corpus.similarity(query, pool).argsort(descending=True, stable=True)
-        similar.append(pool[order[:shots]].tolist())
-    none = [[] for _ in queries]
-    named = {"no demonstrations": none, "random": drawn, "similarity": similar}
+        drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))
+        for lists, chosen in zip(named.values(), (order[:0], drawn[:shots], order[:shots])):
+            lists.append(pool[chosen].tolist())
     return {name: trainer.accuracy_of(queries, lists) for name, lists in named.items()}
-
-
-def rerank(trainer, queries, shots, policy):
-    """Of the policy's RERANK beams the one with the highest gt_prob: it needs the golds, so an upper
-    bound."""
-    lists = []
-    for query, beams in zip(queries, trainer.pick(queries, shots, policy, RERANK)):
-        asked = [(query, [trainer.demos[j] for j in numbers]) for numbers in beams]
-        scores = trainer.reader.gold_probabilities(asked)
-        lists.append(beams[scores.index(max(scores))])
-    return trainer.accuracy_of(queries, lists)
 
 
 def test_oracle(trainer, queries, shots):
@@ -2788,18 +2550,18 @@ def bootstrap_interval(differences):
 
 
 def test_figures(results, name):
-    """Accuracies by shots, what `name` gains over similarity with its interval, and the share of the way from
+    """Accuracies by shots, what `name` gains over the others with its interval, and the share of the way from
     similarity to the oracle. results: {shots: {method: (queries,)}}."""
     figures = {"queries": len(next(iter(results.values()))["oracle"]), "policy": name, "shots": {}}
     for shots, found in results.items():
         means = {method: float(values.mean()) for method, values in found.items()}
-        gain = found[name] - found["similarity"]
+        gain = means[name] - means["similarity"]
         gap = means["oracle"] - means["similarity"]
-        others = {method: bootstrap_interval(found[name] - values) for method, values in found.items()
-                  if method != name}
         figures["shots"][str(shots)] = {
-            "accuracy": means, "gain_over_similarity": float(gain.mean()),
-            "intervals_of_gains": others, "share_of_gap": float(gain.mean()) / gap if gap > 0 else None}
+            "accuracy": means, "gain_over_similarity": gain, "share_of_gap": gain / gap if gap > 0 else None,
+            "intervals_of_gains": {
+                method: bootstrap_interval(found[name] - values) for method, values in found.items()
+                if method != name}}
     return figures
 
 
@@ -2828,7 +2590,7 @@ def draw_results(figures, path, title):
     shots = [int(key) for key in figures["shots"]]
     for method in next(iter(figures["shots"].values()))["accuracy"]:
         values = [each["accuracy"][method] for each in figures["shots"].values()]
-        axis.plot(shots, values, "o-" if method.startswith(("RCE", "rerank")) else "o--", label=method)
+        axis.plot(shots, values, "o-" if method.startswith("RCE") else "o--", label=method)
     axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)

@@ -23,6 +23,7 @@ from fractions import Fraction
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(
     r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])")
+_ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9][0-9,./]*|\.[0-9]+)")
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
 
 
@@ -94,6 +95,32 @@ def exact_answer(prompts, responses, answers):
     ending in `#### n` or `\\boxed{}`, or the bare answer. Range {0, 1}."""
     golds = [gold_answers(a) for a in _need_answers("exact_answer", answers)]
     return [float(any(answers_equal(final_answer(r), g) for g in gs)) for r, gs in zip(responses, golds)]
+
+
+def _last_number(text):
+    """The last number in `text`, as it stands there, or None; the minus of "5-2" is no sign."""
+    return (_ANY_NUMBER.findall(text) or [None])[-1]
+
+
+def last_number(prompts, responses, answers):
+    """1.0 where the last number in the response equals the last in the gold answer, whatever stands around
+    them ("so he has 3 + 4 = 7 apples."), else 0.0. Range {0, 1}. Source: verl's gsm8k.py, "flexible"."""
+    golds = [[_last_number(g) for g in gold_answers(a)] for a in _need_answers("last_number", answers)]
+    return [float(any(answers_equal(_last_number(r), g) for g in gs)) for r, gs in zip(responses, golds)]
+
+
+def answer_in(pattern: str):
+    """A reward function for a format of yours, a regular expression whose one group is the answer, such as
+    answer_in("Final: (.*)"): 1.0 where its last match's equals the gold answer, else 0.0. Range {0, 1}."""
+    def tagged_answer(prompts, responses, answers):
+        golds = [gold_answers(a) for a in _need_answers("tagged_answer", answers)]
+        stated = [re.findall(pattern, response)[-1:] for response in responses]  # one or none each
+        return [float(any(answers_equal(s, g) for s in ss for g in gs)) for ss, gs in zip(stated, golds)]
+
+    return tagged_answer
+
+
+tagged_answer = answer_in("(?s)<answer>((?:(?!<answer>).)*?)</answer>")
 
 
 def gold_answers(answer: str | list[str]) -> list[str]:

@@ -19,7 +19,6 @@ equal an unbroken run of one process; a process that is left over is lost, too.
 import argparse
 import collections
 import concurrent.futures
-import csv
 import errno
 import hashlib
 import importlib.util
@@ -373,7 +372,7 @@ def contents(folder):
     """{name: what must be equal between two runs} of a run's folder."""
     folder = Path(folder)
     last = max(folder.glob("step_*"), key=lambda p: int(p.name[5:]) if p.name[5:].isdecimal() else -1)
-    patterns = ("best/**/*", "logs/*.jsonl", "logs/*.csv", "candidates_*.parquet", "**/*.tmp", "*.old")
+    patterns = ("best/**/*", "logs/*.jsonl", "candidates_*.parquet", "**/*.tmp", "*.old")
     patterns += ("candidates.json", "test_candidates_*", "eval_test.json", "rce/policy/*")
     paths = [*last.rglob("*"), *(path for pattern in patterns for path in folder.glob(pattern))]
     found = {}
@@ -383,10 +382,6 @@ def contents(folder):
             found[name] = plain_state(torch.load(path, weights_only=True))
         elif path.suffix == ".jsonl":
             found[name] = [without_timing(line) for line in path.read_text().splitlines()]
-        elif path.suffix == ".csv" and path.parent.name == "logs":
-            with open(path, newline="") as file:
-                rows = list(csv.DictReader(file))
-            found[name] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
         elif name == "best/metrics.json":
             found[name] = without_timing(path.read_text())
         elif path.suffix in (".tmp", ".old"):

@@ -61,7 +61,7 @@ MUTANTS = [
      IN_RUN + "an_answer_that_is_no_text_is_named_with_its_line"),
 
     # resampling within the epochs
-    (GRPO, "if no_prompts or not flat.any():", "if not flat.any():",
+    (GRPO, "flat.any() or self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS:", "flat.any():",
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
     (GRPO, "self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS", "self.state.epoch >= NUM_EPOCHS",
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),

@@ -6,10 +6,9 @@ IN_DENSE = "tests/test_dense.py::test_"
 
 MUTANTS = [
     # what the model reads
-    (PPO, "first = [] if SYSTEM_PROMPT is None or has_one else", "first = [] if SYSTEM_PROMPT is None else",
+    (PPO, "if SYSTEM_PROMPT is None or any(", "if SYSTEM_PROMPT is None or not any(",
      IN_CHATS + "a_system_prompt_goes_before_what_has_none[ppo]"),
-    (PPO, "first = [] if SYSTEM_PROMPT is None or has_one else",
-     "first = [] if SYSTEM_PROMPT is None or getattr(prompt, 'messages', None) else",
+    (PPO, "if SYSTEM_PROMPT is None or any(", "if SYSTEM_PROMPT is None or messages is prompt or any(",
      IN_CHATS + "a_system_prompt_goes_before_what_has_none[ppo]"),
     (GRPO, "if len(messages) > 1 or not isinstance(prompt, str):", "if len(messages) > 1:",
      IN_CHATS + "without_a_chat_template_a_chat_is_refused_with_what_to_do[grpo]"),
@@ -21,7 +20,7 @@ MUTANTS = [
      IN_CHATS + "roles_that_a_chat_template_refuses_are_said_with_their_line"),
 
     # rows
-    (PPO, ", object_hook=without_nulls)", ")",
+    (PPO, " if item is not None})", "})",
      IN_CHATS + "nulls_that_parquet_puts_into_records_are_taken_out_again"),
     (PPO, 'answer = answer[-1].get("content")  # of messages the last one\'s', "pass",
      IN_CHATS + "rows_as_trl_and_verl_publish_them_are_read_as_they_are[ppo-jsonl]"),
@@ -43,8 +42,8 @@ MUTANTS = [
     (PPO, 'row["columns"]["messages"] = conversation(row["prompt"])',
      'row["columns"]["messages"] = row["prompt"]',
      IN_CHATS + "functions_get_messages_and_columns_if_they_take_them[ppo]"),
-    (RCE, 'rows=[by_id[c["prompt_id"]] for c in candidates]',
-     "rows=[next(iter(by_id.values())) for c in candidates]",
+    (RCE, 'rows=[by_id[c["prompt_id"]] for c in some]',
+     "rows=[next(iter(by_id.values())) for c in some]",
      IN_CHATS + "in_mining_the_reward_sees_the_chat_of_each_candidate"),
     (RCE, 'list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))',
      'list(dict.fromkeys(str(row["prompt"]) for row, _ in groups))',

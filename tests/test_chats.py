@@ -176,7 +176,7 @@ def test_without_a_chat_template_a_chat_is_refused_with_what_to_do(each, tmp_pat
         data = [chat_rows(tmp_path / "a.jsonl", chat)]
         constants = {"ACTOR_MODEL": model, "SYSTEM_PROMPT": system, "EVAL_DATASETS": []}
         script, trainer_class = each(TRAIN_DATASETS=data, OUTPUT_DIR=str(tmp_path / str(system)), **constants)
-        says = "TRAIN_DATASETS: a.jsonl:1: a list of messages or SYSTEM_PROMPT needs a chat template"
+        says = "TRAIN_DATASETS: a.jsonl:1: messages and SYSTEM_PROMPT need a chat template"
         with pytest.raises(script.UserError, match=f"^{says}, and .*/policy' has none: put a file chat_temp"):
             trainer_class()
     data = [chat_rows(tmp_path / "a.jsonl", "Tom has 1 apples.")]

@@ -79,7 +79,7 @@ def trained(world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
         folder = tmp_path_factory.mktemp("trained")
-        script = toy(world, folder, GRPO_EPOCHS=1, RERANK=2)
+        script = toy(world, folder, GRPO_EPOCHS=1)
         trainer = script.ICLTrainer()
         trainer.train()
         yield script, trainer, folder / "run"
@@ -88,7 +88,9 @@ def trained(world, tmp_path_factory):
 def pointer(script, queries=3, pool=7, seed=0, layers=2):
     """A policy, and (queries, vectors, pool) that it reads."""
     torch.manual_seed(seed)
-    policy = script.Pointer(script.PointerConfig(5, 6, 8, layers, 2, 0.3, 0.1)).eval()
+    policy = script.Pointer(script.PointerConfig(
+        query_size=5, candidate_size=6, hidden_size=8, layers=layers, heads=2, dropout=0.3,
+        pointer_temperature=0.1)).eval()
     pools = torch.stack([torch.randperm(20)[:pool] for _ in range(queries)])
     return policy, (torch.randn(queries, 5), torch.randn(20, 6), pools)
 
@@ -162,8 +164,8 @@ def test_samples_follow_the_policys_probabilities_and_never_repeat_a_choice():
     with torch.no_grad():
         pointers = torch.tensor([every])
         wanted = script.list_logprobs(policy(*inputs, pointers), pointers).exp()[0]
-        drawn = policy.sample(*inputs, torch.rand(1, 4000, 2, generator=torch.Generator().manual_seed(1)))
-        last = policy.sample(*inputs, torch.ones(1, 1, 2))[0, 0].tolist()
+        drawn = policy.sample(*inputs, torch.rand(1, 4000, 2, 4, generator=torch.Generator().manual_seed(1)))
+        last = policy.sample(*inputs, torch.zeros(1, 1, 2, 4))[0, 0].tolist()
     counts = [(drawn[0] == torch.tensor(pointer)).all(1).float().mean().item() for pointer in every]
     assert sum(counts) == pytest.approx(1)  # so none repeats
     assert counts == pytest.approx(wanted.tolist(), abs=0.03)
@@ -238,13 +240,11 @@ def test_the_kl_of_a_choice_is_exact_and_masked_candidates_count_nothing():
     assert script.adapt_kl_coef(1.0, 0.9, 1.0) == pytest.approx(0.99)
 
 
-def test_gold_probability_weighs_distinct_golds_and_is_never_above_one():
+def test_gold_answers_weigh_by_how_many_gave_them():
     script = load_script(FILE, GOLDS="annotators")
     assert script.gold_weights(["red", "Red.", "blue", "the red", "blue", "x"]) == pytest.approx(
         {"red": 1.0, "blue": 2 / 3, "x": 1 / 3})
     assert script.gold_weights(["red"]) == {"red": 1.0}
-    assert script.gold_probability([math.log(0.6), math.log(0.3)], [1.0, 0.5]) == pytest.approx(0.75)
-    assert script.gold_probability([0.0, 0.0], [1.0, 1.0]) == 1.0
 
 
 @pytest.mark.parametrize("agreeing, wanted", [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)])
@@ -359,8 +359,8 @@ def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl,
         wanted = 0.0
         weights = {"a1": 1 / 3, "b": 1.0, "cc": 1 / 3}
         weights = weights if len(query["golds"]) > 1 else {query["golds"][0]: 1.0}
-        for blank, (gold, weight) in itertools.product(("", " "), weights.items()):
-            ids = reader.tokenizer(blank + gold)["input_ids"]
+        for gold, weight in weights.items():
+            ids = reader.tokenizer(f" {gold}")["input_ids"]
             logits = reader.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
             product = sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(ids))
             ends = reader.tokenizer("\n")["input_ids"] + [1]  # and EOS
@@ -431,21 +431,14 @@ def test_gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_t
     drawn = [reader.answers([pair] * 60, do_sample=True, top_k=0) for pair in asked]
     often = [np.mean([text == pair[0]["answer"] for text in texts]) for pair, texts in zip(asked, drawn)]
     assert scored == pytest.approx(often, abs=0.15) and min(scored) < 0.9 < max(scored)
-    said = []
-    script.check_reader(reader, asked, said.append)
-    assert said == []
     reader.ends = torch.tensor(reader.tokenizer("\n")["input_ids"])
     assert max(reader.gold_probabilities(asked)) < 0.1
-    script.check_reader(reader, asked, said.append)
-    assert len(said) == 1 and "gt_prob is not of what it writes" in said[0]
 
 
 def test_what_ends_an_answer_is_every_token_that_begins_with_a_newline_and_eos(icl, qwen):
-    for end in ("line", "eos"):
-        reader = icl(ANSWER_END=end).LanguageReader(f"{qwen}/chat", torch.device("cpu"))
-        texts = {reader.tokenizer.decode([n]) for n in reader.ends.tolist()}
-        assert {"<|im_end|>"} <= texts and (texts == {"<|im_end|>"}) == (end == "eos")
-        assert ("\n\n" in texts) == ("\n" in texts) == (end == "line")
+    reader = icl().LanguageReader(f"{qwen}/chat", torch.device("cpu"))
+    texts = {reader.tokenizer.decode([n]) for n in reader.ends.tolist()}
+    assert {"<|im_end|>", "\n", "\n\n"} <= texts and all(text[0] in " \n\r<" for text in texts)
 
 
 def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
@@ -458,18 +451,17 @@ def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
     assert reader.prompt(row, []) == "Q: sky A:"  # the blank is the answer's
 
 
-def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl):
+def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl, readers):
     """Two letters are a token: a prompt of odd length has one that an answer's beginning merges with."""
-    script = icl()
-
-    def ids_of(texts):
-        return [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
-
-    first, border, forms = script.gold_forms(ids_of, "abcde", ["fg"])
-    assert (first, border) == (["ab", "cd", "e"], 2)
-    assert dict(forms) == {("ef", "g"): 1.0, ("e ", "fg"): 1.0}
-    first, border, forms = script.gold_forms(ids_of, "abcd", ["fg", "fg"])
-    assert border == 2 and dict(forms) == {("fg",): 1.0, (" f", "g"): 1.0}
+    script = icl(READER_BATCH_SIZE=2)
+    reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
+    asked = []
+    reader.ids_of = lambda texts: [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
+    reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or [0.0] * len(rows)
+    reader.prompt = lambda query, demos: query["text"]
+    rows = [{"text": "abcde", "golds": ["fg"]}, {"text": "abcd", "golds": ["fg", "h"]}]
+    assert reader.gold_probabilities([(row, []) for row in rows]) == [1.0, 1.0]  # at most, of two golds
+    assert asked == [(["ab", "cd", "e ", "fg"], 2), (["ab", "cd", " f", "g"], 2), (["ab", "cd", " h"], 1)]
 
 
 def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_line(icl, readers):
@@ -489,12 +481,7 @@ def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
         KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=2, EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=8,
         REWARD_MODE="hybrid")
     trainer = script.ICLTrainer()
-    checked = []
-    check_reader = script.check_reader
-    script.check_reader = lambda *x: checked.append(x) or check_reader(*x)
     trainer.train()
-    (reader, asked, _), = checked  # once, before mining
-    assert reader is trainer.reader and len(asked) == 8 and all(len(demos) == 2 for _, demos in asked)
     kept = [c for row in trainer.train_rows for c in row["candidates"]]
     assert all(0 < c["gt_prob"] < 1 for c in kept) and len({c["gt_prob"] for c in kept}) > 3
 
@@ -535,9 +522,8 @@ def test_a_whole_run_of_questions_with_images_ten_golds_and_a_reader_of_ones_own
     assert seen <= {f"{tmp_path}/{n}.png" for n in range(20)} and len(seen) > 10
 
 
-@pytest.mark.parametrize(
-    "kind, pooling", [("bert", "mean"), ("bert", "pooled"), ("gpt2", "mean"), ("t5", "mean")])
-def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind, pooling):
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     tokenizer = tiny_tokenizer()
@@ -549,13 +535,13 @@ def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind, pool
     else:
         model = T5Model(T5Config(vocab_size=259, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
     folder = save_random(model, tmp_path / "model", tokenizer)
-    script = icl(EMBEDDING=folder, EMBEDDING_POOLING=pooling, READER_BATCH_SIZE=2)
+    script = icl(EMBEDDING=folder, READER_BATCH_SIZE=2)
     embedder = script.HubEmbedder(folder, torch.device("cpu"))
     texts = ["a", "a longer text", "third"]
-    together = embedder.texts(texts)
+    together = embedder.vectors([{"text": text} for text in texts])
     assert together.shape == (3, 16)
     for text, vector in zip(texts, together):
-        assert np.allclose(embedder.texts([text])[0], vector, atol=1e-4)
+        assert np.allclose(embedder.vectors([{"text": text}])[0], vector, atol=1e-4)
     trainer = script.ICLTrainer()
     assert trainer.corpus.sizes == (16, 32)
 
@@ -596,9 +582,9 @@ def test_a_masked_candidate_is_never_chosen(icl):
     lists, scores = policy.search(queries, vectors, pool, 2, beams=6)
     assert (scores[0] > -1e8).sum() == 6 and (scores[1] > -1e8).sum() == 2
     assert all(set(row) == {0, 1} for row in lists[1, :2].tolist())
-    assert set(policy.sample(queries, vectors, pool, torch.rand(2, 40, 2))[1].flatten().tolist()) == {0, 1}
+    assert set(policy.sample(queries, vectors, pool, torch.rand(2, 40, 2, 3))[1].flatten().tolist()) == {0, 1}
     for choose in (lambda: policy.search(queries, vectors, pool, 3),
-                   lambda: policy.sample(queries, vectors, pool, torch.rand(2, 4, 3))):
+                   lambda: policy.sample(queries, vectors, pool, torch.rand(2, 4, 3, 3))):
         with pytest.raises(script.UserError, match="a query's pool holds 2 candidates, a list of 3 needs"):
             choose()
     trainer = script.ICLTrainer()
@@ -775,13 +761,13 @@ def test_a_reader_that_always_raises_ends_the_run_with_a_sentence(icl):
             reader.answers = None
             return reader
 
-    with pytest.raises(script.UserError, match=r"answers\(\) failed for every one of \d+ lists: TypeError"):
+    with pytest.raises(script.UserError, match=r"the reader failed for every one of \d+ lists: TypeError"):
         Trainer().train()
 
 
 def test_a_probability_above_one_is_an_error_that_names_the_query(icl):
     script = icl()
-    with pytest.raises(script.UserError, match="gave 1.5 for train.csv:7: it must be from 0 to 1"):
+    with pytest.raises(script.UserError, match="gives train.csv:7 gt_prob 1.5: it must be from 0 to 1"):
         script.take_gold({}, 1.5, {"id": "train.csv:7"})
 
 
@@ -1297,27 +1283,12 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
     assert script.test_oracle(trainer, queries, 3).tolist() == [0.0] + [0.3] * 11
 
 
-def test_reranking_takes_the_beam_of_the_highest_gt_prob_of_so_many(icl):
-    script = icl(RERANK=3, BEAMS=2)
-    trainer = script.ICLTrainer()
-    queries = trainer.splits["test"][:2]
-    wanted = [beams[2] for beams in trainer.pick(queries, 2, beams=4)]  # the last of three
-    numbers = [[trainer.demos[j]["number"] for j in beam] for beam in wanted]
-    shown = []
-    trainer.accuracy_of = lambda _, lists: shown.extend(lists)
-    trainer.reader = SimpleNamespace(gold_probabilities=lambda asked: [
-        float([demo["number"] for demo in demos] in numbers) for _, demos in asked])
-    script.rerank(trainer, queries, 2, trainer.policy)
-    assert shown == wanted
-
-
 # ---------------------------------------------------------------- evaluation
 
 def test_the_test_compares_at_each_number_of_shots(trained):
     script, trainer, folder = trained
     found = json.loads((folder / "eval_test.json").read_text())
-    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO"]
-    wanted += ["rerank by gt_prob", "oracle"]
+    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO", "oracle"]
     assert found["queries"] == 12 and list(found["shots"]) == ["1", "2"]
     for at in found["shots"].values():
         assert list(at["accuracy"]) == wanted and at["accuracy"]["oracle"] == max(at["accuracy"].values())
@@ -1374,22 +1345,6 @@ def test_rows_are_read_from_each_kind_of_file_with_one_gold_or_ten(icl, tmp_path
     assert [row["text"] for row in found] == ["what 0", "what 1", "what 2"]
     assert found[1]["golds"] == (["red"] if kind == "csv" else golds) and found[1]["answer"] == "red"
     assert found[2]["number"] == 2
-
-
-def test_vectors_of_a_file_are_those_of_the_rows(icl, tmp_path):
-    draw = np.random.default_rng(0)
-    tables = draw.normal(size=(120, 9)), draw.normal(size=(12, 9))
-    np.save(tmp_path / "train.npy", tables[0])
-    torch.save(torch.tensor(tables[1]), tmp_path / "test.pt")
-    script = icl(TRAIN_VECTORS=str(tmp_path / "train.npy"), TEST_VECTORS=str(tmp_path / "test.pt"))
-    trainer = script.ICLTrainer()
-    for row in (*trainer.demos, *trainer.splits["validation"], *trainer.splits["test"]):
-        own = tables[row["split"] == "test"][row["number"]]
-        assert np.allclose(row["vector"], own / np.linalg.norm(own), atol=1e-6)
-    assert trainer.corpus.sizes == (9, 9)
-    np.save(tmp_path / "train.npy", tables[0][:50])
-    with pytest.raises(script.UserError, match="must be 120 rows|must be 1.. rows"):
-        script.ICLTrainer(resume_from_checkpoint="no")
 
 
 def test_embeddings_are_kept_and_made_anew_when_the_texts_change(icl, world, tmp_path, capsys):
@@ -1483,7 +1438,7 @@ def test_a_changed_setting_never_joins_parts_that_were_mined_under_another(icl):
 
 def test_stages_one_by_one_give_what_all_at_once_gives(icl, trained, tmp_path):
     for stage in ("mine", "train"):
-        script = icl(STAGE=stage, GRPO_EPOCHS=1, RERANK=2, RESUME="yes")
+        script = icl(STAGE=stage, GRPO_EPOCHS=1, RESUME="yes")
         script.ICLTrainer().train()
     script, trainer, folder = trained
     for name in ("candidates.json", "eval_test.json", "best/policy/model.safetensors"):
@@ -1505,7 +1460,6 @@ def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
     ({"HEADS": 3}, "HIDDEN_SIZE = 8 must be a multiple of HEADS = 3"),
     ({"EVAL_SHOTS": ()}, "EVAL_SHOTS"),
     ({"SAMPLE_TEMPERATURES": [0.0]}, "SAMPLE_TEMPERATURES"),
-    ({"TRAIN_VECTORS": "x.npy"}, "belong together"),
     ({"REWARD_MODE": "best"}, "REWARD_MODE = 'best' is unknown"),
     ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
     ({"STAGE": "train"}, "run STAGE=mine first"),
@@ -1554,20 +1508,12 @@ def lists_of(queries=35, record=None, **changed):
     return write
 
 
-def vectors_of(train, test):
-    def write(folder):
-        for name, table in (("train", train), ("test", test)):
-            np.save(folder / f"{name}.npy", table)
-        return {"TRAIN_VECTORS": f"{folder}/train.npy", "TEST_VECTORS": f"{folder}/test.npy"}
-    return write
-
-
 MODEL = {"type": "csv", "input": "text", "output": "category"}
 ODD = {  # what makes the constants of a run in a folder, and what its one sentence says
     "one text in all rows": (data_of(["my card"] * 60), "a query.s pool holds 0 candidates, a list of 2"),
     "two texts, one of them once": (data_of(["my card"] * 60 + ["a loan"]), "a query.s pool holds"),
-    "signs alone": (data_of([chr(128512 + n % 60) for n in range(120)]), "finds no words in the"),
-    "words of one row alone": (data_of([f"word{n}" for n in range(150)]), "finds no words in the"),
+    "signs alone": (data_of([chr(128512 + n % 60) for n in range(120)]), "finds too few words"),
+    "words of one row alone": (data_of([f"word{n}" for n in range(150)]), "finds too few words"),
     "four rows": (data_of(["card a", "card b", "loan c", "loan d"]), "has 4 queries: it takes 5"),
     "no path": (lambda _: {"TRAIN_DATASET": {**MODEL, "path": None}}, "TRAIN_DATASET = .* a dict of texts"),
     "no data set": (lambda _: {"TEST_DATASET": {}}, "TEST_DATASET = {}: it takes a dict of texts"),
@@ -1582,9 +1528,7 @@ ODD = {  # what makes the constants of a run in a folder, and what its one sente
     "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: cannot be read .ValueError: .*0 to 1, not .*37"),
     "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: cannot be read .TypeError: .*float"),
     "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: cannot be read .TypeError"),
-    "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read"),
-    "vectors of unlike width": (vectors_of(np.ones((120, 5)), np.ones((12, 6))), "must be equally wide"),
-    "vectors of objects": (vectors_of(np.full((120, 5), {}), np.ones((12, 5))), "cannot be read as vectors")}
+    "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read")}
 
 
 @pytest.mark.parametrize("name", ODD)

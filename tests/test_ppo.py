@@ -307,13 +307,14 @@ def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
 # ---------------------------------------------------------------- rollout and update agree
 
 
-def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo):
+def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo, monkeypatch):
     trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
     assert trainer.actor.shares_prompts
     batch = trainer.rollout(trainer.train_rows[:10])
     assert len(set(batch.prompt_lengths.tolist())) > 3 and len(set(batch.response_lengths.tolist())) > 3
     for size in (1, 4, 30):
-        for rows in module.micro_batches(batch, torch.arange(30), size):
+        monkeypatch.setattr(module, "rows_at_once", lambda model, batch, size=size: size)
+        for rows in module.micro_batches(trainer.actor, batch):
             with torch.no_grad():
                 logprobs, _ = module.response_logprobs(trainer.actor, batch, rows, 1.0)
             width = logprobs.shape[1]
@@ -601,9 +602,11 @@ def test_gradient_checkpointing_gives_the_same_gradients(ppo):
         script = ppo(GRADIENT_CHECKPOINTING=on, MAX_GRAD_NORM=1e9)
         trainer = script.PPOTrainer()
         batch = scored_batch(trainer)
-        with script.recomputing(trainer.models.values()):
-            assert any(m.training for m in trainer.actor.modules()) == on
-            found.append(gradients(trainer, batch)[0])
+        seen = []
+        layer = trainer.actor.model.layers[0]
+        layer.register_forward_pre_hook(lambda layer, inputs, seen=seen: seen.append(layer.training))
+        found.append(gradients(trainer, batch)[0])
+        assert set(seen) == {on}
         assert not any(m.training for m in trainer.actor.modules())
     assert distance(*found) < 1e-4
 
@@ -620,7 +623,7 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
     assert first["ratio_max_first"] < NATS
-    with trainer.update.__globals__["recomputing"]([trainer.actor]):
+    for _ in trainer.update.__globals__["summed"]([trainer.actor], [0], {}):
         assert not any(m.training for m in trainer.actor.modules() if isinstance(m, torch.nn.Dropout))
 
 
@@ -733,7 +736,7 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     functions = [("exact_answer", 1.0), (size, 0.001)]
     trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=functions, MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
     torch.nn.init.normal_(trainer.critic.score.weight)
-    trainer.run.open_files("a headline")
+    trainer.run.open_files()
     batch = scored_batch(trainer, 5)
     trainer.record(batch, trainer.update(batch))
     samples = [json.loads(line) for line in open(tmp_path / "run/logs/samples.jsonl")]
@@ -892,7 +895,7 @@ def test_a_small_error_of_the_kl_moves_the_coefficient_by_its_share():
 
 def test_a_kl_target_without_a_reference_is_refused(ppo, tmp_path):
     script = ppo(KL_TARGET=0.1, KL_COEF=0.0)
-    with pytest.raises(script.UserError, match="KL_TARGET = 0.1 does nothing with KL_COEF = 0.*such as 0.01"):
+    with pytest.raises(script.UserError, match="KL_TARGET = 0.1 needs a KL_COEF to start from, such as 0.01"):
         script.PPOTrainer()
     assert list(tmp_path.iterdir()) == []
 
@@ -948,7 +951,7 @@ ALL = {*SCORES, "responses", "kl", "kl_coef"}
 CONSTANTS = {  # its value, another, and what that alone changes
     "REWARD_FUNCTIONS": ([(vowels, 0.6)], [(vowels, 0.65)], SCORES),
     "REWARD_MODEL_WEIGHT": (0.31, 0.37, SCORES),
-    "MISSING_EOS_PENALTY": (0.73, 0.79, {"scores", *LEARNT}),
+    "MISSING_EOS_PENALTY": (0.73, 0.79, SCORES),
     "ACCURACY_FUNCTION": (vowels, digits, {"evaluation"}),
     "BATCH_SIZE": (3, 5, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),
     "GRADIENT_ACCUMULATION_STEPS": (2, 3, {*ALL, "calls", "passes", "plan", "rates"} - {"evaluation"}),

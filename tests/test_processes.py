@@ -228,19 +228,15 @@ def record(*words):
     [random.random() for _ in range(ppo.rank())]
     return say(*words)
 ppo.Run.record = record"""
-SUMMED = """
-ppo.rows_at_once = lambda model, batch: 4 - 2 * ppo.rank()
-ppo.all_logprobs = ppo.all_values = lambda model, batch, **more: 0 * batch.logprobs"""
 DIFFER = {
-    "constants": ("ppo.SEED += ppo.rank()", "process 1 has another SEED than process 0"),
-    "source": (SOURCE, "process 1 has another ppo.py than process 0"),
-    "later": (DRAWS_LATER, "have drawn different random numbers"),
+    "constants": ("ppo.SEED += ppo.rank()", "the processes differ in SEED: make it the same"),
+    "source": (SOURCE, "the processes differ in ppo.py: make it the same"),
+    "later": (DRAWS_LATER, "drew different random numbers"),
     "numpy": (
-        DRAWS_LATER.replace("import random", "import numpy.random as random"), "have drawn different random"),
+        DRAWS_LATER.replace("import random", "import numpy.random as random"), "drew different random"),
     "torch": (
         DRAWS_LATER.replace("import random", "import torch").replace("random.random()", "torch.rand(1)"),
-        "have drawn different random"),
-    "summed": (SUMMED, "the processes cut one optimizer step into [")}
+        "drew different random")}
 MORE_SELDOM = {"torch", "numpy"}
 
 
@@ -347,7 +343,7 @@ def test_two_processes_add_up_in_the_order_of_the_parts_as_one_does(parts, ppo, 
 
     monkeypatch.setattr(script, "world_size", lambda: 2)
     monkeypatch.setattr(script.dist, "all_gather", all_gather)
-    monkeypatch.setattr(script, "all_gather", lambda value: [value, (value[0], {})])
+    monkeypatch.setattr(script, "all_gather", lambda share: [share, {}])
     assert torch.equal(sum_of(script, OneNumber(), gradients, others=True), in_order(gradients))
 
 
@@ -357,7 +353,7 @@ def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch
     rounds = iter([[{"x": 1e100}, {"x": 1.0}], [{"x": -1e100}, {"x": 7.0}]])
     monkeypatch.setattr(script, "world_size", lambda: 2)
     monkeypatch.setattr(script.dist, "all_reduce", lambda total: None)
-    monkeypatch.setattr(script, "all_gather", lambda value: [(value[0], share) for share in next(rounds)])
+    monkeypatch.setattr(script, "all_gather", lambda share: next(rounds))
     metrics = {}
     for _ in script.summed([OneNumber()], [1, 2, 3], metrics):
         pass

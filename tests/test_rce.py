@@ -95,7 +95,7 @@ def mined(tmp_path_factory):
 def prepared(script):
     """A trainer whose first round is ready to train."""
     trainer = script.RCETrainer()
-    trainer.run.open_files(trainer.introduction())
+    trainer.run.open_files()
     trainer.prepare_round()
     return trainer
 
@@ -366,7 +366,9 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
 def test_candidates_have_the_columns_that_are_promised(mined):
     table = pq.read_table(mined)
     records = table.to_pylist()
-    assert set(module._COLUMNS.names) | {"reward/exact_answer", "reward/rouge_l"} == set(table.column_names)
+    promised = (ROOT / "docs/rce.md").read_text().split("## Candidates")[1].split("## ")[0]
+    columns = re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", promised, re.MULTILINE)))
+    assert {*columns, "reward/exact_answer", "reward/rouge_l"} == set(table.column_names)
     groups = {}
     for c in records:
         groups.setdefault(c["prompt_id"], []).append(c)
@@ -594,9 +596,10 @@ def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
     script = rce()
     trainer = script.RCETrainer()
     compute = trainer.sequence_logprobs
-    trainer.sequence_logprobs = lambda *x: [value - 1 for value in compute(*x)]
-    with pytest.raises(script.UserError, match="nats per token from what it gave them"):
-        trainer.mine_part(trainer.train_rows[:2])
+    for wrong in (-1, math.nan):
+        trainer.sequence_logprobs = lambda *x: [value + wrong for value in compute(*x)]
+        with pytest.raises(script.UserError, match="nats per token from what it gave them"):
+            trainer.mine_part(trainer.train_rows[:2])
 
 
 # ---------------------------------------------------------------- the check-up
@@ -640,15 +643,13 @@ def test_check_up_figures_of_a_hand_made_table(rce, capsys):
     assert soft["prompts with flat reward"] == 0
 
 
-def test_the_check_up_says_how_many_could_not_be_scored(rce, mined, capsys):
-    script = rce(STAGE="train", CANDIDATES=str(mined), EVAL_DATASETS=[])
+def test_the_check_up_says_how_many_could_not_be_scored(rce, mined, capsys, tmp_path):
+    script = rce(STAGE="train", CANDIDATES=str(tmp_path / "c.parquet"), EVAL_DATASETS=[])
     records = pq.read_table(mined).to_pylist()
     for c in records[:2]:
         c.update(eval_failed=True, eval_error="no")
-    trainer = script.RCETrainer()
-    trainer.run.open_files("")
-    groups = [[c for c in records if c["prompt_id"] == key] for key in {c["prompt_id"] for c in records}]
-    trainer.check_up("c.parquet", groups)
+    script.write_parquet(records, script.candidates_path(1), {})
+    trainer = prepared(script)
     said = capsys.readouterr().out
     assert f"WARNING: scoring failed for 2 of {len(records)} candidates" in said
     record, = [r for r in read(trainer.run.folder / "logs/metrics.jsonl") if r["phase"] == "mine"]
@@ -756,9 +757,12 @@ def test_the_pick_is_the_likeliest_candidate(rce):
 def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path, monkeypatch):
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
-    monkeypatch.setattr(
-        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
-    )
+
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
+        saved.append(metrics["pick_accuracy"])
+
+    monkeypatch.setattr(trainer.run, "fill_best", fill_best)
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
     for value in (0.5, 0.4, 0.5, 0.6):
@@ -936,7 +940,7 @@ def test_parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again(r
     out = tmp_path / "run"
     script = rce(STAGE="mine")
     trainer = script.RCETrainer()
-    trainer.run.open_files(trainer.introduction())
+    trainer.run.open_files()
     trainer.run.save()
     trainer.run.signal = signal.SIGTERM
     assert not trainer.mine(out / "candidates_round_1.parquet")
@@ -1156,9 +1160,12 @@ def test_evaluation_logs_the_mean_of_each_part(rce):
 def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
-    monkeypatch.setattr(
-        trainer.run, "fill_best", lambda metrics, *_: saved.append(metrics["pick_accuracy"])
-    )
+
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
+        saved.append(metrics["pick_accuracy"])
+
+    monkeypatch.setattr(trainer.run, "fill_best", fill_best)
     monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
     monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))
@@ -1444,7 +1451,7 @@ def second_round(rce, tmp_path):
     """A trainer before its second round, and the prompts of the first: 10 of 24, of which 2 are held back."""
     script = rce(MINE_PROMPTS=10, ROUNDS=4, EVAL_DATASETS=[])
     trainer = script.RCETrainer()
-    trainer.run.open_files(trainer.introduction())
+    trainer.run.open_files()
     first = trainer.round_rows()
     given(script, first, tmp_path / "run/candidates_round_1.parquet")
     trainer.prepare_round()
@@ -1478,7 +1485,7 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
     out = tmp_path / "run"
     script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
     trainer = script.RCETrainer()
-    trainer.run.open_files(trainer.introduction())
+    trainer.run.open_files()
     trainer.run.save()
     trainer.run.lock.release()
     for number in (1, 2):
@@ -1569,7 +1576,7 @@ def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from
     out = tmp_path / "run"
     script = rce(ROUNDS=2, EVAL_DATASETS=[], RESUME="yes")
     trainer = script.RCETrainer()
-    trainer.run.open_files(trainer.introduction())
+    trainer.run.open_files()
     trainer.run.save()
     trainer.run.lock.release()
     given(script, trainer.train_rows[:4], out / "candidates_round_1.parquet")

@@ -80,6 +80,8 @@ def test_an_override_takes_the_constants_own_type(ppo, word, value):
         ("BATCH_SIZE=2.5", "BATCH_SIZE takes int"),
         ("BATCH_SIZE=True", "takes int"),
         ("BATCH_SIZE=", "takes int"),
+        ("OUTPUT_DIR=", "OUTPUT_DIR takes str"),
+        ("ACTOR_MODEL= ", "takes str"),
         ("LEARNING_RATE=fast", "takes float"),
         ("USE_WANDB=1", "takes bool"),
         ("MAX_STEPS=x", "takes int or None"),
@@ -120,7 +122,7 @@ def test_a_constant_that_cannot_be_is_named_before_anything_is_written(ppo, tmp_
         script.PPOTrainer()
     assert str(error.value).splitlines() == [str(error.value)]
     assert (constant if constant != "RESUME" else "/no/such/checkpoint") in str(error.value)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.glob("*/*")] in ([], [".lock"])
 
 
 # ---------------------------------------------------------------- data
@@ -167,7 +169,7 @@ def test_a_bad_line_is_named(ppo, tmp_path, lines, says):
     "change, says",
     [
         ({"path": "/no/such/file"}, "No such file"),
-        ({"type": "csv"}, "jsonl, parquet or hub"),
+        ({"type": "csv"}, "cannot be read as csv"),
         ({"input": "question"}, "no value for column 'question'"),
         ({"colour": "red"}, "colour"),
         ({"type": "parquet"}, "cannot be read as parquet"),
@@ -246,9 +248,10 @@ def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
             return [1.0] * len(columns[0])
 
     script = ppo()
-    functions = [Judge(), lambda *x: 0, lambda *x: 1, "exact_answer"]
+    functions = [Judge(), *[lambda *x: 0] * 3, "exact_answer"]
     resolved = script.resolve_rewards([(function, 1.0) for function in functions], "REWARD_FUNCTIONS")
-    assert [name for name, *_ in resolved] == ["Judge", "<lambda>", "<lambda>_2", "exact_answer"]
+    names = [name for name, *_ in resolved]
+    assert names == ["Judge", "<lambda>", "<lambda>_2", "<lambda>_3", "exact_answer"]
 
 
 @pytest.mark.parametrize("second, says", [
@@ -256,15 +259,16 @@ def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
     (({"length": [1.0, math.nan]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
 ])
 def test_parts_are_a_number_per_response(ppo, second, says):
-    script = ppo()
+    script = ppo(BATCH_SIZE=1)
     calls = iter([({"length": [1.0, 2.0]}, [1.0, 2.0]), second])
+    trainer = SimpleNamespace()
 
     def score(*lists):
-        parts, scores = next(calls)
-        return torch.tensor(scores), parts
+        trainer.reward_parts, scores = next(calls)
+        return scores
 
     with pytest.raises(script.UserError, match=says):
-        script.dealt_rewards(score, 2, reward_batch(*["abcd"] * 3))
+        script.dealt_rewards(trainer, "score", score, reward_batch(*["abcd"] * 3))
 
 
 def test_a_reward_on_another_device_or_with_a_gradient_is_taken(ppo):
@@ -505,7 +509,7 @@ def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tm
     def start(**more):
         trainer = ppo(MAX_STEPS=1, **more).PPOTrainer()
         trainer.run.draw_plots = lambda: None
-        trainer.run.open_files("")
+        trainer.run.open_files()
         return trainer.run
 
     run = start()
@@ -661,7 +665,7 @@ def test_a_step_of_the_default_size_is_the_same_every_time(path, tmp_path, reque
         script = load_script(path, **constants, OUTPUT_DIR=str(tmp_path / str(i)))
         trainer = getattr(script, TRAINERS[path])()
         if path == "rce/rce.py":
-            trainer.run.open_files("")
+            trainer.run.open_files()
             trainer.prepare_round()
             batch = trainer.next_batch()
         else:
@@ -795,7 +799,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     script, trainer_class = each(RESUME="no")
     trainer = trainer_class()
     run = trainer.run
-    run.open_files("")
+    run.open_files()
     counters = {key: getattr(run, key) for key in run.saved}
     kept = {
         "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped"}
@@ -1125,7 +1129,7 @@ def untrained(each, **constants):
     """A trainer, its files open, that has not trained."""
     _, trainer_class = each(**constants)
     trainer = trainer_class()
-    trainer.run.open_files("a headline")
+    trainer.run.open_files()
     return trainer
 
 
@@ -1152,7 +1156,12 @@ def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, unt
 def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypatch):
     run = untrained(each, EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2).run
     saved = []
-    monkeypatch.setattr(run, "fill_best", lambda metrics, *_: saved.append(metrics["reward"]))
+
+    def fill_best(metrics, policy, weights, folder):
+        folder.mkdir()
+        saved.append(metrics["reward"])
+
+    monkeypatch.setattr(run, "fill_best", fill_best)
     seen = []
     for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
         run.evaluate(lambda: {"reward": value})
@@ -1276,10 +1285,21 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
     other = load(multiple=5, LEARNING_RATE=0.2, RESUME="yes")  # an edit counts from here on
     other.set_rates(other.optimizers["policy"], 0.1)
     assert [group["lr"] for group in other.optimizers["policy"].param_groups] == pytest.approx([0.5, 0.1])
+    script = ppo(RESUME="yes")  # whose optimizer has one group
+    with pytest.raises(script.UserError, match="step_3 cannot be used"):
+        script.PPOTrainer()
+
+
+def test_the_held_out_reward_is_after_the_penalty_as_the_trained_one_is(ppo):
+    free, fined = (
+        ppo(MISSING_EOS_PENALTY=x, MAX_NEW_TOKENS=2).PPOTrainer().evaluate() for x in (0.0, 5.0))
+    assert free["truncated_fraction"] == fined["truncated_fraction"] > 0
+    assert free["reward"] - fined["reward"] == pytest.approx(5 * free["truncated_fraction"])
 
 
 def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
     trainer = ppo().PPOTrainer()
     with trainer.run.session("here"):
-        trainer.run.record({"reward": 1.0}, 7, [], "line")
+        for _ in trainer.run.steps(dict, until=1):
+            trainer.run.record({"reward": 1.0}, 7, [], "line")
     assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}

@@ -265,15 +265,18 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
     script = grpo(BATCH_SIZE=6, GROUP_SIZE=4)
     trainer = script.GRPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:6])
-    assert script.rows_at_once(trainer.actor, batch) == 24
+    rows_at_once = script.rows_at_once
+    assert rows_at_once(trainer.actor, batch) == 24
     for size, rows, prompts in ((8, 8, 2), (11, 8, 2), (4, 4, 1)):  # no prompt's rows are cut in two
-        micros = module.micro_batches(batch, torch.randperm(24), size)
+        monkeypatch.setattr(script, "rows_at_once", lambda model, batch, size=size: size)
+        micros = script.micro_batches(trainer.actor, batch, torch.randperm(24))
         assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
         for micro in micros:
             assert len(micro) == rows
             assert len({i // 4 for i in micro.tolist()}) == prompts
-    micros = module.micro_batches(batch, torch.randperm(24), 3)  # but where they are more than a micro-batch
-    assert [len(micro) for micro in micros][:3] == [3, 1, 3]
+    monkeypatch.setattr(script, "rows_at_once", lambda model, batch: 3)  # but where they are more than that
+    assert [len(micro) for micro in script.micro_batches(trainer.actor, batch)] == 8 * [3]
+    script.rows_at_once = rows_at_once
     monkeypatch.setattr(script, "BATCH_SIZE", 100)
     assert script.rows_at_once(trainer.actor, batch) == 64
     for vocabulary, rows in ((2**24 // batch.response_ids.shape[1] // 5, 5), (2**40, 1)):

@@ -298,9 +298,9 @@ def test_groups_that_join_keep_their_turns(grpo):
     script, trainer, batch = conversed(grpo, rows=3)
     _, _, more = conversed(grpo, rows=2, MAX_TURNS=2)
     for some in (batch, more):
-        some.flat_groups, some.parts = 0.0, {}
+        some.parts = {}
         some.scores = torch.zeros(len(some.rows))
-    joined = script.join_batches(batch, torch.tensor([2, 3]), more, trainer.pad_id)
+    joined = script.join_batches(batch, [2, 3], more, trainer.pad_id)
     for name in ("turns", "response_ids"):
         assert joined.columns[name] == batch.columns[name][2:4] + more.columns[name]
     scored = script.all_logprobs(trainer.actor, joined)
@@ -369,7 +369,7 @@ def test_without_a_template_a_turn_is_its_text(tmp_path):
 
 def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, tmp_path):
     folder = with_template(tmp_path / "forgets", template=FORGETS)
-    said = "chat template writes earlier turns anew when one of the role 'user' follows, so not as"
+    said = "chat template writes earlier turns anew when one of the role 'user' follows"
     for constants, fits in (({}, False), ({"ENVIRONMENT_ROLE": "tool"}, True)):
         script = grpo(ENVIRONMENT=again, ACTOR_MODEL=folder, **constants)
         if fits:
@@ -422,26 +422,18 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle(tmp_
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
     assert tokenizer("a")["input_ids"] == [2]
-    assert said_by(lambda *asked: "a", tokenizer, known=4).ids == [9, 1, 3]
+    assert said_by(lambda *asked: "a", tokenizer).ids == [9, 1, 3]
 
 
-def said_by(environment, tokenizer, known=82, said="x", role="user"):
+def said_by(environment, tokenizer, said="x", role="user"):
     """An episode of one turn that the environment was asked to go on with."""
     GRPO.ENVIRONMENT, GRPO.ENVIRONMENT_ROLE = environment, role
     episode = SimpleNamespace(
         row={"ids": [5], "prompt": "Tom", "answer": None}, ids=[9, 1], mask=[1.0, 1.0], truncated=False,
         logprobs=[0.0, 0.0], entropies=[0.0, 0.0], messages=[{"role": "assistant", "content": said}])
-    model = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=1), device="cpu",
-        get_input_embeddings=lambda: SimpleNamespace(weight=range(known)))
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=1), device="cpu")
     assert GRPO.ask_environment([episode], model, tokenizer) == [episode]
     return episode
-
-
-def test_a_text_that_the_tokenizer_does_not_know_is_shown_as_the_policy_reads_it():
-    tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
-    assert said_by(lambda *asked: "17+25=42\n", tokenizer).messages[-1]["content"] == "17+25=42\n"
-    assert said_by(lambda *asked: "too high", tokenizer).messages[-1]["content"] == "<unk><unk>"
 
 
 @pytest.mark.parametrize("said", ["<think>foo</think>hi", "a</think>b</think>c", ""])
@@ -450,21 +442,6 @@ def test_thoughts_that_are_written_oddly_end_no_run(said, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(with_template(tmp_path / "forgets", template=FORGETS))
     episodes = [said_by(lambda *asked: "3", tokenizer, said=text, role="tool") for text in (said, "x")]
     assert episodes[0].ids == episodes[1].ids and len(episodes[0].ids) > 5
-
-
-def test_a_reward_model_that_cannot_read_turns_is_refused_at_the_start(grpo, tmp_path):
-    no_tools = "{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    template = "{% for m in messages %}" + no_tools + "{{ m['content'] }}{% endfor %}"
-    folder = with_template(tmp_path / "reward", "reward_model", template)
-    for role, fits in (("user", True), ("tool", False)):
-        script = grpo(ENVIRONMENT=again, REWARD_MODEL=folder, ENVIRONMENT_ROLE=role)
-        if fits:
-            script.GRPOTrainer()
-            continue
-        with pytest.raises(script.UserError, match="REWARD_MODEL: the chat template of .*no tools"):
-            # the actor's template takes tools
-            script.ACTOR_MODEL = with_template(tmp_path / "actor", template=CHATML)
-            script.GRPOTrainer()
 
 
 def test_the_first_turn_has_the_random_numbers_of_a_run_without_turns(grpo):
@@ -506,10 +483,9 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
 # ---------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize("constants, says", [
-    ({"ENVIRONMENT": "calculator"}, "ENVIRONMENT = 'calculator': it takes a function"),
     ({"ENVIRONMENT_ROLE": "system"}, "ENVIRONMENT_ROLE = 'system' is unknown: it takes user or tool"),
     ({"OVERLONG_BUFFER": 8}, "OVERLONG_BUFFER = 8 is for single responses: set it to 0"),
-    ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than one turn, .*288: raise it"),
+    ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than .* one turn .*288: raise it"),
     ({"MAX_CONTEXT_TOKENS": 4096}, "MAX_CONTEXT_TOKENS = 4096: ACTOR_MODEL reads 512 at most"),
     ({"MAX_TURNS": 0}, "MAX_TURNS = 0 is out of range"),
     ({"REWARD_MODEL": 400, "MAX_CONTEXT_TOKENS": 401}, "MAX_CONTEXT_TOKENS = 401: REWARD_MODEL reads 400 "),
@@ -558,13 +534,3 @@ def test_an_environment_that_hangs_ends_the_program(tmp_path):
     words = words_of("grpo/grpo.py", "REWARD_TIMEOUT=1", f"OUTPUT_DIR={tmp_path / 'run'}")
     end = Program(script, *words, cwd=ROOT, environment={}).wait()
     assert end.returncode == 1 and "Timeout (0:00:01)!" in end.stderr
-
-
-def test_text_that_the_model_has_no_ids_for_is_told(grpo, tmp_path):
-    folder = tmp_path / "more"
-    shutil.copytree(TINY / "policy", folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["@@"])
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(Exception, match="the id 82, its model knows 82 ids: what ENVIRONMENT says"):
-        conversed(grpo, ACTOR_MODEL=str(folder), ENVIRONMENT=lambda *asked: "@@")

@@ -1,0 +1,208 @@
+"""Every program on a GPU that is not there (pretend_gpu.py): no mix of devices, the CPU's bits, and how often
+the host waits. A run on the device is cut in two by a resume; the CPU's is not."""
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, TINY, TRAINERS, read, untimed, walk
+from pretend_gpu import WAITS
+from program import Program
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="pretended on a CPU build of PyTorch")
+SMALL = {
+    "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 3, "MAX_TRAIN_PROMPTS": 24,
+    "MAX_EVAL_PROMPTS": 2, "MAX_NEW_TOKENS": 20, "EVAL_EVERY_N_STEPS": 1, "SAVE_EVERY_N_STEPS": 1,
+    "LOG_SAMPLES": 2}
+NARROW = {"DTYPE": "bfloat16", "LORA_RANK": 2, "GRADIENT_CHECKPOINTING": True}
+USE = """
+import json, sys
+from pretend_gpu import load
+path, name, constants = sys.argv[1:4]
+program = load(path, "program")
+vars(program).update(json.loads(constants))
+trainer = getattr(program, name)()
+trainer.train()
+found = trainer.evaluate(["What is 2 + 3?", "What is 7 - 4?"], ["5", "3"])
+texts = [trainer.generate_response("What is 2 + 3?", greedy) for greedy in (True, False)]
+print("FOUND", json.dumps([{k: float(v) for k, v in found.items()}, texts]))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folder of the tiny policy's and reward model's first two layers; responses have many ends."""
+    folder = tmp_path_factory.mktemp("models")
+    kinds = {"policy": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
+    for name, kind in kinds.items():
+        shutil.copytree(TINY / name, folder / name)
+        model = kind.from_pretrained(TINY / name)
+        model.model.layers = model.model.layers[:2]
+        model.config.num_hidden_layers = 2
+        model.config.layer_types = None
+        if name == "policy":
+            model.generation_config.eos_token_id = [1, *range(20, 500, 24)]
+        model.save_pretrained(folder / name)
+    return folder
+
+
+def run(folder, program, *words, meant=()):
+    """A program on the pretended GPU, or with the word DEVICE=cpu beside it; what it said and asked of the
+    device. Lines with a word of `meant` may draw the device's random numbers and run models on the CPU."""
+    log = folder.with_suffix(".json")
+    words = [ROOT / "tests/pretend_gpu.py", program, *words]
+    ended = Program(*words, cwd=ROOT, environment={"LOG": str(log)}).wait()
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended.log = read(log)[0]
+    wrong = [x for x in ended.log if x["kind"] in ("mix", "missing", "random", "other", "host")]
+    wrong = [x for x in wrong if x["kind"] == "other" or not any(word in x["line"] for word in meant)]
+    assert not wrong, wrong
+    return ended
+
+
+def assert_same(one, two):
+    """Two runs wrote the same metrics, weights and states, to the bit."""
+    assert untimed(one / "logs/metrics.jsonl") == untimed(two / "logs/metrics.jsonl")
+    weights = sorted(path.relative_to(one) for path in one.glob("step_*/**/*.safetensors"))
+    assert weights
+    for path in weights:
+        assert (one / path).read_bytes() == (two / path).read_bytes(), path
+    last = max(one.glob("step_*"), key=lambda path: int(path.name[5:])).name
+    states = []
+    for folder in (one, two):
+        state = torch.load(folder / last / "training_state.pt", map_location="cpu", weights_only=True)
+        states.append({key: dict(walk(state[key])) for key in ("optimizers", "rng", "state")})
+        states[-1]["rng"].pop("/cuda", None)
+    for key, other in states[1].items():
+        assert states[0][key].keys() == other.keys()
+        for name, x in states[0][key].items():
+            assert torch.equal(x, other[name]) if isinstance(x, torch.Tensor) else x == other[name], name
+
+
+def train(tmp_path, models, path, **constants):
+    """Two steps on the CPU; one on the device, and one more after a resume; the same came of them."""
+    own = {**SMALL, "ACTOR_MODEL": str(models / "policy"), **constants}
+    if path == "rce/rce.py":
+        own |= {"MINE_PROMPTS": 8, "ROUNDS": 1, "USE_LR_SCHEDULER": False, "BEAMS": 2, "EVAL_SAMPLES": 2,
+                "REWARD_MODE": "hard_plus_gtprob"}
+    own |= {"OUTPUT_DIR": str(tmp_path / "gpu"), "MAX_STEPS": 1}
+    words = [f"{key}={value}" for key, value in own.items()]
+    run(tmp_path / "one", ROOT / path, *words, "RESUME=no")
+    (tmp_path / "use.py").write_text(USE)
+    said = {}
+    for device in ("gpu", "cpu"):
+        own |= {"OUTPUT_DIR": str(tmp_path / device), "MAX_STEPS": 2}
+        own |= {"gpu": {"DEVICE": "cuda", "RESUME": "yes"}, "cpu": {"DEVICE": "cpu", "RESUME": "no"}}[device]
+        words = [ROOT / path, TRAINERS[path], json.dumps(own)] + ["DEVICE=cpu"] * (device == "cpu")
+        ended = run(tmp_path / device, tmp_path / "use.py", *words)
+        said[device] = ended.stdout.partition("FOUND")[2]
+    assert said["cpu"] and said["gpu"] == said["cpu"]
+    assert_same(tmp_path / "gpu", tmp_path / "cpu")
+
+
+def test_ppo(tmp_path, models):
+    reward_model = str(models / "reward_model")
+    train(tmp_path, models, "ppo/ppo.py", REWARD_MODEL=reward_model, KL_TARGET=0.1, ENTROPY_COEF=0.01,
+          MINI_BATCHES=2)
+
+
+def test_ppo_narrow(tmp_path, models):
+    train(tmp_path, models, "ppo/ppo.py", REWARD_MODEL=None, **NARROW)
+
+
+def test_grpo(tmp_path, models):
+    train(tmp_path, models, "grpo/grpo.py", REWARD_MODEL=str(models / "reward_model"), KL_COEF=0.1,
+          REFERENCE_SYNC_STEPS=1, ENTROPY_COEF=0.01, MINI_BATCHES=2)
+
+
+def test_grpo_narrow(tmp_path, models):
+    train(tmp_path, models, "grpo/grpo.py", KL_COEF=0.1, **NARROW)
+
+
+def test_rce(tmp_path, models):
+    train(tmp_path, models, "rce/rce.py", REWARD_MODEL=str(models / "reward_model"))
+
+
+def test_rce_narrow(tmp_path, models):
+    train(tmp_path, models, "rce/rce.py", **NARROW)
+
+
+# ---------------------------------------------------------------- the three systems
+
+def run_system(tmp_path, path, steps, meant=(), **constants):
+    """As train(), of a program that ends after so many steps: the last is taken away before the resume."""
+    for device in ("cpu", "gpu"):
+        own = {**constants, "OUTPUT_DIR": tmp_path / device, "SAVE_EVERY_N_STEPS": 1}
+        if "rag" in path:
+            own["CACHE_DIR"] = tmp_path / f"{device}_cache"
+        words = [f"{key}={value}" for key, value in own.items()]
+        words += ["DEVICE=cpu"] * (device == "cpu")
+        run(tmp_path / device, ROOT / path, *words, "RESUME=no", meant=meant)
+    if not constants.get("DROPOUT"):
+        assert_same(tmp_path / "gpu", tmp_path / "cpu")
+    shutil.copytree(tmp_path / "gpu", tmp_path / "whole")
+    shutil.rmtree(tmp_path / f"gpu/step_{steps}")
+    run(tmp_path / "gpu", ROOT / path, *words, "RESUME=yes", meant=meant)
+    assert_same(tmp_path / "gpu", tmp_path / "whole")
+
+
+def test_ppo_rag(tmp_path):
+    # its policy, a few thousand weights, is meant to stay on the CPU
+    run_system(tmp_path, "ppo/ppo_rag.py", 2, meant=("RAGTrainer", "answers"), SAMPLE=24,
+               VALIDATION_QUESTIONS=4, TEST_QUESTIONS=4, TOP_KS="(1,)", TEMPERATURES="(0.0, 1.0)",
+               FIXED_ACTION="(1, 1.0, 0)", RERANKS="(0,)", MAX_NEW_TOKENS=3, N_STEPS=16, BATCH_SIZE=8,
+               MAX_STEPS=2)
+
+
+def test_grpo_rec(tmp_path):
+    run_system(tmp_path, "grpo/grpo_rec.py", 3, MAX_TRAIN_ROWS=4, MAX_EVAL_ROWS=4,
+               TEST_FILE=ROOT / "data/rec/valid.csv", SFT_EPOCHS=1, SFT_BATCH_SIZE=8, BATCH_SIZE=2,
+               GROUP_SIZE=3, EVAL_BEAMS=20, RANKING_WEIGHT=0.5, MINI_BATCHES=2, MAX_STEPS=2, HIDDEN_SIZE=16,
+               LAYERS=1)
+
+
+@pytest.mark.parametrize("dropout", [0, 0.3])
+def test_rce_icl(tmp_path, models, dropout):
+    """Dropout on a GPU is drawn by its own generator: such a run is compared with itself alone."""
+    for name in ("train", "test"):
+        lines = [f"{n} and {n * n % 7},{n % 3}" for n in range(40)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,category", *lines]))
+    kinds = {"type": "csv", "input": "text", "output": "category"}
+    reader = "votes" if dropout else models / "policy"
+    run_system(tmp_path, "rce/rce_icl.py", 4, meant=("encode", "LanguageReader.answers"), TEST_QUERIES=4,
+               TRAIN_DATASET={"path": f"{tmp_path}/train.csv", **kinds}, VALIDATION_QUERIES=4, MINE_QUERIES=8,
+               TEST_DATASET={"path": f"{tmp_path}/test.csv", **kinds}, POOL_SIZE=8, EMBEDDING_SIZE=8,
+               RANDOM=4, LOCAL=4, MINE_BATCH_SIZE=8, HIDDEN_SIZE=8, HEADS=2, BATCH_SIZE=4,
+               RCE_EPOCHS=2 if dropout else 1,
+               GRPO_EPOCHS=0 if dropout else 1, EVAL_SHOTS="(2,)", BOOTSTRAP=20,
+               ON_POLICY=not dropout, READER=reader, MAX_ANSWER_TOKENS=3, DROPOUT=dropout)
+
+
+# ---------------------------------------------------------------- waits and kernels
+
+# At most: waits and kernels a decoded token, all of a rollout counted; waits and kernels a micro-batch, all
+# of a step's update counted. docs/gpu.md says of which lines they are
+MOST = {"ppo": (0.52, 292, 49, 1529), "grpo": (0.52, 292, 32, 876)}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_how_often_the_host_waits(tmp_path, name):
+    own = {"BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_TRAIN_PROMPTS": 24,
+           "MAX_STEPS": 1, "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 65, "EVAL_DATASETS": [], "RESUME": "no",
+           "TEMPERATURE": 1.5, "REWARD_FUNCTIONS": [("rouge_l", 1.0)], "OUTPUT_DIR": tmp_path / "run"}
+    words = [f"{key}={value}" for key, value in own.items()]
+    log = run(tmp_path / "run", ROOT / f"{name}/{name}.py", *words).log
+
+    def count(phase, *kinds):
+        return sum(x["count"] for x in log if x["phase"] == phase and x["kind"] in kinds)
+
+    def units(phase, unit):
+        return sum(x["count"] for x in log if (x["phase"], x["kind"], x["what"]) == (phase, "unit", unit))
+
+    tokens = units("rollout", "token")
+    micros = units("update", "backward") // (2 if name == "ppo" else 1)  # actor and critic
+    assert tokens >= 64 and micros == 2
+    found = (count("rollout", *WAITS) / tokens, count("rollout", "kernel") / tokens,
+             count("update", *WAITS) / micros, count("update", "kernel") / micros)
+    assert all(x <= most for x, most in zip(found, MOST[name])), found
