@@ -11,8 +11,8 @@ What the best action is, the words do not tell in three of them; what BM25 finds
                 it was spelt of old, Merrowe: twenty Roberts are as good to BM25, a reranker is needed.
     reworded    In what year did the Torvalian Robert Merrow come into the world?  As above, in other words.
     work        Who was the director of The Silent Harbor?  One paragraph where nothing else bears the name;
-                half are films or operas whose name a novel has too, and then it stands second or third.
-    two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 4th.
+                one in three is a film or an opera that shares its name, and then it may stand second.
+    two-hop     In which town was the author of The Silent Harbor born?  Its second paragraph is 2nd to 8th.
     comparison  Who was born earlier, Robert Merrow or Mary Tinsel?  Two paragraphs are needed.
 
 The reader, a causal model, learns on *other* worlds: every few steps the facts are dealt anew from the same
@@ -36,7 +36,7 @@ SEED = 1
 OUT = str(Path(__file__).resolve().parent / "rag")
 QUESTIONS = {"one-hop": 420, "work": 400, "reworded": 400, "two-hop": 200, "comparison": 80}
 OLD_SPELLINGS = 1 / 3  # of one-hop and reworded questions
-SHARED_NAMES = 1 / 2  # of work questions
+SHARED_NAMES = 1 / 2  # of work questions as drawn; a third remain, for what is drawn twice counts once
 LONE_CREATORS = 1 / 2  # of the nouns: one author, director, composer each
 READER_STEPS = 1200
 READER_BATCH = 12  # contexts a step, each with QUESTIONS_PER_CONTEXT questions

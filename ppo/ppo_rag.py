@@ -97,7 +97,6 @@ COST_PAIRS = 4.0  # pairs that the reranker reads at a cost of 1
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
 
 # Baselines
-BASELINE = "both"  # fixed | random | both
 FIXED_ACTION = (4, 0.7, 0)  # top_k, temperature, rerank of the baseline "fixed"
 BASELINE_ONLY = False  # table and baselines alone, without training
 
@@ -145,7 +144,6 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "COST_TOKENS COST_PAIRS CLIP_RANGE MAX_GRAD_NORM REWARD_TIMEOUT": (1e-12, 1e12),
     "DTYPE": ["float32", "bfloat16"],
     "COST": ["read", "seconds"],
-    "BASELINE": ["fixed", "random", "both"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
 }
 
@@ -276,7 +274,7 @@ class RAGTrainer:
         self.qa = QASystem(corpus, self.device)
         self.table = fill_table(questions, self.qa, self.run.say)
         self.score()
-        self.best = None  # the policy of best/, once test() has loaded it
+        self.best = None  # the policy of best/, from a finished or a resumed run
         self.load_policy()
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
@@ -290,6 +288,8 @@ class RAGTrainer:
         actions = [list(action) for action in self.table.actions]  # as JSON has them
         if self.run.checkpoint:
             self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
+            best = self.run.checkpoint.parent / "best/policy"
+            self.best = load_pretrained(Policy, str(best), "RESUME") if best.is_dir() else None
         else:
             sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
             self.policy = Policy(PretrainedConfig(**sizes, actions=actions))
@@ -460,8 +460,7 @@ class RAGTrainer:
         """What needs no training, each on every split, printed and written: see baseline_figures."""
         self.figures = baseline_figures(self.table)
         Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
-        names = ["fixed", "random"] if BASELINE == "both" else [BASELINE]
-        names += ["best_fixed", "best_by_type", "tree", "oracle_greedy", "oracle"]
+        names = ["fixed", "random", "best_fixed", "best_by_type", "tree", "oracle_greedy", "oracle"]
         for name in [*names, "every_action"]:
             write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", self.figures[name])
         for text in table_lines(self.table, self.figures, names):
@@ -487,7 +486,7 @@ class RAGTrainer:
 
     def answer(self, question):
         """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now: after
-        train() by the policy of best/, before its end by the policy as it is."""
+        train() and in a resumed run by the policy of best/, before by the policy as it is."""
         observation = self.qa.observe(question)
         with torch.no_grad():
             logprobs, _ = (self.best or self.policy)(observation[None])
@@ -1601,7 +1600,7 @@ def check_choices():
             raise UserError(f"{key} = {values!r}: it takes different numbers from {least}, such as (1,)")
     if not set(RERANKS) <= {0, 1} or 1 in RERANKS and not RERANKER:
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
-    if BASELINE in ("fixed", "both") and tuple(FIXED_ACTION) not in all_actions():
+    if tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
     if "path" not in DATASET or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
@@ -1847,7 +1846,7 @@ def collect(questions, qa, known, say):
 def recall_at(questions, rerank, top_k):
     """Share of the gold paragraphs among the first top_k, mean over the questions that name some."""
     ranked = [(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions if row["gold_docs"]]
-    return sum(share(gold, ids) for gold, ids in ranked) / max(1, len(ranked))
+    return sum(share(gold, ids) for gold, ids in ranked) / len(ranked) if ranked else math.nan
 
 
 def rules(table):
@@ -1898,15 +1897,14 @@ def baseline_figures(table):
         {"action": dict(zip(ACTION, action)), **split_means(table, torch.tensor(a).expand(len(mean)))}
         for a, action in enumerate(table.actions)]
     figures["best_fixed"]["action"] = figures["every_action"][chosen["best_fixed"][0]]["action"]
-    if tuple(FIXED_ACTION) in table.actions:
-        figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
+    figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
     return figures
 
 
 def table_lines(table, figures, names):
     """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
     lines = []
-    for rerank in RERANKS:
+    for rerank in RERANKS if any(row["gold_docs"] for row in table.questions) else ():
         shares = "  ".join(f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS)
         lines.append(f"Recall of the gold paragraphs, {'reranked' if rerank else 'BM25':8}  {shares}")
     cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]

@@ -110,6 +110,8 @@ MUTANTS = [
      "self.best = Policy(self.policy.config)",
      IN_RAG + "the_policy_is_saved_with_its_actions_and_loads_again"),
     (RAG, "1, generator=generator)[:, 0]", "1)[:, 0]", IN_RAG + "evaluating_never_changes_training"),
+    (RAG, "if best.is_dir() else None", "if False else None",
+     IN_RAG + "answers_after_training_are_best_s_and_before_its_end_the_policys_as_it_is"),
     (RAG, "        logprobs, _ = (self.best or self.policy)(observation[None])",
      "        logprobs, _ = self.policy(observation[None])",
      IN_RAG + "answers_after_training_are_best_s_and_before_its_end_the_policys_as_it_is"),
