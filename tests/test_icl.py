@@ -455,14 +455,15 @@ def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
 
 def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl, readers):
     """Two letters are a token: a prompt of odd length has one that an answer's beginning merges with."""
-    script = icl(READER_BATCH_SIZE=2)
+    script = icl(READER_BATCH_SIZE=2, GOLDS="annotators")
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
     asked = []
     reader.ids_of = lambda texts: [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
-    reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or [0.0] * len(rows)
+    chances = [math.log(0.3)] * 2
+    reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or chances
     reader.prompt = lambda query, demos: query["text"]
-    rows = [{"text": "abcde", "golds": ["fg"]}, {"text": "abcd", "golds": ["fg", "h"]}]
-    assert reader.gold_probabilities([(row, []) for row in rows]) == [1.0, 1.0]  # at most, of two golds
+    rows = [{"text": "abcde", "golds": ["fg"]}, {"text": "abcd", "golds": ["fg", "h", "h", "h"]}]
+    assert reader.gold_probabilities([(row, []) for row in rows]) == pytest.approx([0.3, 0.1 + 0.3])
     assert asked == [(["ab", "cd", "e ", "fg"], 2), (["ab", "cd", " f", "g"], 2), (["ab", "cd", " h"], 1)]
 
 
