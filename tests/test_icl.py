@@ -453,14 +453,15 @@ def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
 
 def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl, readers):
     """Two letters are a token: a prompt of odd length has one that an answer's beginning merges with."""
-    script = icl(READER_BATCH_SIZE=2)
+    script = icl(READER_BATCH_SIZE=2, GOLDS="annotators")
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
     asked = []
     reader.ids_of = lambda texts: [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
-    reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or [0.0] * len(rows)
+    chances = [math.log(0.3)] * 2
+    reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or chances
     reader.prompt = lambda query, demos: query["text"]
-    rows = [{"text": "abcde", "golds": ["fg"]}, {"text": "abcd", "golds": ["fg", "h"]}]
-    assert reader.gold_probabilities([(row, []) for row in rows]) == [1.0, 1.0]  # at most, of two golds
+    rows = [{"text": "abcde", "golds": ["fg"]}, {"text": "abcd", "golds": ["fg", "h", "h", "h"]}]
+    assert reader.gold_probabilities([(row, []) for row in rows]) == pytest.approx([0.3, 0.1 + 0.3])
     assert asked == [(["ab", "cd", "e ", "fg"], 2), (["ab", "cd", " f", "g"], 2), (["ab", "cd", " h"], 1)]
 
 
@@ -1236,10 +1237,11 @@ def test_each_baseline_shows_the_rows_that_its_name_says(icl):
     script = icl()
     trainer = script.ICLTrainer()
     queries = trainer.splits["test"][:4]
-    shown = {}
-    trainer.accuracy_of = lambda _, lists: shown.setdefault(len(shown), lists)
-    found = script.baseline_accuracies(trainer, queries, 3)
-    assert list(found) == ["no demonstrations", "random", "similarity"]
+    models = script.fit_baselines(trainer)
+    trainer.accuracy_of = lambda _, lists: lists
+    found = script.baseline_accuracies(trainer, models, queries, 3)
+    assert list(found) == [
+        "no demonstrations", "random", "similarity", "kNN", "classifier", "classifier, fillers"]
     assert found["no demonstrations"] == [[]] * 4
     places = set()
     for query, drawn, similar in zip(queries, found["random"], found["similarity"]):
@@ -1251,6 +1253,34 @@ def test_each_baseline_shows_the_rows_that_its_name_says(icl):
         places.add(tuple(pool.index(j) for j in drawn))
         assert len(set(drawn)) == 3
     assert len(places) == 4  # each query's own draw
+    for name, n in itertools.product(("kNN", "classifier"), range(4)):
+        pool = trainer.corpus.pool_of(queries[n]).tolist()
+        scores = models[name].predict_proba(queries[n]["vector"][None])[0]
+        score = dict(zip(models[name].classes_, scores))
+        cosines = {j: float(trainer.demos[j]["vector"] @ queries[n]["vector"]) for j in pool}
+        order = sorted(pool, key=lambda j: (-score[trainer.demos[j]["answer"]], -cosines[j]))
+        wanted = [cosines[j] for j in order[:3]]
+        assert [cosines[j] for j in found[name][n]] == pytest.approx(wanted, abs=1e-6)
+        if name == "classifier":
+            first = trainer.demos[order[0]]["answer"]
+            own = [j for j in order if trainer.demos[j]["answer"] == first]
+            others = sorted((j for j in pool if j not in own), key=cosines.get)
+            wanted = [cosines[j] for j in [*own, *others][:3]]
+            assert [cosines[j] for j in found["classifier, fillers"][n]] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_baselines_settings_are_chosen_on_validation_at_one_shot(icl):
+    script = icl()
+    trainer = script.ICLTrainer()
+    asked = []
+    values = iter([0.1, 0.9, 0.2, 0.3, 0.5, 0.4, 0.8])
+    trainer.accuracy_of = lambda queries, lists: asked.append((queries, lists)) or np.array([next(values)])
+    models = script.fit_baselines(trainer)
+    assert models["kNN"].n_neighbors == 10 and models["classifier"].C == 30
+    for queries, lists in asked:
+        assert queries is trainer.splits["validation"] and {len(x) for x in lists} == {1}
+    trainer.demos = [{**demo, "answer": f"answer {n}"} for n, demo in enumerate(trainer.demos * 6)]
+    assert script.fit_baselines(trainer) == {}  # an answer each: nothing to classify
 
 
 def test_answers_are_remembered_by_query_and_order(icl):
@@ -1288,7 +1318,8 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
 def test_the_test_compares_at_each_number_of_shots(trained):
     script, trainer, folder = trained
     found = json.loads((folder / "eval_test.json").read_text())
-    wanted = ["no demonstrations", "random", "similarity", "RCE", "RCE + GRPO", "oracle"]
+    wanted = ["no demonstrations", "random", "similarity", "kNN", "classifier", "classifier, fillers"]
+    wanted += ["RCE", "RCE + GRPO", "oracle"]
     assert found["queries"] == 12 and list(found["shots"]) == ["1", "2"]
     for at in found["shots"].values():
         assert list(at["accuracy"]) == wanted and at["accuracy"]["oracle"] == max(at["accuracy"].values())
