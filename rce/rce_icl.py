@@ -779,7 +779,8 @@ def read_prompt(value, where):
     if isinstance(value, str) and value.strip():
         return value
     # without the nulls that parquet and the hub fill in for keys that a message lacks
-    messages = json.loads(json.dumps(value, default=list), object_hook=lambda record: {
+    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    messages = json.loads(text, object_hook=lambda record: {
         key: item for key, item in record.items() if item is not None})
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
