@@ -904,7 +904,7 @@ def conversation(prompt):
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
     if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
-        return messages
+        return list(messages)
     return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
 
 
@@ -2271,6 +2271,7 @@ class Run:
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
         self.times = {}
+        self.clock = (time.perf_counter(), 0)  # when the steps began, and after which
         self.wandb = self.wandb_id = None
         self.signal = None  # that this process has got
         self.stop_signal = None  # that all have agreed to stop by

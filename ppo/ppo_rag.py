@@ -1127,6 +1127,7 @@ class Run:
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
         self.times = {}
+        self.clock = (time.perf_counter(), 0)  # when the steps began, and after which
         self.wandb = self.wandb_id = None
         self.signal = None  # that this process has got
         self.stop_signal = None  # that all have agreed to stop by

@@ -1411,7 +1411,9 @@ def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
     def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
         ids = torch.tensor([[10 + i, 1] for i in range(len(prompts)) for _ in range(group_size)])
         lengths = torch.full((len(ids),), 2)
-        return SimpleNamespace(response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape))
+        columns = {"response_ids": ids.tolist()}
+        return SimpleNamespace(
+            response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape), columns=columns)
 
     def beam_search(model, prompts, eos, pad_id):
         return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
@@ -1739,6 +1741,7 @@ def one_step(tmp_path_factory):
 
         def eighth_step(measure, until):
             trainer.seen["evaluation"] = measure()
+            trainer.seen["evaluation"].pop("responses")  # how many were proposed
             trainer.run.step = 7
             yield 7
 
