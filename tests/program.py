@@ -13,7 +13,7 @@ FORKS = multiprocessing.get_context("forkserver")
 # Nothing of this repository. A fork is safe where no thread runs: one for OpenMP, and no torch operation yet
 FORKS.set_forkserver_preload("""
     filelock matplotlib.figure pyarrow.parquet safetensors.torch torch torch.distributed.fsdp
-    torch.distributed.tensor tqdm transformers
+    torch.distributed.tensor transformers
     transformers.generation.utils transformers.models.auto.modeling_auto
     transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama""".split())
 

@@ -116,6 +116,7 @@ def test_grpo(tmp_path, models):
           REFERENCE_SYNC_STEPS=1, ENTROPY_COEF=0.01, MINI_BATCHES=2)
 
 
+@pytest.mark.sweep
 def test_grpo_narrow(tmp_path, models):
     train(tmp_path, models, "grpo/grpo.py", KL_COEF=0.1, **NARROW)
 
@@ -124,6 +125,7 @@ def test_rce(tmp_path, models):
     train(tmp_path, models, "rce/rce.py", REWARD_MODEL=str(models / "reward_model"))
 
 
+@pytest.mark.sweep
 def test_rce_narrow(tmp_path, models):
     train(tmp_path, models, "rce/rce.py", **NARROW)
 
