@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
-from PIL import Image
 from program import save_nothing
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    BertConfig, BertModel, CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPVisionConfig, GPT2Config,
-    GPT2Model, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor,
-    PreTrainedTokenizerFast, T5Config, T5Model)
+    BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
+    T5Config, T5Model)
 
 FILE = "rce/rce_icl.py"
 INTENTS = "card loan cash rate lost fees".split()

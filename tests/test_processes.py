@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, assert_same_state, distance, load_script, read, untimed, walk
+from conftest import ROOT, SMALL, assert_same_state, distance, read, untimed, walk
 from program import Program
 from safetensors.torch import load_file
 

@@ -2,7 +2,6 @@
 killed and unbroken."""
 
 import copy
-import csv
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ from conftest import (
     NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, reward_batch,
     small, untimed, walk)
 from program import Program
-from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
+from test_ppo import algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

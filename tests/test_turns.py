@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, Program, assert_same_state, load_script, read, run_script, small, untimed, words_of)
+    NATS, ROOT, TINY, Program, assert_same_state, load_script, read, small, untimed, words_of)
 from test_chats import with_template
 from test_processes import Processes, assert_same_run
 from tokenizers import Tokenizer, models, pre_tokenizers
