@@ -6,6 +6,13 @@ BASELINES = "bench/rec_baselines.py"
 MAKE = "data/make_rec.py"
 SASREC = "data/sasrec.py"
 STITCH = "data/stitch.py"
+CODES = "data/make_codes.py"
+IN_CODES = "tests/test_codes.py::test_"
+BY_TIME = IN_CODES + "the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on"
+BY_USER = IN_CODES + "the_split_by_users_asks_for_the_last_and_the_one_before"
+IN_ORDER = IN_CODES + "a_users_interactions_are_ordered_by_time_and_equal_times_as_in_the_log"
+LEVELS = IN_CODES + "each_level_cuts_what_the_one_before_left_and_the_last_is_by_what_was_bought"
+WRITTEN = IN_CODES + "what_it_writes_is_trained_on_whole_and_tested_on_what_is_later"
 IN_REC = "tests/test_rec.py::test_"
 
 MUTANTS = [
@@ -292,4 +299,22 @@ MUTANTS = [
     (STITCH, '            if len(some) > 1:\n',
      '            if len(some) > 2:\n',
      IN_REC + "stitched_rows_are_written_beside_what_was_held_out"),
+    # codes and splits of a plain log
+    (CODES, "for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)", "for share in (VALID_SHARE, TEST_SHARE)",
+     BY_TIME),
+    (CODES, "bisect_left(some, (begin,))", "bisect_left(some, (begin, '~'))", BY_TIME),
+    (CODES, "range(max(1, trained), known)", "range(1, known)", BY_TIME),
+    (CODES, "range(max(1, known), count)", "range(max(1, trained), count)", BY_TIME),
+    (CODES, "(count - 2, count - 1) if count > 2", "(count - 2, count - 1) if count > 1", BY_USER),
+    (CODES, "range(trained, 1, -STRIDE)][::-1]", "range(trained, 1, -STRIDE)]", BY_USER),
+    (CODES, "sorted(some, key=lambda event: event[0])", "sorted(some)", IN_ORDER),
+    (CODES, "event: event[0])[-LONGEST:]", "event: event[0])[:LONGEST]", IN_ORDER),
+    (CODES, "        rest = rest - centres[group]\n", "", LEVELS),
+    (CODES, "sorted(some, key=lambda item: -bought[item])", "sorted(some)", LEVELS),
+    (CODES, "[place] if len(same) < len(items) else []", "[place]", LEVELS),
+    (CODES, 'in dict(rows["train"]).values():', 'in dict(rows["test"]).values():', WRITTEN),
+    (CODES, "(hidden * mask).sum(1) / mask.sum(1)", "hidden.mean(1)",
+     IN_CODES + "a_models_vectors_are_the_means_of_a_titles_own_last_hidden_states"),
+    (CODES, "moved = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres)", "moved = centres",
+     IN_CODES + "k_means_finds_groups_and_their_means"),
 ]
