@@ -317,4 +317,11 @@ MUTANTS = [
      IN_CODES + "a_models_vectors_are_the_means_of_a_titles_own_last_hidden_states"),
     (CODES, "moved = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres)", "moved = centres",
      IN_CODES + "k_means_finds_groups_and_their_means"),
+    # titles in both stages
+    (REC, "        return found + titles, train_rows + by_titles\n", "        return found + titles, train_rows\n",
+     IN_REC + "stages_ask_by_titles_where_nothing_stands_behind_the_history"),
+    (REC, "for row in train_rows] + titles, train_rows + by_titles", "for row in train_rows] + titles, train_rows",
+     IN_REC + "a_hub_like_tokenizer_gains_and_saves_the_codes"),
+    (REC, "next_rows(self.rl_rows, self.state,", "next_rows(self.train_rows, self.state,",
+     IN_REC + "a_hub_like_tokenizer_gains_and_saves_the_codes"),
 ]

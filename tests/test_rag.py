@@ -638,6 +638,9 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
     parts = table.parts
     want = 2 * parts["em"] + 0.25 * parts["f1"] + 0.5 * parts["rouge_l"] - 0.1 * parts["cost"]
     assert torch.allclose(table.rewards, want)
+    script.REWARD_CLIP = 0.1
+    clipped = script.RAGTrainer().table.rewards
+    assert torch.allclose(clipped, want.clamp(-0.1, 0.1)) and want.abs().max() > 0.1
     row = table.questions[3]
     records = cached(tmp_path / "cache")
     for a, (top_k, temperature, rerank) in enumerate(table.actions):
@@ -751,6 +754,9 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
         "advantage learning_rate explained_variance top_k temperature rerank episodes_per_second epoch"
     ).split()
     assert all(math.isfinite(r[key]) for r in train for key in wanted)
+    assert [r["timesteps"] for r in train] == [16, 32, 48, 64]
+    clock = [r["wall_seconds"] for r in train]
+    assert sorted(clock) == clock and clock[0] > 0
     names = {p.name for p in out.iterdir() if not p.name.startswith(".")}
     assert names == {
         "best", "logs", "step_4", "training_config.json", "eval_test.json", "rag_learning.png",

@@ -1027,6 +1027,13 @@ def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     ids = [row["id"] for row in trainer.sft_rows]
     assert sum(name.startswith("title of ") for name in ids) == 11
     assert sum(name.endswith(" by titles") for name in ids) == round(0.5 * len(trainer.train_rows))
+    by_titles = trainer.rl_rows[len(trainer.train_rows):]  # GRPO asks by titles too
+    assert len(by_titles) == round(0.5 * len(trainer.train_rows))
+    titles = [f"box of kind {n % 3} number {n}" for n in range(11)]
+    row = max(by_titles, key=lambda row: len(row["history"]))
+    whole = trainer.prompter.head + trainer.tokenizer(
+        "; ".join(titles[item] for item in row["history"]), add_special_tokens=False)["input_ids"]
+    assert row["ids"] == whole + trainer.prompter.tail and len(row["history"]) > 1
     ids = trainer.train_rows[0]["ids"]
     history = trainer.train_rows[0]["history"]
     assert trainer.tokenizer.decode(ids).replace(" ", "").count("<a_") == len(history)
@@ -1042,8 +1049,20 @@ def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     assert len(again.tokenizer) == len(trainer.tokenizer)
     for one, other in zip(again.actor.parameters(), trainer.actor.parameters()):
         assert torch.equal(one, other)
+    asked = []
+    module.candidates, plain = lambda *a: asked.extend(a[2]) or plain(*a), module.candidates
     again.train()
     assert read(tmp_path / "rl/logs/metrics.jsonl")[-1]["step"] == 2
+    assert {row["id"].endswith(" by titles") for row in asked} == {True, False}
+
+
+def test_stages_ask_by_titles_where_nothing_stands_behind_the_history(rec, tmp_path):
+    model = str(tmp_path / "model")  # without a chat template
+    shutil.copytree(ROOT / "data/tiny/policy", model, ignore=shutil.ignore_patterns("*.jinja"))
+    trainer = rec(ACTOR_MODEL=model, STAGE="sft", TITLE_ROWS=0.4, TITLE_HISTORY_ROWS=0.25).RecTrainer()
+    count = len(trainer.train_rows)
+    assert len(trainer.rl_rows) == count + round(0.25 * count)
+    assert len(trainer.sft_rows) == len({row["line"] for row in trainer.train_rows}) + round(0.25 * count) + 4
 
 
 # ---------------------------------------------------------------- stages, runs and resume
