@@ -126,8 +126,8 @@ def split_rows(events):
     if not all(rows.values()):
         found = ", ".join(f"{len(some)} for {name}" for name, some in rows.items())
         last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
-        raise UserError(f"LOG = {LOG!r} is too short: {len(seconds)} interactions of {len(events)} users give "
-                        f"rows {found}, and it takes one of each: more users {last}")
+        few = f"{len(seconds)} interactions of {len(events)} users give rows {found}"
+        raise UserError(f"LOG = {LOG!r}: {few}, and it takes one of each: more users {last}")
     return rows
 
 

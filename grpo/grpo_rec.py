@@ -2828,7 +2828,7 @@ def read_index():
     first = next(iter(index.values()))
     for item, codes in index.items():
         texts = isinstance(codes, list) and all(isinstance(code, str) and code.strip() for code in codes)
-        if not texts or not codes or len(codes) != len(first):
+        if not texts or not codes or len(codes) != len(first) or not "".join(codes).isprintable():
             takes = "it takes a list of codes, equally many for all items"
             raise UserError(f"{where}: item {item!r} has {repr(codes)[:60]}: {takes}")
     return index

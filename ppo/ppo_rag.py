@@ -1603,7 +1603,7 @@ def check_choices():
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
-    if "path" not in DATASET or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
+    if not isinstance(DATASET.get("path"), str) or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
     for constant, needs, may in (
@@ -1691,6 +1691,9 @@ def load_questions(say):
         except (OSError, ValueError) as error:
             raise UserError(f"{where} is no JSON to read ({first_line(error)})") from None
         questions, corpus = from_hotpot(enumerate(records, 1), where)
+    for text in [*(row["question"] for row in questions), *(text for both in corpus for text in both)]:
+        if text != text.encode(errors="ignore").decode():
+            raise UserError(f"{where}: {text[:60]!r} has half a surrogate: mend or delete it")
     same = {" ".join(words_of(row["question"])) or row["question"]: row for row in reversed(questions)}
     questions = list(same.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
@@ -1827,13 +1830,11 @@ def collect(questions, qa, known, say):
     def column(key):
         return [[[record[key] for record in draws] for draws in row] for row in records]
 
-    left_out = (torch.tensor(column("left_out")) > 0).sum().item()
-    if left_out:
+    if left_out := (torch.tensor(column("left_out")) > 0).sum().item():
         which = f"{left_out} of {len(questions) * len(actions) * DRAWS} prompts"
         say(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
-    splits = {"train": [], "validation": [], "test": []}
-    for q, row in enumerate(questions):
-        splits[row["split"]].append(q)
+    names = ("train", "validation", "test")
+    splits = {name: [q for q, row in enumerate(questions) if row["split"] == name] for name in names}
     return SimpleNamespace(
         questions=questions, actions=actions, splits=splits, responses=column("response"),
         observations=torch.stack([qa.observe(row["question"]) for row in questions]),
