@@ -441,7 +441,7 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     module = rec()
     trainer = trainer_of(module)
     trainer.train_rows = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # some are not learnt
-    trainer.sft_rows = trainer.prompter.sft_rows(trainer.train_rows, print)
+    trainer.sft_rows, _ = trainer.prompter.rows_of_stages(trainer.train_rows, print)
     batch = module.sft_batch(trainer.sft_rows, trainer.trie, trainer.pad_id, trainer.device)
     every = torch.arange(len(trainer.sft_rows))
     logprobs, _ = module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)
