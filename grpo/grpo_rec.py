@@ -91,7 +91,7 @@ MAX_HISTORY = 10  # items; longer histories are cut from the left, and counted
 MAX_TRAIN_ROWS: int | None = None  # only the first so many of the file; None: all
 MAX_EVAL_ROWS: int | None = 300  # of validation
 PROMPT_TEMPLATE = "{history}"  # the tokenizer's chat template, if any, goes around it
-TITLE_HISTORY_ROWS = 0.0  # SFT: share of the rows also asked with titles in place of codes (a model of words)
+TITLE_HISTORY_ROWS = 0.0  # share of the rows also asked with titles in place of codes (a model of words)
 TITLE_ROWS = 0.0  # SFT: share of the items whose title alone asks for them (a model of words)
 
 # Rewards: the score is the sum of weight * part
@@ -253,9 +253,9 @@ class RecTrainer:
         self.catalogue = Catalogue(self.run.say)
         self.load_models()
         self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.say)
-        self.sft_rows = self.prompter.sft_rows(self.train_rows, self.run.say)
         for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
             row["ids"] = self.prompter.ids(row["history"])
+        self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.say)
         check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
         check_head(self.actor, self.trie, self.train_rows[0]["ids"])
         self.reference.shares_prompts = self.actor.shares_prompts
@@ -393,7 +393,7 @@ class RecTrainer:
         """GROUP_SIZE candidates for each of a step's histories, likelier ones first: a batch, its tensors
         (histories * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
-            rows = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
+            rows = next_rows(self.rl_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
             uniform = None
             if CANDIDATES == "sample":  # drawn at once: BATCH_SIZE does not matter to it
                 uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE)
@@ -2828,7 +2828,7 @@ def read_index():
     first = next(iter(index.values()))
     for item, codes in index.items():
         texts = isinstance(codes, list) and all(isinstance(code, str) and code.strip() for code in codes)
-        if not texts or not codes or len(codes) != len(first):
+        if not texts or not codes or len(codes) != len(first) or not "".join(codes).isprintable():
             takes = "it takes a list of codes, equally many for all items"
             raise UserError(f"{where}: item {item!r} has {repr(codes)[:60]}: {takes}")
     return index
@@ -2990,14 +2990,14 @@ class Prompter:
         numbers = [self.catalogue.number[name] for name in names][-MAX_HISTORY:]
         return {"history": numbers, "ids": self.ids(numbers)}
 
-    def sft_rows(self, train_rows, say):
-        """What SFT learns, [{"id", "prompt", "items", "learn"}]. Where nothing stands behind the history, one
-        pass over a sequence asks for each of its items: the same loss as a row for each, at a fifth of the
-        time."""
-        titles = self.title_rows(train_rows, say)
+    def rows_of_stages(self, train_rows, say):
+        """What SFT learns, [{"id", "prompt", "items", "learn"}], and what GRPO asks. Where nothing stands
+        behind the history, one pass of SFT over a sequence asks for each of its items: the same loss as a row
+        for each, at a fifth of the time."""
+        by_titles, of_items = self.title_rows(train_rows, say)
+        titles = [sft_row(row) for row in by_titles + of_items]
         if self.tail:
-            rows = [sft_row(row["id"], self.ids(row["history"]), row["target"]) for row in train_rows]
-            return rows + titles
+            return [sft_row(row) for row in train_rows] + titles, train_rows + by_titles
         lines = defaultdict(list)
         for row in train_rows:
             lines[row["line"]].append(row)
@@ -3009,33 +3009,36 @@ class Prompter:
             found.append({
                 "id": rows[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
                 "learn": [at in asked for at in range(1, end)]})
-        return found + titles
+        return found + titles, train_rows + by_titles
 
     def title_rows(self, train_rows, say):
-        """Rows of SFT whose prompt has titles: of the history, or of the wanted item itself."""
+        """Training rows asked by their history's titles; rows of items that their own title asks for."""
         generator = torch.Generator().manual_seed(0)
         titles = self.catalogue.titles
-        asked = []  # (titles, item, name)
+        by_titles = []
         order = torch.randperm(len(train_rows), generator=generator).tolist()
         for row in [train_rows[i] for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]]:
             text = "; ".join(titles[item] for item in row["history"])
-            asked.append((text, row["target"], f"{row['id']} by titles"))
+            by_titles.append({**row, "id": f"{row['id']} by titles", "ids": self.title_ids(text)})
+        of_items = []
         items = torch.randperm(len(titles), generator=generator).tolist()
         for item in items[:round(TITLE_ROWS * len(items))]:
-            asked.append((titles[item], item, f"title of {self.catalogue.items[item]}"))
-        rows = []
-        for text, item, name in asked:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompt = [*self.head, *ids, *self.tail]
-            if text and len(prompt) + self.codes.shape[1] <= self.most:
-                rows.append(sft_row(name, prompt, item))
-        if len(rows) < len(asked):
-            say(f"{len(asked) - len(rows)} of {len(asked)} rows of titles are empty or too long: left out")
-        return rows
+            name = f"title of {self.catalogue.items[item]}"
+            of_items.append({"id": name, "ids": self.title_ids(titles[item]), "target": item})
+        kept = [[row for row in rows if row["ids"]] for rows in (by_titles, of_items)]
+        asked = len(by_titles) + len(of_items)
+        if left_out := asked - len(kept[0]) - len(kept[1]):
+            say(f"{left_out} of {asked} rows of titles are empty or too long: left out")
+        return kept
+
+    def title_ids(self, text):
+        """A prompt of titles; None where there is no text, or it leaves no room for an item."""
+        ids = [*self.head, *self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.tail]
+        return ids if text and len(ids) + self.codes.shape[1] <= self.most else None
 
 
-def sft_row(name, prompt, item):
-    return {"id": name, "prompt": prompt, "items": [item], "learn": [True]}
+def sft_row(row):
+    return {"id": row["id"], "prompt": row["ids"], "items": [row["target"]], "learn": [True]}
 
 
 def check_sizes():
@@ -3089,9 +3092,8 @@ def load_actor(checkpoint, catalogue, device):
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
         model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
-    known = tokenizer.get_vocab()
     codes = sorted({code for codes in catalogue.codes for code in codes})
-    new = [code for code in codes if code not in known]
+    new = sorted(set(codes) - set(tokenizer.get_vocab()))
     tokenizer.add_tokens(new)
     for code in codes:
         if tokenizer(code, add_special_tokens=False)["input_ids"] != [tokenizer.convert_tokens_to_ids(code)]:
@@ -3294,8 +3296,7 @@ def bootstrap_interval(values):
 def best_value(values, rows, count):
     """The highest mean value that a list of so many distinct items can have, over rows."""
     total = 0.0
-    for row in rows:
-        history = row["history"]
+    for history in (row["history"] for row in rows):
         worth = [rewards.history_value(values, history, item, VALUE_DECAY) for item in range(len(values))]
         total += np.sort(worth)[-count:].mean()
     return total / len(rows)
@@ -3311,8 +3312,7 @@ def table_lines(figures):
             share = f"{figure['reward/value'] / possible['value']:>15.1%}" if possible else ""
             lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + share)
     for key, gained in figures.get("grpo_minus_sft", {}).items():
-        low, high = gained["interval"]
-        interval = f"95% interval {low:+.4f} to {high:+.4f}"
+        interval = "95% interval {:+.4f} to {:+.4f}".format(*gained["interval"])
         lines.append(f"  GRPO minus SFT, {key}: {gained['mean']:+.4f} ({interval})")
     return lines
 

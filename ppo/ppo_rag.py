@@ -94,6 +94,7 @@ COST_WEIGHT = 0.05
 COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, never the same
 COST_TOKENS = 100.0  # tokens that the generator reads and writes at a cost of 1
 COST_PAIRS = 4.0  # pairs that the reranker reads at a cost of 1
+REWARD_CLIP = 100.0  # rewards are clipped to minus this and this
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
 
 # Baselines
@@ -141,7 +142,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
     "SPLIT_SEED TITLE_WEIGHT": (0, 2**62),
     "LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "COST_TOKENS COST_PAIRS CLIP_RANGE MAX_GRAD_NORM REWARD_TIMEOUT": (1e-12, 1e12),
+    "COST_TOKENS COST_PAIRS REWARD_CLIP CLIP_RANGE MAX_GRAD_NORM REWARD_TIMEOUT": (1e-12, 1e12),
     "DTYPE": ["float32", "bfloat16"],
     "COST": ["read", "seconds"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -350,7 +351,7 @@ class RAGTrainer:
             scores = call_reward("compute_rewards", self.compute_rewards, prompts, texts, answers)
         parts = {key: torch.as_tensor(part).view(shape) for key, part in self.reward_parts.items()}
         cost = table.seconds if COST == "seconds" else table.read
-        table.rewards = scores.view(shape) - COST_WEIGHT * cost
+        table.rewards = (scores.view(shape) - COST_WEIGHT * cost).clamp(-REWARD_CLIP, REWARD_CLIP)
         table.parts = {"reward": table.rewards, **parts, "cost": cost, "seconds": table.seconds}
         for key, values in zip(ACTION, zip(*table.actions)):
             table.parts[key] = torch.tensor(values, dtype=torch.float)[:, None].expand(shape)
@@ -395,8 +396,7 @@ class RAGTrainer:
         entropy = -(every.exp() * every).sum(-1)  # (episodes,)
         policy_losses = policy_loss(logprobs, old_logprobs, advantages, CLIP_RANGE)
         value_losses = value_loss(values, batch.values[chunk], batch.rewards[chunk], VALUE_CLIP_RANGE)
-        losses = policy_losses + VALUE_LOSS_COEF * value_losses - ENTROPY_COEF * entropy
-        loss = losses.mean()
+        loss = (policy_losses + VALUE_LOSS_COEF * value_losses - ENTROPY_COEF * entropy).mean()
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
@@ -444,16 +444,16 @@ class RAGTrainer:
         unexplained = errors.var() / (batch.rewards.var() + 1e-8)
         metrics = {
             "epoch": self.state.epoch, **metrics, **parts, "advantage": errors.mean().item(),
-            "explained_variance": (1 - unexplained).item()}
+            "explained_variance": (1 - unexplained).item(), "timesteps": (self.run.step + 1) * N_STEPS,
+            "wall_seconds": time.perf_counter() - self.run.clock[0]}  # since this start of the run
         samples = []
         for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
             response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
             scores = {key: round(part[n].item(), 6) for key, part in batch.parts.items()}
             samples.append({**asked, "response": response, **scores})
-        line = ("Update {step}/{total}: R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} "
-                "PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}")
-        line = line.format(step=self.run.step + 1, total=self.run.total_steps, **metrics)
+        line = ("R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} PL:{policy_loss:.4f} "
+                "VL:{value_loss:.4f} E:{entropy:.3f}").format(**metrics)
         self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
 
     def baselines(self):
@@ -474,8 +474,7 @@ class RAGTrainer:
         actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
             asked = self.table.questions[row]
-            top_k, temperature, rerank = self.table.actions[action]
-            did = f"top_k {top_k}, temperature {temperature}, rerank {rerank}"
+            did = ", ".join(f"{key} {value}" for key, value in zip(ACTION, self.table.actions[action]))
             response = self.table.responses[row][action][0]
             self.run.say(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
         found = {"policy": self.measure(rows, actions)}
@@ -1604,7 +1603,7 @@ def check_choices():
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
-    if "path" not in DATASET or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
+    if not isinstance(DATASET.get("path"), str) or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
     for constant, needs, may in (
@@ -1692,6 +1691,9 @@ def load_questions(say):
         except (OSError, ValueError) as error:
             raise UserError(f"{where} is no JSON to read ({first_line(error)})") from None
         questions, corpus = from_hotpot(enumerate(records, 1), where)
+    for text in [*(row["question"] for row in questions), *(text for both in corpus for text in both)]:
+        if text != text.encode(errors="ignore").decode():
+            raise UserError(f"{where}: {text[:60]!r} has half a surrogate: mend or delete it")
     same = {" ".join(words_of(row["question"])) or row["question"]: row for row in reversed(questions)}
     questions = list(same.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
@@ -1828,13 +1830,11 @@ def collect(questions, qa, known, say):
     def column(key):
         return [[[record[key] for record in draws] for draws in row] for row in records]
 
-    left_out = (torch.tensor(column("left_out")) > 0).sum().item()
-    if left_out:
+    if left_out := (torch.tensor(column("left_out")) > 0).sum().item():
         which = f"{left_out} of {len(questions) * len(actions) * DRAWS} prompts"
         say(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
-    splits = {"train": [], "validation": [], "test": []}
-    for q, row in enumerate(questions):
-        splits[row["split"]].append(q)
+    names = ("train", "validation", "test")
+    splits = {name: [q for q, row in enumerate(questions) if row["split"] == name] for name in names}
     return SimpleNamespace(
         questions=questions, actions=actions, splits=splits, responses=column("response"),
         observations=torch.stack([qa.observe(row["question"]) for row in questions]),

@@ -5,11 +5,13 @@ IN_RAG = "tests/test_rag.py::test_"
 CLIP = IN_RAG + "the_clip_stops_the_gradient_where_the_ratio_left_the_range_as_the_advantage_wants"
 SIX = IN_RAG + "six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit"
 FILES = IN_RAG + "the_first_ratio_is_one_and_every_file_is_there"
+WEIGHTS_FREE = IN_RAG + "the_reward_is_its_parts_and_weights_cost_nothing"
 WEIGHTS = IN_RAG + "each_part_of_the_reward_has_its_own_weight"
 STEP = IN_RAG + "an_optimizer_step_by_hand_with_no_two_constants_equal"
 UPDATE = IN_RAG + "an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules_rates"
 ROLLOUT = IN_RAG + "a_rollout_asks_every_training_question_once_an_epoch_and_every_draw"
 FIGURES = IN_RAG + "every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way"
+BEFORE = IN_RAG + "what_the_test_questions_are_worth_changes_nothing_before_the_test"
 BLOCKS = IN_RAG + "each_block_draw_and_temperature_has_its_own_seed"
 TERMINAL = IN_RAG + "the_table_on_the_terminal_is_of_the_training_questions_and_the_baselines_of_the_tests"
 DEPTH = IN_RAG + "below_the_rerankers_depth_stands_what_bm25_found"
@@ -34,7 +36,7 @@ MUTANTS = [
     (RAG, "if finite:\n            self.optimizer.step()",
      "if not finite:\n            self.optimizer.step()",
      IN_RAG + "ppo_finds_the_better_action_of_each_kind_of_question"),
-    (RAG, "ENTROPY_COEF * entropy\n", "ENTROPY_COEF * entropy.detach()\n",
+    (RAG, "ENTROPY_COEF * entropy).mean()", "ENTROPY_COEF * entropy.detach()).mean()",
      IN_RAG + "the_entropy_bonus_has_a_gradient"),
     # what is read and answered
     (RAG, "[self.corpus[i] for i in ids[:top_k]]", "[self.corpus[i] for i in ids]",
@@ -188,4 +190,23 @@ MUTANTS = [
      IN_RAG + "sampling_for_the_table_leaves_the_runs_random_numbers_alone"),
     (RAG, "if self.policy.config.actions != actions:", "if False:",
      IN_RAG + "resuming_with_other_actions_is_refused"),
+    # what the source logs and clips
+    (RAG, '"timesteps": (self.run.step + 1) * N_STEPS', '"timesteps": self.run.step * N_STEPS', FILES),
+    (RAG, ".clamp(-REWARD_CLIP, REWARD_CLIP)", "", WEIGHTS_FREE),
+    (RAG, ".clamp(-REWARD_CLIP, REWARD_CLIP)", ".clamp(max=REWARD_CLIP)", WEIGHTS_FREE),
+    (RAG, "unexplained = errors.var() / (batch.rewards.var() + 1e-8)",
+     "unexplained = errors.var() / (batch.values.var() + 1e-8)",
+     IN_RAG + "explained_variance_and_the_means_of_a_step_by_hand"),
+    (RAG, '"advantage": errors.mean().item()', '"advantage": batch.rewards.mean().item()',
+     IN_RAG + "explained_variance_and_the_means_of_a_step_by_hand"),
+    (RAG, "    fixed = mean[train].mean(0).argmax()\n", "    fixed = mean.mean(0).argmax()\n", BEFORE),
+    (RAG, '        rows = self.table.splits["validation"]\n',
+     '        rows = self.table.splits["validation"] + self.table.splits["test"]\n', BEFORE),
+    (RAG, '        rows = self.table.splits["test"]\n',
+     '        rows = self.table.splits["validation"]\n', FIGURES),
+    (RAG, "gained = mean[rows, actions] - mean[rows, chosen[rows]]",
+     "gained = mean[rows, actions] - mean[rows].amax(1)",
+     IN_RAG + "the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions"),
+    (RAG, '*(text for both in corpus for text in both)]', ']', ODD),
+    (RAG, 'if not isinstance(DATASET.get("path"), str) or', 'if "path" not in DATASET or', ODD),
 ]

@@ -6,7 +6,17 @@ BASELINES = "bench/rec_baselines.py"
 MAKE = "data/make_rec.py"
 SASREC = "data/sasrec.py"
 STITCH = "data/stitch.py"
+CODES = "data/make_codes.py"
+IN_CODES = "tests/test_codes.py::test_"
+BY_TIME = IN_CODES + "the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on"
+BY_USER = IN_CODES + "the_split_by_users_asks_for_the_last_and_the_one_before"
+IN_ORDER = IN_CODES + "a_users_interactions_are_ordered_by_time_and_equal_times_as_in_the_log"
+LEVELS = IN_CODES + "each_level_cuts_what_the_one_before_left_and_the_last_is_by_what_was_bought"
+WRITTEN = IN_CODES + "what_it_writes_is_trained_on_whole_and_tested_on_what_is_later"
 IN_REC = "tests/test_rec.py::test_"
+EVERY_FIGURE = IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation"
+BEFORE = IN_REC + "what_the_test_asks_for_changes_nothing_before_the_test"
+A_STEP = IN_REC + "the_metrics_of_a_step_by_hand"
 
 MUTANTS = [
     # trie and decoding
@@ -292,4 +302,57 @@ MUTANTS = [
     (STITCH, '            if len(some) > 1:\n',
      '            if len(some) > 2:\n',
      IN_REC + "stitched_rows_are_written_beside_what_was_held_out"),
+    # codes and splits of a plain log
+    (CODES, "for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)", "for share in (VALID_SHARE, TEST_SHARE)",
+     BY_TIME),
+    (CODES, "bisect_left(some, (begin,))", "bisect_left(some, (begin, '~'))", BY_TIME),
+    (CODES, "range(max(1, trained), known)", "range(1, known)", BY_TIME),
+    (CODES, "range(max(1, known), count)", "range(max(1, trained), count)", BY_TIME),
+    (CODES, "(count - 2, count - 1) if count > 2", "(count - 2, count - 1) if count > 1", BY_USER),
+    (CODES, "range(trained, 1, -STRIDE)][::-1]", "range(trained, 1, -STRIDE)]", BY_USER),
+    (CODES, "sorted(some, key=lambda event: event[0])", "sorted(some)", IN_ORDER),
+    (CODES, "event: event[0])[-LONGEST:]", "event: event[0])[:LONGEST]", IN_ORDER),
+    (CODES, "        rest = rest - centres[group]\n", "", LEVELS),
+    (CODES, "sorted(some, key=lambda item: -bought[item])", "sorted(some)", LEVELS),
+    (CODES, "[place] if len(same) < len(items) else []", "[place]", LEVELS),
+    (CODES, 'in dict(rows["train"]).values():', 'in dict(rows["test"]).values():', WRITTEN),
+    (CODES, "(hidden * mask).sum(1) / mask.sum(1)", "hidden.mean(1)",
+     IN_CODES + "a_models_vectors_are_the_means_of_a_titles_own_last_hidden_states"),
+    (CODES, "moved = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres)", "moved = centres",
+     IN_CODES + "k_means_finds_groups_and_their_means"),
+    # titles in both stages
+    (REC, "        return found + titles, train_rows + by_titles\n",
+     "        return found + titles, train_rows\n",
+     IN_REC + "stages_ask_by_titles_where_nothing_stands_behind_the_history"),
+    (REC, "for row in train_rows] + titles, train_rows + by_titles",
+     "for row in train_rows] + titles, train_rows",
+     IN_REC + "a_hub_like_tokenizer_gains_and_saves_the_codes"),
+    (REC, "next_rows(self.rl_rows, self.state,", "next_rows(self.train_rows, self.state,",
+     IN_REC + "a_hub_like_tokenizer_gains_and_saves_the_codes"),
+    # lines of eval_test.json and of a step
+    (REC, "{key: bootstrap_interval(x) for key, x in by_row[name].items()}",
+     "{key: bootstrap_interval(x) for key, x in by_row['markov'].items()}", EVERY_FIGURE),
+    (REC, '"interval": bootstrap_interval(gained)', '"interval": bootstrap_interval(by_row["grpo"][key])',
+     EVERY_FIGURE),
+    (REC, "scores[::GROUP_SIZE].mean().item()", "scores[:len(rows)].mean().item()", EVERY_FIGURE),
+    (REC, "scores.view(-1, GROUP_SIZE).mean(1).cpu()", "scores.view(-1, GROUP_SIZE).amax(1).cpu()",
+     EVERY_FIGURE),
+    (REC, "(popularity[:, None] > popularity).float()", "(popularity[:, None] >= popularity).float()",
+     EVERY_FIGURE),
+    (REC, "len(top.unique()) / len(popularity)", "len(top.unique()) / top.shape[-1]", EVERY_FIGURE),
+    (REC, "np.quantile(means, (0.025, 0.975))", "np.quantile(means, (0.05, 0.95))", EVERY_FIGURE),
+    (REC, "top_items(model, self.valid_rows), self.valid_rows)",
+     "top_items(model, self.test_rows), self.test_rows)", BEFORE),
+    (REC, "targets = torch.tensor([row[\"target\"] for row in self.train_rows])",
+     "targets = torch.tensor([row[\"target\"] for row in self.test_rows])", BEFORE),
+    (REC, '        metrics = self.evaluate()\n', '        metrics = self.evaluate(self.test_rows)\n', BEFORE),
+    (REC, "(groups == groups[:, :1]).all(1)", "(groups == groups[:, :1]).any(1)", A_STEP),
+    (REC, "batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE",
+     "batch.logprobs.sum(1).exp().mean().item()", A_STEP),
+    (REC, "kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER", "kind = 'linear' if USE_LR_SCHEDULER",
+     IN_REC + "both_ends_of_a_cosine_in_each_stage[sft]"),
+    (BASELINES, '(("validation", valid_rows), ("test", test_rows))',
+     '(("validation", test_rows), ("test", valid_rows))',
+     IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity"),
+    (REC, ' or not "".join(codes).isprintable():', ":", IN_REC + "bad_data_is_one_sentence"),
 ]

@@ -638,6 +638,9 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
     parts = table.parts
     want = 2 * parts["em"] + 0.25 * parts["f1"] + 0.5 * parts["rouge_l"] - 0.1 * parts["cost"]
     assert torch.allclose(table.rewards, want)
+    script.REWARD_CLIP = 0.1
+    clipped = script.RAGTrainer().table.rewards
+    assert torch.allclose(clipped, want.clamp(-0.1, 0.1)) and want.abs().max() > 0.1
     row = table.questions[3]
     records = cached(tmp_path / "cache")
     for a, (top_k, temperature, rerank) in enumerate(table.actions):
@@ -751,6 +754,9 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
         "advantage learning_rate explained_variance top_k temperature rerank episodes_per_second epoch"
     ).split()
     assert all(math.isfinite(r[key]) for r in train for key in wanted)
+    assert [r["timesteps"] for r in train] == [16, 32, 48, 64]
+    clock = [r["wall_seconds"] for r in train]
+    assert sorted(clock) == clock and clock[0] > 0
     names = {p.name for p in out.iterdir() if not p.name.startswith(".")}
     assert names == {
         "best", "logs", "step_4", "training_config.json", "eval_test.json", "rag_learning.png",
@@ -834,6 +840,40 @@ def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(tr
         figure = json.loads((out / f"eval_baseline_{name}.json").read_text())
         for split, part in splits.items():
             assert figure[split]["reward"] == pytest.approx(worth[part, chosen].mean().item(), abs=1e-5)
+
+
+def test_what_the_test_questions_are_worth_changes_nothing_before_the_test(rag, world, tmp_path):
+    found = []
+    for name, worth in (("one", 0.0), ("two", 5.0)):
+        small = {"OUTPUT_DIR": str(tmp_path / name), "EVAL_EVERY_N_STEPS": 1, "MAX_STEPS": 3}
+        script, trainer = quick(rag, world, **small)
+        rows = trainer.table.splits["test"]
+        noise = torch.rand(len(rows), 8, 1, generator=torch.Generator().manual_seed(0))
+        trainer.table.rewards[rows] += worth * noise
+        trainer.table.parts["seconds"] = torch.zeros(len(trainer.table.questions), 8, 1)
+        trainer.train()
+        test = json.loads((tmp_path / name / "eval_test.json").read_text())
+        rules = {rule: json.loads((tmp_path / name / f"eval_baseline_{rule}.json").read_text())["validation"]
+                 for rule in ("best_fixed", "best_by_type", "tree")}
+        weights = (tmp_path / name / "best/policy/model.safetensors").read_bytes()
+        found.append((untimed(tmp_path / name / "logs/metrics.jsonl"), weights, rules, test))
+    (*one, test), (*two, other) = found
+    assert one == two and test["policy"]["reward"] + 1 < other["policy"]["reward"]
+
+
+def test_explained_variance_and_the_means_of_a_step_by_hand(rag, world):
+    script, trainer = quick(rag, world, N_STEPS=4, BATCH_SIZE=4)
+    parts = {"reward": torch.tensor([1.0, 0.0, 0.5, 0.5]), "em": torch.tensor([1.0, 0, 0, 1])}
+    batch = script.SimpleNamespace(
+        rewards=parts["reward"], values=torch.tensor([0.8, 0.1, 0.5, 0.2]), parts={**parts, "f1": parts["em"],
+        "cost": parts["em"]}, rows=torch.arange(4), actions=[0, 1, 2, 3], draws=[0] * 4)
+    found = {}
+    trainer.run.record = lambda metrics, count, *others, **more: found.update(metrics, count=count)
+    trainer.record(batch, dict.fromkeys(["policy_loss", "value_loss", "entropy"], 0.0))
+    assert found["reward"] == 0.5 and found["em"] == 0.5 and found["count"] == 4
+    assert found["advantage"] == pytest.approx((0.2 - 0.1 + 0 + 0.3) / 4)
+    unexplained = statistics.variance([0.2, -0.1, 0, 0.3]) / statistics.variance([1.0, 0, 0.5, 0.5])
+    assert found["explained_variance"] == pytest.approx(1 - unexplained, abs=1e-4)
 
 
 def test_answers_after_training_are_best_s_and_before_its_end_the_policys_as_it_is(rag, world):
@@ -1028,6 +1068,9 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
     ({}, {"PARAGRAPH": "{titel}: {text}"}, "{titel}: {text}': it takes {text}, {n}, {title}; a"),
     ({}, {"PARAGRAPH": "{n} {title}"}, "it takes {text}, {n}, {title}; a brace"),
     ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
+    ({}, {"DATASET": {"path": 3, "type": "folder"}}, "it takes {'path': ..., 'type'"),
+    ({"questions": [asked(question="Who \ud800?")]}, {}, r"'Who \ud800?' has half a surrogate"),
+    ({"corpus": [{"title": "Zed", "text": "\udc00"}]}, {}, r"'\udc00' has half a surrogate"),
 ])
 def test_odd_input_is_one_sentence_and_a_run_stays(
         rag, world, tmp_path, monkeypatch, capsys, lines, constants, says):

@@ -441,7 +441,7 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     module = rec()
     trainer = trainer_of(module)
     trainer.train_rows = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # some are not learnt
-    trainer.sft_rows = trainer.prompter.sft_rows(trainer.train_rows, print)
+    trainer.sft_rows, _ = trainer.prompter.rows_of_stages(trainer.train_rows, print)
     batch = module.sft_batch(trainer.sft_rows, trainer.trie, trainer.pad_id, trainer.device)
     every = torch.arange(len(trainer.sft_rows))
     logprobs, _ = module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)
@@ -749,9 +749,14 @@ def test_smoothing_and_decay_are_those_of_the_best_ndcg_on_validation(rec):
 
 
 def figures_by_hand(world, pairs, lists, module):
-    """hr@10, ndcg@10, reward and reward/value of lists, one for each (history, target)."""
+    """hr@10, ndcg@10, reward, reward/value and reward@1 of lists, one for each (history, target)."""
+    rows = rows_by_hand(world, pairs, lists, module)
+    return {key: float(np.mean(some)) for key, some in rows.items()}
+
+
+def rows_by_hand(world, pairs, lists, module):
     values = np.load(world / "values.npy")
-    found = {"hr@10": [], "ndcg@10": [], "reward/value": [], "reward": []}
+    found = {"hr@10": [], "ndcg@10": [], "reward/value": [], "reward": [], "reward@1": []}
     for (history, target), some in zip(pairs, lists):
         rank = some.index(target) + 1
         found["hr@10"].append(rank <= 10)
@@ -760,7 +765,8 @@ def figures_by_hand(world, pairs, lists, module):
         found["reward/value"].append(np.mean(worth))
         found["reward"].append(module.VALUE_WEIGHT * np.mean(worth) + module.RULE_WEIGHT * np.mean(
             [item == target for item in some[:module.GROUP_SIZE]]))
-    return {key: float(np.mean(some)) for key, some in found.items()}
+        found["reward@1"].append(module.VALUE_WEIGHT * worth[0] + module.RULE_WEIGHT * (some[0] == target))
+    return found
 
 
 def pairs_of(path):
@@ -813,6 +819,14 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     for name, some in lists.items():
         wanted = figures_by_hand(tmp_path / "world", tests, some, module)
         assert {key: figures[name][key] for key in wanted} == pytest.approx(wanted, abs=1e-6), name
+        by_row = rows_by_hand(tmp_path / "world", tests, some, module)
+        for key, interval in figures[name]["intervals"].items():
+            assert interval == pytest.approx(resampled(by_row[key]), abs=1e-6)
+        shown = {item for row in some for item in row[:10]}
+        assert figures[name]["coverage@10"] == pytest.approx(len(shown) / 11)
+        less = [sum(counts[i] > counts[j] for j in range(11)) / 11 for i in range(11)]
+        rank = np.mean([less[item] for row in some for item in row[:10]])
+        assert figures[name]["popularity@10"] == pytest.approx(rank, abs=1e-6)
     assert figures["grpo"]["reward"] == figures["sft"]["reward"]  # best/ is where GRPO began
     assert figures["rows"] == 8
     share = figures["counts"]["reward/value"] / figures["possible"]["value"]
@@ -833,6 +847,70 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     assert {key: figures["grpo"][key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
     gained = wanted["reward"] - figures["sft"]["reward"]
     assert figures["grpo_minus_sft"]["reward"]["mean"] == pytest.approx(gained, abs=1e-6) != 0
+    before = every_list(trainer, trainer.reference, trainer.test_rows)
+    one, other = (rows_by_hand(tmp_path / "world", tests, some, module)["reward"] for some in (lists, before))
+    interval = figures["grpo_minus_sft"]["reward"]["interval"]
+    assert interval == pytest.approx(resampled(np.subtract(one, other)), abs=1e-6)
+
+
+def resampled(values):
+    """95% interval of the mean, of 2,000 means of rows drawn again by the generator of seed 0."""
+    generator = np.random.default_rng(0)
+    means = sorted(np.mean([values[i] for i in generator.integers(0, len(values), len(values))])
+                   for _ in range(2000))
+    return [means[49] + 0.975 * (means[50] - means[49]), means[1949] + 0.025 * (means[1950] - means[1949])]
+
+
+def test_what_the_test_asks_for_changes_nothing_before_the_test(rec, tmp_path):
+    lines = [[f"other{n}", f"[{10 + n}, {20 - n}]", str(12 + n % 3)] for n in range(8)]
+    write_csv(tmp_path / "other.csv", lines)
+    found = []
+    for name, files in (("one", {}), ("two", {"TEST_FILE": str(tmp_path / "other.csv")})):
+        module = rec(OUTPUT_DIR=str(tmp_path / name), EVAL_EVERY_N_STEPS=1, LEARNING_RATE=0.02, **files)
+        module.draw_learning = no_plot
+        trainer = module.RecTrainer()
+        trainer.train()
+        counts = trainer.baselines["counts"]
+        chosen = (counts.smoothing, counts.decay, trainer.levels, trainer.popularity.tolist())
+        test = json.loads((tmp_path / name / "eval_test.json").read_text())
+        weights = {path: (tmp_path / name / path / "model.safetensors").read_bytes()
+                   for path in ("sft/policy", "best/policy", "step_7/policy")}
+        found.append((untimed(tmp_path / name / "logs/metrics.jsonl"), weights, chosen, test))
+    (*one, test), (*two, other) = found
+    assert one == two and all(test[key] != other[key] for key in ("counts", "sft", "grpo"))
+
+
+def test_the_metrics_of_a_step_by_hand(rec):
+    trainer = trainer_of(rec(GROUP_SIZE=4))
+    batch = trainer.rollout()
+    trainer.score(batch)
+    batch.scores = torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0])
+    trainer.compute_advantages(batch)
+    found = {}
+    trainer.run.record = lambda metrics, tokens, some, line: found.update(metrics, tokens=tokens)
+    trainer.record(batch, dict.fromkeys(["policy_loss", "entropy", "kl", "learning_rate"], 0.0))
+    assert found["zero_variance_groups"] == 0.5 and found["tokens"] == 48
+    assert found["reward"] == pytest.approx(9 / 16)
+    held = []
+    for n in range(4):
+        every = every_logprob(trainer, batch.rows[4 * n]["ids"])
+        held.append(sum(math.exp(every[item]) for item in batch.items[4 * n:4 * n + 4].tolist()))
+    assert found["group_probability"] == pytest.approx(np.mean(held), abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_both_ends_of_a_cosine_in_each_stage(rec, stage):
+    rates = {"SFT_LEARNING_RATE": 3e-2, "LEARNING_RATE": 7e-3}
+    trainer = rec(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="cosine", MAX_STEPS=5, **rates).RecTrainer()
+    begin, total, base = (0, 6, 3e-2) if stage == "sft" else (6, 5, 7e-3)
+    trainer.state.stage, trainer.state.begin = stage, begin
+    trainer.plan_steps()
+    found = []
+    for n in range(total):
+        trainer.run.step = begin + n
+        found.append(trainer.learning_rate(base))
+        assert trainer.optimizers["policy"].param_groups[0]["lr"] == found[-1]
+    assert found == pytest.approx([base * 0.5 * (1 + math.cos(math.pi * n / total)) for n in range(total)])
 
 
 def every_list(trainer, model, rows):
@@ -959,6 +1037,7 @@ HEAD = "user_id,history_item_id,item_id\n"
 ERRORS = [
     ("index.json", json.dumps({**CODES, "98": []}), "item '98' has []: it takes a list of codes"),
     ("index.json", json.dumps({**CODES, "98": ["<a_0>"]}), "item '98' has ['<a_0>']: it takes"),
+    ("index.json", json.dumps({**CODES, "98": ["<a_0>", "<\ud800>", "<c_9>"]}), "item '98' has ['<a_0>', "),
     ("index.json", "[", "not JSON"),
     ("index.json", "[1]", "it must be one object of items"),
     ("train.csv", HEAD + "u,[[10]],11\n", "item '[10]' has no codes in INDEX_FILE"),
@@ -1027,6 +1106,13 @@ def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     ids = [row["id"] for row in trainer.sft_rows]
     assert sum(name.startswith("title of ") for name in ids) == 11
     assert sum(name.endswith(" by titles") for name in ids) == round(0.5 * len(trainer.train_rows))
+    by_titles = trainer.rl_rows[len(trainer.train_rows):]  # GRPO asks by titles too
+    assert len(by_titles) == round(0.5 * len(trainer.train_rows))
+    titles = [f"box of kind {n % 3} number {n}" for n in range(11)]
+    row = max(by_titles, key=lambda row: len(row["history"]))
+    whole = trainer.prompter.head + trainer.tokenizer(
+        "; ".join(titles[item] for item in row["history"]), add_special_tokens=False)["input_ids"]
+    assert row["ids"] == whole + trainer.prompter.tail and len(row["history"]) > 1
     ids = trainer.train_rows[0]["ids"]
     history = trainer.train_rows[0]["history"]
     assert trainer.tokenizer.decode(ids).replace(" ", "").count("<a_") == len(history)
@@ -1042,8 +1128,20 @@ def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     assert len(again.tokenizer) == len(trainer.tokenizer)
     for one, other in zip(again.actor.parameters(), trainer.actor.parameters()):
         assert torch.equal(one, other)
+    asked = []
+    module.candidates, plain = lambda *a: asked.extend(a[2]) or plain(*a), module.candidates
     again.train()
     assert read(tmp_path / "rl/logs/metrics.jsonl")[-1]["step"] == 2
+    assert {row["id"].endswith(" by titles") for row in asked} == {True, False}
+
+
+def test_stages_ask_by_titles_where_nothing_stands_behind_the_history(rec, tmp_path):
+    model = str(tmp_path / "model")  # without a chat template
+    shutil.copytree(ROOT / "data/tiny/policy", model, ignore=shutil.ignore_patterns("*.jinja"))
+    trainer = rec(ACTOR_MODEL=model, STAGE="sft", TITLE_ROWS=0.4, TITLE_HISTORY_ROWS=0.25).RecTrainer()
+    count = len(trainer.train_rows)
+    assert len(trainer.rl_rows) == count + round(0.25 * count)
+    assert len(trainer.sft_rows) == len({row["line"] for row in trainer.train_rows}) + round(0.25 * count) + 4
 
 
 # ---------------------------------------------------------------- stages, runs and resume

@@ -1,0 +1,276 @@
+"""Makes what grpo/grpo_rec.py trains on out of a plain log and the items' titles.
+
+    python data/make_codes.py mine LOG=log.csv TITLES=titles.csv     # user,item,time and item,title
+    python grpo/grpo_rec.py STAGE=sft $(cat mine/words.txt)
+
+The folder gets train.csv, valid.csv, test.csv (a user, a history, the item that came next), index.json
+{item: codes}, items.txt (codes, title, item), vectors.npy (of the titles) and words.txt: what grpo_rec.py,
+sasrec.py, stitch.py and bench/rec_baselines.py are to be told. Further words: the constants below, KEY=VALUE.
+
+Splits. SPLIT=time, the default: the test asks for the last TEST_SHARE of all interactions, validation for
+the VALID_SHARE before them, what is older is trained on. So nothing that is trained on is later than what is
+asked, as where a recommender is used. SPLIT=last asks for each user's last item, and in validation for the
+one before: every user is asked for, but what others did later is trained on. It suits short logs. A user's
+interactions are ordered by time, equal times as in the log.
+
+Codes. k-means cuts unit vectors of the titles into CODES groups, then what is left of each (vector minus
+centre), LEVELS times; items of the same codes get a last one, 0 for what was bought most in training. So
+items of a group are alike, and what is learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of
+the titles' pieces of words, or the mean of a model's last hidden states (MODEL=folder, as
+sentence-transformers saves them, or a hub name).
+"""
+import csv
+import json
+import math
+import sys
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = "log.csv"
+TITLES = "titles.csv"
+USER, ITEM, TIME, TITLE = "user", "item", "time", "title"  # the columns
+SPLIT = "time"  # time | last
+VALID_SHARE = 0.1
+TEST_SHARE = 0.1
+LONGEST = 200  # of a user's interactions, the latest
+STRIDE = 5  # a user's training rows end so many items apart: at most grpo_rec.py's MAX_HISTORY
+LEVELS = 3
+CODES = 0  # groups of a level; 0: the square root of the number of items
+MODEL = ""  # "": TF-IDF
+WIDTH = 64  # of TF-IDF's vectors
+SEED = 0
+WORDS = {  # of grpo_rec.py: what words.txt names in the folder
+    "TRAIN_FILE": "train.csv", "VALID_FILE": "valid.csv", "TEST_FILE": "test.csv", "INDEX_FILE": "index.json",
+    "ITEM_FILE": "items.txt", "VECTORS_FILE": "vectors.npy", "SASREC_FILE": "sasrec.npz", "OUTPUT_DIR": "run"}
+
+
+class UserError(Exception):
+    """Something the user can mend, in one sentence."""
+
+
+def read_csv(constant, columns):
+    """[(line, a text for each of columns)]."""
+    where = f"{constant} = {globals()[constant]!r}"
+    try:
+        with open(globals()[constant], newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            for name in columns:
+                if name not in (reader.fieldnames or ()):
+                    raise UserError(f"{where}: there is no column {name!r}; it has {reader.fieldnames}")
+            rows = []
+            for record in reader:
+                cells = [" ".join((record[name] or "").split()) for name in columns]
+                if "" in cells:
+                    empty = columns[cells.index("")]
+                    raise UserError(f"{where} line {reader.line_num}: {empty} is empty; mend or delete it")
+                rows.append((reader.line_num, *cells))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise UserError(f"{where}: {error}") from None
+    if not rows:
+        raise UserError(f"{where}: it has no line below its columns")
+    return rows
+
+
+def moment(text, where):
+    """(seconds, True for a date)."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isfinite(seconds):
+        return seconds, False
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        takes = "it takes a number, such as seconds since 1970, or a date, such as 2024-03-01T12:30:00"
+        raise UserError(f"{where}: {TIME} {text[:40]!r} cannot be read: {takes}") from None
+    return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp(), True
+
+
+def read_log(titles):
+    """{user: [(seconds, item)] by time}."""
+    events = defaultdict(list)
+    kinds = set()
+    for line, user, item, time in read_csv("LOG", (USER, ITEM, TIME)):
+        where = f"LOG = {LOG!r} line {line}"
+        if item not in titles:
+            raise UserError(f"{where}: item {item!r} has no title in {TITLES}: add it, or delete the line")
+        seconds, is_date = moment(time, where)
+        kinds.add(is_date)
+        if len(kinds) > 1:
+            raise UserError(f"{where}: {TIME} {time!r}: dates and numbers are mixed; take one of them")
+        events[user].append((seconds, item))
+    return {user: sorted(some, key=lambda event: event[0])[-LONGEST:] for user, some in events.items()}
+
+
+def split_rows(events):
+    """{split: [(user, history with the item that came next at its end)]}."""
+    seconds = sorted(second for some in events.values() for second, _ in some)
+    begins = [seconds[int(len(seconds) * (1 - share))] for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)]
+    rows = {"train": [], "valid": [], "test": []}
+    for user, some in events.items():
+        items = [item for _, item in some]
+        count = len(items)
+        if SPLIT == "time":
+            trained, known = (bisect_left(some, (begin,)) for begin in begins)
+        else:
+            trained, known = (count - 2, count - 1) if count > 2 else (count, count)
+        rows["train"] += [(user, items[:end]) for end in range(trained, 1, -STRIDE)][::-1]
+        rows["valid"] += [(user, items[:at + 1]) for at in range(max(1, trained), known)]
+        rows["test"] += [(user, items[:at + 1]) for at in range(max(1, known), count)]
+    if not all(rows.values()):
+        found = ", ".join(f"{len(some)} for {name}" for name, some in rows.items())
+        last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
+        few = f"{len(seconds)} interactions of {len(events)} users give rows {found}"
+        raise UserError(f"LOG = {LOG!r}: {few}, and it takes one of each: more users {last}")
+    return rows
+
+
+def tfidf_vectors(texts):
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    pieces = {"analyzer": "char_wb", "ngram_range": (3, 5), "max_features": 2**17}
+    try:
+        found = TfidfVectorizer(sublinear_tf=True, **pieces).fit_transform(texts)
+    except ValueError:
+        raise UserError(f"TITLES = {TITLES!r}: no title has a word of three signs: give a MODEL") from None
+    width = min(WIDTH, found.shape[1] - 1, len(texts))
+    return TruncatedSVD(width, random_state=SEED).fit_transform(found) if width > 1 else found.toarray()
+
+
+def model_vectors(texts):
+    """Mean of the last hidden states of each text."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    found = []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        model = AutoModel.from_pretrained(MODEL).eval()
+        for begin in range(0, len(texts), 64):
+            some = texts[begin:begin + 64]
+            batch = tokenizer(some, padding=True, truncation=True, max_length=128, return_tensors="pt")
+            with torch.no_grad():
+                hidden = model(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1)
+            found.append(((hidden * mask).sum(1) / mask.sum(1)).numpy())
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"MODEL = {MODEL!r} gives no vectors of titles: {reason}") from None
+    return np.concatenate(found)
+
+
+def k_means(vectors, count, rng, passes=30):
+    """(which of `count` centres each vector is nearest to, the centres): Lloyd's from k-means++."""
+    centres = vectors[rng.integers(len(vectors), size=1)]
+    nearest = ((vectors - centres) ** 2).sum(1)
+    while len(centres) < count and nearest.sum() > 1e-9:  # there are no more that differ
+        chosen = vectors[rng.choice(len(vectors), p=nearest / nearest.sum())]
+        centres = np.concatenate([centres, chosen[None]])
+        nearest = np.minimum(nearest, ((vectors - chosen) ** 2).sum(1))
+    for _ in range(passes):
+        group = ((centres ** 2).sum(1) - 2 * vectors @ centres.T).argmin(1)
+        sizes = np.bincount(group, minlength=len(centres))[:, None]
+        sums = np.zeros_like(centres)
+        np.add.at(sums, group, vectors)
+        moved = np.where(sizes > 0, sums / np.maximum(sizes, 1), centres)
+        if np.allclose(moved, centres):
+            break
+        centres = moved
+    return group, centres
+
+
+def make_codes(items, vectors, bought):
+    """{item: [codes]}; vectors (items, width), bought {item: how often}."""
+    rng = np.random.default_rng(SEED)
+    rest = vectors.astype(np.float64)
+    paths = []
+    count = CODES or math.isqrt(len(items) - 1) + 1
+    for _ in range(LEVELS):
+        group, centres = k_means(rest, count, rng)
+        rest = rest - centres[group]
+        paths.append(group.tolist())
+    same = defaultdict(list)
+    for item, path in zip(items, zip(*paths)):
+        same[path].append(item)
+    codes = {}
+    for path, some in same.items():
+        for place, item in enumerate(sorted(some, key=lambda item: -bought[item])):
+            last = [place] if len(same) < len(items) else []
+            codes[item] = [f"<{'abcdefghijkl'[n]}_{x}>" for n, x in enumerate([*path, *last])]
+    return {item: codes[item] for item in items}
+
+
+def write(folder, rows, titles, codes, vectors):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, some in rows.items():
+        with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["user_id", "history_item_id", "item_id"])
+            writer.writerows([user, items[:-1], items[-1]] for user, items in some)
+    (folder / "index.json").write_text(json.dumps(codes) + "\n")
+    lines = [f"{''.join(codes[item])}\t{title}\t{item}\n" for item, title in titles.items()]
+    (folder / "items.txt").write_text("".join(lines), encoding="utf-8")
+    np.save(folder / "vectors.npy", vectors.astype(np.float32))
+    words = [f"{key}={folder / name}" for key, name in WORDS.items()] + ["VALUES_FILE=None", "VALUE_WEIGHT=0"]
+    if len(titles) < 16:  # grpo_rec.py's GROUP_SIZE
+        words.append(f"GROUP_SIZE={len(titles)}")
+    (folder / "words.txt").write_text("\n".join(words) + "\n")
+
+
+def apply_words(words):
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in globals() or not key.isupper() or key == "WORDS":
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file")
+        try:
+            globals()[key] = type(globals()[key])(text)
+        except ValueError:
+            raise UserError(f"{word}: {key} takes a number, such as {globals()[key]}") from None
+    if SPLIT not in ("time", "last"):
+        raise UserError(f"SPLIT = {SPLIT!r}: it takes time or last")
+    if not 0 < VALID_SHARE < 1 - TEST_SHARE < 1:
+        shares = f"VALID_SHARE = {VALID_SHARE} and TEST_SHARE = {TEST_SHARE}"
+        raise UserError(f"{shares} must be above 0, their sum below 1")
+    if not 1 <= LEVELS <= 11 or min(STRIDE, LONGEST, WIDTH) < 1 or min(CODES, SEED) < 0:
+        raise UserError("LEVELS is 1 to 11; STRIDE, LONGEST, WIDTH are 1 or more, CODES and SEED 0 or more")
+
+
+def main(words):
+    if not words or "=" in words[0]:
+        raise UserError("the first word is the folder to write: make_codes.py mine LOG=log.csv TITLES=...")
+    apply_words(words[1:])
+    folder = Path(words[0]).resolve()
+    if len(str(folder).split()) > 1:
+        raise UserError(f"the folder {str(folder)!r} has a blank in its name, which words.txt cannot hold")
+    titles = dict(cells for _, *cells in read_csv("TITLES", (ITEM, TITLE)))
+    if len(titles) < 2:
+        raise UserError(f"TITLES = {TITLES!r} has one item: there is nothing to choose")
+    rows = split_rows(read_log(titles))
+    vectors = (model_vectors if MODEL else tfidf_vectors)(list(titles.values()))
+    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    bought = Counter()
+    for items in dict(rows["train"]).values():  # a user's last row has all of the others
+        bought.update(items)
+    codes = make_codes(list(titles), vectors, bought)
+    write(folder, rows, titles, codes, vectors)
+    unseen = sum(items[-1] not in bought for _, items in rows["test"])
+    alike = len(titles) - len({tuple(some[:LEVELS]) for some in codes.values()})
+    counts = ", ".join(f"{len(some)} in {name}.csv" for name, some in rows.items())
+    print(f"{len(titles)} items, {alike} told apart by their last code alone; rows: {counts}; "
+          f"{unseen} of the test's items were never bought in training\n"
+          f"python {ROOT}/grpo/grpo_rec.py STAGE=sft $(cat {folder}/words.txt)")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"make_codes.py: {error}", file=sys.stderr)
+        sys.exit(2)
