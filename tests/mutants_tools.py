@@ -2,6 +2,7 @@
 
 SHOW, PLOT = "tools/show.py", "tools/plot.py"
 IN = "tests/test_tools.py::test_"
+VLLM, IN_VLLM = "bench/vllm_rollouts.py", "tests/test_vllm.py::test_"
 CHECK, IN_CHECK = "tools/check_up.py", "tests/test_check_up.py::test_"
 
 MUTANTS = [
@@ -51,4 +52,14 @@ MUTANTS = [
     (CHECK, "rounds[max(rounds)]", "rounds[min(rounds)]",
      IN_CHECK + "a_run_is_checked_by_its_newest_candidates_and_its_own_constants"),
     (CHECK, "constants |= dict(", "dict(", IN_CHECK + "a_file_of_lists_is_read_and_a_reward_can_be_given"),
+
+    # bench/vllm_rollouts.py
+    (VLLM, ".exp().clamp(max=CAP)", ".exp()",
+     IN_VLLM + "tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap"),
+    (VLLM, "(batch.logprobs - batch.server_logprobs)[rows", "(batch.server_logprobs - batch.logprobs)[rows",
+     IN_VLLM + "tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap"),
+    (VLLM, "return losses * weight,", "return losses,",
+     IN_VLLM + "tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap"),
+    (VLLM, "if self.sent != self.run.step:", "if self.sent is None:",
+     IN_VLLM + "the_server_has_each_steps_weights_and_every_prompt_its_request"),
 ]

@@ -1,4 +1,4 @@
-"""bench/vllm_rollouts.py against a stub with vLLM's interface: what it is asked, and the weights of its samples."""
+"""bench/vllm_rollouts.py against a stub with vLLM's interface: what it is asked, what its samples weigh."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ def length(prompts, responses, answers):
 
 
 class Stub(BaseHTTPRequestHandler):
-    """A server that samples with the trainer's own generate(), and says its tokens were likelier by `shift`."""
+    """Samples with the trainer's own generate(), and says its tokens were likelier by `shift`."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -43,11 +43,10 @@ class Stub(BaseHTTPRequestHandler):
         with self.server.lock, torch.no_grad():
             ids, lengths, logprobs, _ = self.server.script.generate(
                 self.server.model, [prompt], uniform, n, max_tokens, temperature or 1.0, ends, 0)
-        choices = [{
-            "index": i, "token_ids": row[:length].tolist(),
+        return [{
+            "token_ids": row[:length].tolist(),
             "logprobs": {"token_logprobs": (own[:length] + self.server.shift).tolist()}}
-            for i, (row, length, own) in enumerate(zip(ids, lengths, logprobs))]
-        return choices[::-1]  # in any order
+            for row, length, own in zip(ids, lengths, logprobs)]
 
     def log_message(self, *_):
         pass
@@ -104,7 +103,7 @@ def test_the_server_has_each_steps_weights_and_every_prompt_its_request(served):
 
 
 def test_tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap(served):
-    """A server whose log-probabilities are off by a constant: each loss by min(exp(-shift), 2), KL by hand."""
+    """Of a server whose log-probabilities are off by a constant: min(exp(-shift), 2), and KL by hand."""
     gradients = {}
     for shift in (0.0, math.log(1.5), -math.log(1.5), -math.log(3.0)):
         module, _, _ = served(shift, MAX_STEPS=1, MAX_GRAD_NORM=1e9, REWARD_FUNCTIONS=[(length, 1.0)])
