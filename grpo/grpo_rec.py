@@ -375,7 +375,7 @@ class RecTrainer:
         rate = self.learning_rate(SFT_LEARNING_RATE)
         metrics = {}  # of the whole step; share is a micro-batch's
         with self.run.timed("update"):
-            batch = sft_batch(rows, self.trie, self.pad_id, self.device)
+            batch = sft_batch(rows, self.trie, self.device)
             weights = batch.learn / batch.learn.sum()
             for micro, share in summed([self.actor], micro_batches(self.actor, batch), metrics):
                 logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
@@ -996,7 +996,7 @@ def pad_right(rows, value, multiple=1):
 def upload(values, device):
     """A list of numbers, or a CPU tensor, on a device; a list stays at hand as its attribute `listed`. The
     host of a GPU does not wait: a copy from pageable memory is staged."""
-    tensor = torch.as_tensor(values).to(device, non_blocking=device.type == "cuda")
+    tensor = torch.as_tensor(values).to(device, non_blocking=torch.device(device).type == "cuda")
     if isinstance(values, list):
         tensor.listed = values
     return tensor
@@ -1627,9 +1627,8 @@ class SharedLayer(GrowingLayer):
         return keys, values
 
     def reorder_cache(self, rows):
-        """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        if not hasattr(rows, "groups"):  # once for all layers
+        if not hasattr(rows, "groups"):  # once for all layers; rows of one prompt are neighbours
             owners = [self.row_to_prompt[row] for row in listed(rows)]
             prompts = list(dict.fromkeys(owners))
             most = max(map(owners.count, prompts))
@@ -2745,7 +2744,7 @@ def candidates(model, trie, rows, width, pad_id, uniform):
     found = map_over_ranks(range(0, len(rows), BATCH_SIZE), some_rows)
     items, logprobs, entropies = (torch.cat(x).flatten(0, 1).to(model.device) for x in zip(*found))
     every = [row for row in rows for _ in range(width)]
-    batch = item_batch([row["ids"] for row in every], [[item] for item in items.tolist()], trie, pad_id)
+    batch = item_batch([row["ids"] for row in every], [[item] for item in items.tolist()], trie)
     batch.rows = every
     batch.items = items
     batch.logprobs = logprobs
@@ -2767,26 +2766,20 @@ def best_items(model, trie, rows, width, pad_id):
     return torch.nn.functional.pad(torch.cat(found).cpu(), (0, width - width_here), value=-1)
 
 
-def item_batch(prompts, items, trie, pad_id):
+def item_batch(prompts, items, trie):
     """A batch of prompts (lists of ids) and, for each, the items (a list of numbers) that follow it."""
     device = trie.codes.device
-    depth = trie.depth
-    sizes = torch.tensor([depth * len(some) for some in items], device=device)
-    width = int(sizes.max())
-    numbers = pad_right(items, 0).to(device)  # (rows, most items)
-    return SimpleNamespace(
-        prompt_ids=pad_left(prompts, pad_id).to(device),
-        prompt_lengths=torch.tensor([len(p) for p in prompts], device=device),
-        response_ids=trie.codes[numbers].flatten(1),
-        response_lengths=sizes,
-        response_mask=(torch.arange(width, device=device) < sizes[:, None]).float(),
-        paths=trie.paths[numbers, :depth].flatten(1),  # the node that each code is read at
-        children=trie.paths[numbers, 1:].flatten(1))  # and the one it leads to
+    numbers = upload(pad_right(items, 0), device)  # (rows, most items)
+    codes = trie.codes[numbers].flatten(1).tolist()
+    batch = pack(prompts, [row[:trie.depth * len(some)] for row, some in zip(codes, items)], device)
+    batch.paths = trie.paths[numbers, :trie.depth].flatten(1)  # the node that each code is read at
+    batch.children = trie.paths[numbers, 1:].flatten(1)  # and the one it leads to
+    return batch
 
 
-def sft_batch(rows, trie, pad_id, device):
+def sft_batch(rows, trie, device):
     """A batch of SFT's rows {"prompt", "items", "learn"}; its learn is 1 for the items to learn."""
-    batch = item_batch([row["prompt"] for row in rows], [row["items"] for row in rows], trie, pad_id)
+    batch = item_batch([row["prompt"] for row in rows], [row["items"] for row in rows], trie)
     learn = pad_right([row["learn"] for row in rows], False).to(device)
     batch.learn = batch.response_mask * learn.repeat_interleave(trie.depth, 1)
     return batch
@@ -2796,20 +2789,20 @@ def item_logprobs(model, trie, batch, rows, temperature):
     """Constrained log-probabilities of the items' codes and the entropy at each: two (rows, R), float32, 0
     after the end."""
     with autocast(model), codes_alone(model, trie):
-        logits, mask = response_logits(model, batch, rows)  # (tokens, codes), (rows, R)
-    token = mask.nonzero()[:, 1]
-    nodes, children = (x[rows][:, :mask.shape[1]][mask] for x in (batch.paths, batch.children))
+        logits, at = response_logits(model, batch, rows)  # (tokens, codes)
+    token = at[1]
+    nodes, children = (x[rows][at] for x in (batch.paths, batch.children))
     found = []
     for level in range(trie.depth):
-        at = (token % trie.depth == level).nonzero().squeeze(-1)
-        codes, _, open_ = trie.options(level, nodes[at])
-        logprobs = constrained_logprobs(logits[at], trie.columns[codes], open_, temperature)
-        chosen = children[at] - trie.first[level][nodes[at]]
-        found.append((at, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
-    back = torch.cat([at for at, _, _ in found]).argsort()
-    zeros = torch.zeros(mask.shape, device=mask.device)
+        some = (token % trie.depth == level).nonzero().squeeze(-1)
+        codes, _, open_ = trie.options(level, nodes[some])
+        logprobs = constrained_logprobs(logits[some], trie.columns[codes], open_, temperature)
+        chosen = children[some] - trie.first[level][nodes[some]]
+        found.append((some, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
+    back = torch.cat([some for some, _, _ in found]).argsort()
+    zeros = torch.zeros(len(rows), longest(batch, rows), device=logits.device)
     logprobs, entropy = (torch.cat([part[i] for part in found])[back] for i in (1, 2))
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+    return zeros.index_put(at, logprobs), zeros.index_put(at, entropy)
 
 
 # ================================================================ catalogue, rows and prompts

@@ -801,7 +801,7 @@ def pad_right(rows, value, multiple=1):
 def upload(values, device):
     """A list of numbers, or a CPU tensor, on a device; a list stays at hand as its attribute `listed`. The
     host of a GPU does not wait: a copy from pageable memory is staged."""
-    tensor = torch.as_tensor(values).to(device, non_blocking=device.type == "cuda")
+    tensor = torch.as_tensor(values).to(device, non_blocking=torch.device(device).type == "cuda")
     if isinstance(values, list):
         tensor.listed = values
     return tensor
@@ -1432,9 +1432,8 @@ class SharedLayer(GrowingLayer):
         return keys, values
 
     def reorder_cache(self, rows):
-        """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        if not hasattr(rows, "groups"):  # once for all layers
+        if not hasattr(rows, "groups"):  # once for all layers; rows of one prompt are neighbours
             owners = [self.row_to_prompt[row] for row in listed(rows)]
             prompts = list(dict.fromkeys(owners))
             most = max(map(owners.count, prompts))
