@@ -6,7 +6,7 @@
 
     waits     copies and synchronisations, beside what the pretended GPU (pretend_gpu.py) says
     resume    a run cut in two has the bytes of a whole one
-    two       the same bytes on one and two GPUs
+    two       the same bytes on one and two GPUs (where resume was asked)
     memory    a GRPO step of Qwen2.5-0.5B's shape in bfloat16: whole, LORA_RANK, GRADIENT_CHECKPOINTING
     rollouts  tokens a second at 64 and 256 rows, beside transformers' generate and the bandwidth's floor
     runs      the default runs of PPO, GRPO and RCE: their seconds and accuracies
@@ -18,8 +18,8 @@ begins. The last thing printed, and OUT/gpu.md, is a table.
 import filecmp
 import itertools
 import json
+import math
 import os
-import platform
 import re
 import runpy
 import shutil
@@ -38,11 +38,11 @@ import torch  # noqa: E402
 ALGORITHMS = ("ppo", "grpo", "rce")
 SHORT = {
     "MAX_STEPS": 4, "EVAL_EVERY_N_STEPS": 2, "MAX_EVAL_PROMPTS": 40, "SAVE_EVERY_N_STEPS": 2, "RESUME": "no"}
-# As test_pretend_gpu.py counts
-COUNTED = {
-    "BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_TRAIN_PROMPTS": 24, "MAX_STEPS": 1,
-    "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 65, "EVAL_DATASETS": [], "TEMPERATURE": 1.5, "RESUME": "no",
-    "REWARD_FUNCTIONS": [("rouge_l", 1.0)]}
+COUNTED = {  # as test_pretend_gpu.py counts
+    "BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_TRAIN_PROMPTS": 24,
+    "MAX_STEPS": 1, "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 65, "EVAL_DATASETS": [], "TEMPERATURE": 1.5,
+    "RESUME": "no", "REWARD_FUNCTIONS": [("rouge_l", 1.0)]}
+MINED = {"rce": {"MINE_PROMPTS": 64, "ROUNDS": 1}}
 PRETENDED = {  # units, waits, kernels
     "ppo": {"rollout": (78, 10, 19629), "update": (4, 4, 2895)},
     "grpo": {"rollout": (78, 10, 19629), "update": (2, 3, 1663)}}
@@ -52,12 +52,11 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 
 # ---------------------------------------------------------------- programs
 
-def start(*words, **environment):
+def start(*words):
     """What a program prints; its error is raised."""
-    environment = {**os.environ, **{key: str(value) for key, value in environment.items()}}
-    done = subprocess.run([*map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, words))} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
     return done.stdout
 
 
@@ -86,45 +85,44 @@ def be_measured(what, program, *words):
 
 
 def profiled(program):
-    """What PyTorch's profiler counts in a run's rollout and update, {phase: [units, waits, kernels]}: a unit is
-    a decoded token or a backward pass."""
+    """{"rollout", "update": [units, waits, kernels]} of a run's step by PyTorch's profiler; a unit is a token
+    decoded or a backward pass."""
     module = speed.load(program)
     module.apply_overrides(sys.argv[1:])
     trainer = getattr(module, Path(program).stem.upper() + "Trainer")()
     found = {}
     units = []
 
-    def counted(work):
-        def work_counted(*args):
-            units.append(work)
-            return work(*args)
-        return work_counted
+    def count(owner, name):
+        work = getattr(owner, name)
+        setattr(owner, name, lambda *args: units.append(name) or work(*args))
 
-    def observed(phase, work):
-        def work_observed(*args):
+    def observe(phase):
+        work = getattr(trainer, phase)
+
+        def observed(batch):
             units.clear()
-            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=kinds) as profile:
-                out = work(*args)
+            with torch.profiler.profile() as profile:
+                out = work(batch)
             events = {event.key: event.count for event in profile.key_averages()}
-            counts = [sum(events.get(name, 0) for name in names) for names in (WAITS, LAUNCHES)]
+            counts = (sum(events.get(name, 0) for name in names) for names in (WAITS, LAUNCHES))
             found[phase] = [len(units), *counts]
             return out
-        return work_observed
 
-    module.Decoder.next = counted(module.Decoder.next)
-    module.backward = counted(module.backward)
-    trainer.rollout = observed("rollout", trainer.rollout)
-    trainer.update = observed("update", trainer.update)
+        setattr(trainer, phase, observed)
+
+    count(module.Decoder, "next")
+    count(module, "backward")
+    observe("rollout")
+    observe("update")
     trainer.train()
     return found
 
 
 def records(folder, phase):
     """Records of a phase in a run's metrics.jsonl, without what is of time."""
-    lines = (Path(folder) / "logs/metrics.jsonl").read_text().splitlines()
-    every = [record for record in map(json.loads, lines) if record["phase"] == phase]
-    return [{k: v for k, v in r.items() if "second" not in k} for r in every]
+    every = map(json.loads, (Path(folder) / "logs/metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if "second" not in k} for r in every if r["phase"] == phase]
 
 
 def same(one, two):
@@ -136,7 +134,7 @@ def same(one, two):
     return all(equal) and all(records(one, phase) == records(two, phase) for phase in ("train", "eval"))
 
 
-# ---------------------------------------------------------------- stages: each gives [(what is asked, answer)]
+# ---------------------------------------------------------------- stages: [(what is asked, answer)]
 
 def waits(out, small):
     answers = []
@@ -149,21 +147,22 @@ def waits(out, small):
         else:
             found = measured("waits", name, out / "waits", COUNTED)
         for phase, unit in (("rollout", "tokens"), ("update", "backward passes")):
-            shown = ["{2:,} kernels and {1} waits in {0} ".format(*x) + unit for x in (found[phase], PRETENDED[name][phase])]
-            answers.append((f"{name}, {phase}", f"{shown[0]}; pretended {shown[1]}"))
+            both = found[phase], PRETENDED[name][phase]
+            counts = [f"{stops} waits, {kernels:,} kernels in {n} {unit}" for n, stops, kernels in both]
+            answers.append((f"{name}, {phase}", f"{counts[0]}; pretended: {counts[1]}"))
     return answers
 
 
 def resume(out, small):
     answers = []
     for name in ALGORITHMS[1:2] if small else ALGORITHMS:
-        more = {"MINE_PROMPTS": 32, "ROUNDS": 1} if name == "rce" else {}
         whole, cut = out / f"{name}_whole", out / f"{name}_cut"
+        constants = {**SHORT, **MINED.get(name, {})}
+        train(name, whole, constants)
         shutil.rmtree(cut, ignore_errors=True)
-        train(name, whole, {**SHORT, **more})
         shutil.copytree(whole, cut)
         shutil.rmtree(cut / "step_4")
-        train(name, cut, {**SHORT, **more, "RESUME": "yes"})
+        train(name, cut, {**constants, "RESUME": "yes"})
         answers.append((f"{name}: a resumed run has the whole one's bytes", same(whole, cut)))
     return answers
 
@@ -172,12 +171,11 @@ def two(out, small):
     if torch.cuda.device_count() < 2 and not small:
         return [("the same bytes on one and two GPUs", "there is one GPU")]
     answers = []
-    for name in ALGORITHMS[1:2] if small else ALGORITHMS[:2]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
-        train(name, out / f"{name}_alone", SHORT)
-        train(name, out / f"{name}_two", SHORT, *launcher)
-        equal = same(out / f"{name}_alone", out / f"{name}_two")
-        answers.append((f"{name}: the same bytes on one and two processes", equal))
+    for name in ALGORITHMS[1:2] if small else ALGORITHMS:
+        one, both = out / f"{name}_whole", out / f"{name}_two"  # the stage resume made the first
+        words = "-m torch.distributed.run --nproc_per_node=2 --master_port=0".split()
+        train(name, both, {**SHORT, **MINED.get(name, {})}, sys.executable, *words)
+        answers.append((f"{name}: the same bytes on one and two processes", same(one, both)))
     return answers
 
 
@@ -202,30 +200,27 @@ def memory(out, small):
     return answers
 
 
-def bandwidth(device):
+def bandwidth(device, size):
     """Bytes a second of memory: a copy reads and writes each byte; the best of ten."""
-    size = 2**30 if device == "cuda" else 2**26
     source, to = torch.zeros(2, size, dtype=torch.uint8, device=device)
-    best = 0
+    best = math.inf
     for _ in range(10):
         started = time.perf_counter()
-        to.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * size / (time.perf_counter() - started))
-    return best
+        to.copy_(source)[:1].item()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size / best
 
 
 def rollouts(out, small):
     model = model_of(out, small)
-    rate = bandwidth("cuda" if torch.cuda.is_available() else "cpu")
+    rate = bandwidth("cuda", 2**30) if torch.cuda.is_available() else bandwidth("cpu", 2**26)
     weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
     answers = [("memory's bandwidth, a copy", f"{rate / 1e9:,.0f} GB/s")]
     for prompts in (1, 2) if small else (8, 32):
         work = [str(model), 32, "even", prompts, 1 if small else 2, 16 if small else 256]
         found = speed.child("rollout", *work)
         found["without shared prompts"] = speed.child("rollout", *work, shared=False)["ours"]
-        found["at the bandwidth"] = 8 * prompts * rate / weights  # a token of every row reads all weights once
+        found["at the bandwidth"] = 8 * prompts * rate / weights  # all weights for a token of every row
         rates = "; ".join(f"{name} {x:,.0f}" for name, x in found.items())
         answers.append((f"tokens a second, float32, {8 * prompts} rows", rates))
     return answers
@@ -253,45 +248,39 @@ STAGES = {
     "speed": gpu_speed}
 
 
-def machine():
-    if not torch.cuda.is_available():
-        return f"no GPU, {platform.machine()}, torch {torch.__version__}"
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
-    names = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {total:.0f} GiB"
-    return f"{names}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-
-
 def table(done):
     """What is answered, in Markdown; texts of several lines follow the table."""
-    lines = [f"{done['machine']}\n", "| stage | asked | answer | seconds |", "|---|---|---|---|"]
+    lines = [done["machine"] + "\n", "| stage | asked | answer |", "|---|---|---|"]
     texts = []
-    for stage, found in done.items():
-        for asked, answer in found["answers"] if stage != "machine" else ():
+    for stage in (name for name in STAGES if name in done):
+        for asked, answer in done[stage]["answers"]:
             if "\n" in str(answer):
                 texts.append(f"\n{asked}:\n\n{answer}")
                 answer = "below"
-            lines.append(f"| {stage} | {asked} | {answer} | {found['seconds']:.0f} |")
+            lines.append(f"| {stage}, {done[stage]['seconds']:.0f} s | {asked} | {answer} |")
     return "\n".join(lines + texts)
 
 
 def main(words):
-    if words[:1] in (["--memory"], ["--waits"]):
+    if words and words[0] in ("--memory", "--waits"):
         return be_measured(*words)
     small = "--small" in words or not torch.cuda.is_available()
-    words = [word for word in words if word != "--small"]
-    out = Path(words[0] if words and words[0] not in STAGES else ROOT / "checkpoints/gpu").resolve()
+    stages = [word for word in words if word in STAGES] or [*STAGES]
+    folders = [word for word in words if word not in STAGES and word != "--small"]
+    out = Path(folders[0] if folders else ROOT / "checkpoints/gpu").resolve()
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "gpu.json"
     done = json.loads(kept.read_text()) if kept.exists() else {}
-    done["machine"] = machine()
-    for stage in [word for word in words if word in STAGES] or STAGES:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    done["machine"] = f"torch {torch.__version__}, {' and '.join(gpus) or 'no GPU: small sizes'}"
+    for stage in stages:
         if stage in done:
             continue
         print(f"{stage} ...", flush=True)
         started = time.perf_counter()
         try:
             answers = STAGES[stage](out, small)
-        except Exception as error:  # whatever a machine of another kind makes of it
+        except Exception as error:  # the next stage may go well
             print(f"{stage} failed: {type(error).__name__}: {error}", flush=True)
             continue
         done[stage] = {"answers": answers, "seconds": time.perf_counter() - started}

@@ -55,7 +55,7 @@ MUTANTS = [
     (PPO, "autocast(model) if model.dtype != torch.float32 else nullcontext()", "nullcontext()",
      TEST + "ppo_narrow"),
     # waits
-    (PPO, "if (t + 1) % _LOOK_EVERY.get(device.type, 16) == 0 or", "if",
+    (PPO, "if (t + 1) % _LOOK_EVERY.get(device.type, 16) == 0 or", "if True or",
      TEST + "how_often_the_host_waits[ppo]"),
     (GRPO, "_LOOK_EVERY.get(device.type, 16)", "8", TEST + "how_often_the_host_waits[grpo]"),
     (PPO, 'non_blocking=torch.device(device).type == "cuda")', "non_blocking=False)",
