@@ -44,8 +44,8 @@ COUNTED = {  # as test_pretend_gpu.py counts
     "RESUME": "no", "REWARD_FUNCTIONS": [("rouge_l", 1.0)]}
 MINED = {"rce": {"MINE_PROMPTS": 64, "ROUNDS": 1}}
 PRETENDED = {  # units, waits, kernels
-    "ppo": {"rollout": (78, 10, 19629), "update": (4, 4, 2895)},
-    "grpo": {"rollout": (78, 10, 19629), "update": (2, 3, 1663)}}
+    "ppo": {"rollout": (78, 10, 19709), "update": (4, 4, 2895)},
+    "grpo": {"rollout": (78, 10, 19709), "update": (2, 3, 1663)}}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 

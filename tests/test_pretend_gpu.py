@@ -3,6 +3,7 @@ the host waits. A run on the device is cut in two by a resume; the CPU's is not.
 import json
 import shutil
 
+import gpu
 import pytest
 import torch
 from conftest import ROOT, TINY, TRAINERS, read, untimed, walk
@@ -183,7 +184,7 @@ def test_rce_icl(tmp_path, models, dropout):
 
 # ---------------------------------------------------------------- waits and kernels
 
-# At most: of a decoded token the waits, the kernels of attention and its cache (four layers) and other kernels
+# At most: of a decoded token the waits, the kernels of attention and its cache (four layers) and the others
 # of ours, all of a rollout counted; of a micro-batch the waits and kernels, all of a step's update counted.
 # docs/gpu.md says of which lines they are
 MOST = {"ppo": (0.13, 64, 38, 2, 1448), "grpo": (0.13, 64, 38, 1.5, 832)}
@@ -215,3 +216,32 @@ def test_how_often_the_host_waits(tmp_path, name):
     found = (count("rollout", *WAITS) / tokens, attention, ours, count("update", *WAITS) / micros,
              count("update", "kernel") / micros)
     assert all(x <= most for x, most in zip(found, MOST[name])), found
+
+
+# ---------------------------------------------------------------- gpu.py, which asks a real one
+
+def test_a_stage_that_is_done_is_kept_and_one_that_fails_is_named(tmp_path, monkeypatch, capsys):
+    def works(out, small):
+        asked.append(small)
+        return [("how many", 3), ("what it said", "one\ntwo")]
+
+    def fails(out, small):
+        raise RuntimeError("no such card")
+
+    asked = []
+    monkeypatch.setattr(gpu, "STAGES", {"first": works, "second": fails})
+    for _ in range(2):
+        gpu.main([str(tmp_path)])
+        said = capsys.readouterr().out
+        assert "second failed: RuntimeError: no such card" in said
+        assert said.endswith((tmp_path / "gpu.md").read_text())
+    assert len(asked) == 1
+    assert "| first, 0 s | how many | 3 |" in said and said.endswith("\nwhat it said:\n\none\ntwo\n")
+
+
+def test_what_the_profiler_is_asked_of(tmp_path):
+    small = {**gpu.COUNTED, "MAX_NEW_TOKENS": 4, "DEVICE": "cpu"}
+    found = gpu.measured("waits", "grpo", tmp_path / "run", small)
+    assert found["rollout"][0] == 2 * 3  # batches, tokens after the first
+    assert found["update"][0] > 0
+    assert gpu.same(tmp_path / "run", tmp_path / "run")
