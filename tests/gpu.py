@@ -173,7 +173,7 @@ def two(out, small):
     answers = []
     for name in ALGORITHMS[1:2] if small else ALGORITHMS:
         one, both = out / f"{name}_whole", out / f"{name}_two"  # the stage resume made the first
-        words = "-m torch.distributed.run --nproc_per_node=2 --master_port=0".split()
+        words = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
         train(name, both, {**SHORT, **MINED.get(name, {})}, sys.executable, *words)
         answers.append((f"{name}: the same bytes on one and two processes", same(one, both)))
     return answers

@@ -75,4 +75,17 @@ MUTANTS = [
     (PPO, "        if self.needs_mask:\n", "        if True:\n", TEST + "how_often_the_host_waits[ppo]"),
     (GRPO, "x.transpose(0, 1).index_select(1, self.rows_at)",
      "x.index_select(0, self.rows_at).transpose(0, 1)", TEST + "how_often_the_host_waits[grpo]"),
+    # what is patched
+    (PPO, "bit_length() - 5) if on_gpu", "bit_length() - 4) if on_gpu",
+     TEST + "cards_of_one_kind_cut_micro_batches_alike"),
+    (PPO, "1 << (torch.cuda.mem_get_info(model.device)[1].bit_length() - 5) if",
+     "torch.cuda.mem_get_info(model.device)[1] // 16 if", TEST + "cards_of_one_kind_cut_micro_batches_alike"),
+    (PPO, """name = f"cuda:{os.environ['LOCAL_RANK']}\"""", 'name = "cuda:0"',
+     TEST + "each_process_takes_its_own_gpu_and_gradients_meet_by_nccl"),
+    (PPO, 'backend = "cpu:gloo,cuda:nccl" if', 'backend = "gloo" if',
+     TEST + "each_process_takes_its_own_gpu_and_gradients_meet_by_nccl"),
+    (PPO, "        torch.cuda.set_device(device)\n", "        pass\n",
+     TEST + "each_process_takes_its_own_gpu_and_gradients_meet_by_nccl"),
+    (PPO, 'non_blocking=torch.device(device).type == "cuda")', "non_blocking=True)",
+     TEST + "only_a_gpu_of_cuda_gets_copies_that_do_not_block"),
 ]
