@@ -54,7 +54,7 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 
 def start(*words):
     """What a program prints; its error is raised."""
-    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
     return done.stdout
@@ -280,7 +280,7 @@ def main(words):
         started = time.perf_counter()
         try:
             answers = STAGES[stage](out, small)
-        except Exception as error:  # the next stage may go well
+        except (Exception, SystemExit) as error:  # the next stage may go well
             print(f"{stage} failed: {type(error).__name__}: {error}", flush=True)
             continue
         done[stage] = {"answers": answers, "seconds": time.perf_counter() - started}
