@@ -113,8 +113,12 @@ def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypat
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     uniform = torch.rand(20, 40)
     ends = module.end_ids(trainer.actor, trainer.tokenizer)
+    left = []  # rows, at each token
+    step = module.Decoder.next
+    monkeypatch.setattr(module.Decoder, "next", lambda *words: (left.append(len(words[1])), step(*words))[1])
     ids, lengths, logprobs, _ = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert lengths.min() < lengths.max() - 16
+    assert all(some <= (lengths > t).sum() / 0.75 for t, some in enumerate(left))  # the others were dropped
     monkeypatch.setattr(module, "_LOOK_EVERY", {})  # as on a GPU
     seldom = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert torch.equal(ids, seldom[0])
