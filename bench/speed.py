@@ -230,7 +230,7 @@ def trls(model, prompts, steps, seed):
     return {"seconds": seconds, "tokens_per_second": tokens / seconds, "peak": peak(), "curve": curve}
 
 
-def rollout(path, prompt_tokens, lengths, prompts, rounds, new_tokens):
+def rollout(path, prompt_tokens, lengths, prompts, rounds, new_tokens, shared=True):
     """Tokens a second of our generate() and of transformers' on the same prompts and the same law of lengths,
     alternating."""
     grpo = load(trainer_file("grpo"))
@@ -242,7 +242,7 @@ def rollout(path, prompt_tokens, lengths, prompts, rounds, new_tokens):
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     our_model = grpo.load_model(AutoModelForCausalLM, path, "ACTOR_MODEL", device)
-    our_model.decodes_shared = True  # as check_models() finds
+    our_model.decodes_shared = shared  # True is what check_models() finds
     their_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
     eos = their_model.config.eos_token_id
 

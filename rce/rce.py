@@ -340,7 +340,7 @@ class RCETrainer:
             every = zip(row["candidates"], row["rewards"], own.tolist())
             parts += [(row, c, reward, weight) for c, reward, weight in every if weight > 0]
         prompts = [row["ids"] for row, *_ in parts]
-        batch = pack(prompts, [c["token_ids"] for _, c, *_ in parts], self.pad_id, self.device)
+        batch = pack(prompts, [c["token_ids"] for _, c, *_ in parts], self.device)
         batch.rows, batch.candidates, batch.rewards, kept = (list(column) for column in zip(*parts))
         batch.weights = torch.tensor(kept, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
@@ -364,12 +364,12 @@ class RCETrainer:
         micros = micro_batches(self.actor, batch)
         with run.timed("update"):
             for rows, share in summed([self.actor], micros, metrics):
-                mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())]
+                mask = batch.response_mask[rows, :longest(batch, rows)]
                 logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
                 loss = rce_loss(logprobs, mask, batch.weights[rows], batch.prompts, LENGTH_NORMALISE)
                 backward(self.actor, loss)
-                share["policy_loss"] = loss.item()
-                share["entropy"] = ((entropy.detach() * mask).sum() / tokens).item()
+                share["policy_loss"] = loss
+                share["entropy"] = (entropy * mask).sum() / tokens
             ids = [row["id"] for row in batch.rows]
             norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], run, ids)
         return {**metrics, "grad_norm": norms[0], "learning_rate": LEARNING_RATE * scale}
@@ -496,7 +496,7 @@ class RCETrainer:
 
     def token_logprobs(self, prompts, responses):
         """Log-probabilities of the responses' tokens under the policy, (rows, R), 0 after each end."""
-        return all_logprobs(self.actor, pack(prompts, responses, self.pad_id, self.device)).cpu()
+        return all_logprobs(self.actor, pack(prompts, responses, self.device)).cpu()
 
     def sequence_logprobs(self, prompts, responses):
         return self.token_logprobs(prompts, responses).double().sum(1).tolist()
@@ -674,6 +674,7 @@ import copy
 import inspect
 import math
 import warnings
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -878,7 +879,7 @@ def end_ids(model, tokenizer):
     """The ids that end a response, a tensor: the tokenizer's and the generation config's, often several."""
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    return torch.tensor(sorted({tokenizer.eos_token_id, *ends} - {None}), device=model.device)
+    return upload(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
 
 
 def padding_id(model, tokenizer):
@@ -995,11 +996,34 @@ def pad_right(rows, value, multiple=1):
     return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
 
 
-def token_lists(batch, rows):
-    """[(the prompt's ids, the response's ids), ...] of rows."""
-    lengths = zip(batch.prompt_lengths[rows].tolist(), batch.response_lengths[rows].tolist())
-    ids = zip(batch.prompt_ids[rows].tolist(), batch.response_ids[rows].tolist())
-    return [(prompt[-p:], response[:n]) for (p, n), (prompt, response) in zip(lengths, ids)]
+def upload(values, device):
+    """A list of numbers, or a CPU tensor, on a device; a list stays at hand as its attribute `listed`. The
+    host of a GPU does not wait: a copy from pageable memory is staged."""
+    tensor = torch.as_tensor(values).to(device, non_blocking=torch.device(device).type == "cuda")
+    if isinstance(values, list):
+        tensor.listed = values
+    return tensor
+
+
+def listed(rows):
+    return getattr(rows, "listed", None) or rows.tolist()
+
+
+def pack(prompts, responses, device):
+    """A batch of prompts and responses, lists of ids: on the host token_lists, of each row its prompt, its
+    response and which of the response's tokens the policy sampled; on the device tensors (rows, R)."""
+    lengths = upload([len(response) for response in responses], device)
+    ids = upload(pad_right(responses, 0), device)
+    return SimpleNamespace(
+        token_lists=[(prompt, said, range(len(said))) for prompt, said in zip(prompts, responses)],
+        response_ids=ids,
+        response_lengths=lengths,
+        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float())
+
+
+def longest(batch, rows):
+    """R of rows: the length of the longest response."""
+    return max(len(batch.token_lists[i][1]) for i in listed(rows))
 
 
 def rows_at_once(model, batch):
@@ -1007,21 +1031,21 @@ def rows_at_once(model, batch):
     pass 64 MiB, on a GPU the power of two below 1/16 of its memory: all processes must cut alike."""
     on_gpu = model.device.type == "cuda"
     room = 1 << (torch.cuda.mem_get_info(model.device)[1].bit_length() - 5) if on_gpu else 2**26
-    row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_ids.shape[1]
+    row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_mask.shape[1]
     return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
 
 
 def micro_batches(model, batch, rows=None):
     """Rows, or all, cut into micro-batches: rows of one prompt together, prompts by their tokens."""
-    if rows is None:
-        rows = torch.arange(len(batch.response_lengths), device=model.device)
+    rows = range(len(batch.token_lists)) if rows is None else listed(rows)
     size = rows_at_once(model, batch)
-    prompts = torch.cat([batch.prompt_lengths[rows, None], batch.prompt_ids[rows]], 1)
-    prompt = prompts.unique(dim=0, return_inverse=True)[1]  # (rows,), equal where the prompts are
-    lengths = (batch.prompt_lengths + batch.response_lengths)[rows]
-    tokens = torch.zeros_like(lengths).scatter_add(0, prompt, lengths)[prompt]
-    order = (tokens * len(rows) + prompt).argsort(descending=True, stable=True)
-    return rows[order].split(size // GROUP_SIZE * GROUP_SIZE or size)  # a group that is cut is read twice
+    size = size // GROUP_SIZE * GROUP_SIZE or size  # a group that is cut is read twice
+    prompts = {i: tuple(batch.token_lists[i][0]) for i in rows}
+    tokens = Counter()  # of a prompt with its responses
+    for i in rows:
+        tokens[prompts[i]] += len(prompts[i]) + len(batch.token_lists[i][1])
+    order = sorted(rows, key=lambda i: (tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
+    return [upload(order[i:i + size], model.device) for i in range(0, len(order), size)]
 
 
 def autocast(model):
@@ -1031,12 +1055,11 @@ def autocast(model):
 # ---------------------------------------------------------------- sampling
 
 def find_in_cdf(weights, at):
-    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and how far into it."""
+    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and by how much passed."""
     cumulative = weights.double().cumsum(-1)
     target = at * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
-    weight = weights.double().gather(-1, found)
-    return found, (1 - (cumulative.gather(-1, found) - target) / weight).clamp(0, 1 - 2**-40)
+    return found, cumulative.gather(-1, found) - target
 
 
 def full_logprobs(logits, temperature):
@@ -1057,7 +1080,9 @@ def sample_tokens(probabilities, uniform):
         return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
     missing = -probabilities.shape[1] % 128
     blocks = torch.nn.functional.pad(probabilities, (0, missing)).unflatten(1, (-1, 128))
-    block, at = find_in_cdf(blocks.sum(-1), uniform.double().unsqueeze(-1))
+    sums = blocks.sum(-1)
+    block, passed = find_in_cdf(sums, uniform.double().unsqueeze(-1))
+    at = (1 - passed / sums.gather(-1, block)).clamp(0, 1 - 2**-40)
     inside, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), at)
     return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
@@ -1099,10 +1124,10 @@ class Decoder:
     group_size rows. logits (rows, vocabulary) are those of each row's next token."""
 
     def __init__(self, model, prompts, group_size, pad_id):
-        ids = pad_left(prompts, pad_id).to(model.device)  # (prompts, P)
+        ids = upload(pad_left(prompts, pad_id), model.device)  # (prompts, P)
         width = ids.shape[1]
         self.model = model
-        self.positions = torch.tensor([len(p) for p in prompts], device=model.device)  # of the next token
+        self.positions = upload([len(p) for p in prompts], model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
         self.cache = None
         self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
@@ -1112,7 +1137,7 @@ class Decoder:
                 shared = getattr(model, "decodes_shared", False)
                 layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
         self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
-        self.select_rows(torch.arange(len(prompts), device=model.device).repeat_interleave(group_size))
+        self.select_rows(upload([i // group_size for i in range(len(prompts) * group_size)], ids.device))
 
     def read(self, ids, positions, mask):
         cache = {"past_key_values": self.cache, "cache_params": self.cache}
@@ -1123,7 +1148,8 @@ class Decoder:
 
     def next(self, tokens):
         """Logits (rows, vocabulary) after one more token (rows,) a row."""
-        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        if self.needs_mask:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         self.read(tokens[:, None], self.positions[:, None], self.mask if self.needs_mask else None)
         self.positions = self.positions + 1
         return self.logits
@@ -1150,31 +1176,35 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     decoder = Decoder(model, prompts, group_size, pad_id)
     rows = torch.arange(len(prompts) * group_size, device=device)  # of the result, for each of the decoder's
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
-    lengths = torch.zeros_like(rows)
     logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
-    unfinished = torch.ones_like(rows, dtype=torch.bool)
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    columns = []  # of the tokens since the last look: ids, log-probabilities, -entropies; each (rows left,)
     for t in tracked(range(max_new_tokens), "tokens"):
         scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
         probabilities = scaled.exp()
         tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
-        ids[rows, t] = tokens
-        logprobs[rows, t] = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        entropies[rows, t] = -(probabilities * scaled).sum(-1)
-        lengths[rows] += unfinished
-        unfinished &= ~torch.isin(tokens, eos_ids)
-        left = int(unfinished.sum()) if t % _LOOK_EVERY.get(device.type, 16) == 0 else len(rows)
-        if left == 0 or t + 1 == max_new_tokens:
-            break
-        if left <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
-            keep = unfinished.nonzero().squeeze(-1)
-            decoder.select_rows(keep)
-            rows = rows[keep]
-            tokens = tokens[keep]
-            unfinished = unfinished[keep]
+        logprob = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        columns.append((tokens, logprob, (probabilities * scaled).sum(-1)))
+        if (t + 1) % _LOOK_EVERY.get(device.type, 16) == 0 or t + 1 == max_new_tokens:
+            since = slice(t + 1 - len(columns), t + 1)
+            for result, column in zip((ids, logprobs, entropies), zip(*columns)):
+                result[rows, since] = torch.stack(column, 1)
+            columns = []
+            ended |= torch.isin(ids[rows, since], eos_ids).any(1)
+            left = [i for i, over in enumerate(ended.tolist()) if not over]
+            if not left or t + 1 == max_new_tokens:
+                break
+            if len(left) <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
+                keep = upload(left, device)
+                decoder.select_rows(keep)
+                rows = rows[keep]
+                tokens = tokens[keep]
+                ended = ended[keep]
         decoder.next(tokens)
-    over = torch.arange(max_new_tokens, device=device) >= lengths[:, None]  # what came after the end
-    logprobs, entropies = logprobs.masked_fill(over, 0), entropies.masked_fill(over, 0)
-    return ids.masked_fill(over, pad_id), lengths, logprobs, entropies
+    ended = torch.isin(ids, eos_ids).long()
+    over = ended.cumsum(1) > ended  # what came after the end
+    logprobs, entropies = logprobs.masked_fill(over, 0), (-entropies).masked_fill(over, 0)
+    return ids.masked_fill(over, pad_id), (~over).sum(1), logprobs, entropies
 
 
 def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
@@ -1185,7 +1215,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
     pad_id = padding_id(model, tokenizer)
 
     def some(i):
-        own = None if uniform is None else uniform[i * group_size:(i + size) * group_size].to(model.device)
+        part = slice(i * group_size, (i + size) * group_size)
+        own = None if uniform is None else upload(uniform[part], model.device)
         with autocast(model):
             return generate(
                 model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
@@ -1194,20 +1225,15 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
     ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*parts))
-    width = int(lengths.max())
-    rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-    repeated = [p for p in prompts for _ in range(group_size)]
-    return SimpleNamespace(
-        prompt_ids=pad_left(repeated, pad_id).to(model.device),
-        prompt_lengths=torch.tensor([len(p) for p in repeated], device=model.device),
-        response_ids=ids[:, :width],
-        response_lengths=lengths,
-        response_mask=(torch.arange(width, device=model.device) < lengths[:, None]).float(),
-        logprobs=logprobs[:, :width],
-        entropies=entropies[:, :width],
-        truncated=~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids),
-        responses=tokenizer.batch_decode(rows, skip_special_tokens=True),
-        columns={"response_ids": rows})  # for reward functions, beside the rows' own
+    rows = [row[:n] for n, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
+    batch = pack([p for p in prompts for _ in range(group_size)], rows, model.device)
+    width = batch.response_mask.shape[1]
+    batch.logprobs = logprobs[:, :width]
+    batch.entropies = entropies[:, :width]
+    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
+    batch.responses = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    batch.columns = {"response_ids": rows}  # for reward functions, beside the rows' own
+    return batch
 
 
 # ---------------------------------------------------------------- scoring
@@ -1226,13 +1252,14 @@ def logits_at(model, ids, at, **options):
 
 
 def logits_of_rows(model, batch, rows):
-    """Logits where the model predicts a response token whose response_mask is 1, (tokens, labels), row after
-    row, and where those tokens are, (rows, R) of bool. Each row is read with its prompt, padded on the right,
-    where a causal model cannot see it: no mask, no positions."""
-    ids = pad_right([prompt + response for prompt, response in token_lists(batch, rows)], 0).to(rows.device)
-    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
-    row, token = mask.nonzero(as_tuple=True)
-    return logits_at(model, ids, (row, batch.prompt_lengths[rows][row] - 1 + token)), mask
+    """Logits where the model predicts the response tokens that the policy sampled, (tokens, labels), row
+    after row, and which those tokens are: two (tokens,), of `rows` and of the response. Each row is read with
+    its prompt, padded on the right, where a causal model cannot see it: no mask, no positions."""
+    lists = [batch.token_lists[i] for i in listed(rows)]
+    ids = upload(pad_right([prompt + response for prompt, response, _ in lists], 0), model.device)
+    places = [(i, len(prompt) - 1 + t, t) for i, (prompt, _, sampled) in enumerate(lists) for t in sampled]
+    row, predicted_at, token = upload(places, model.device).T
+    return logits_at(model, ids, (row, predicted_at)), (row, token)
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1242,23 +1269,24 @@ def logits_of_groups(model, batch, rows):
     """As logits_of_rows(), neighbouring rows of one prompt in one sequence: the prompt once, then their
     responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
     dimensions, its prompt and its own response alone."""
-    device = rows.device
-    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i row i - 1
-    places = []  # of each row's response: its sequence, and where it begins
+    device = model.device
+    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i + 1 row i
+    places = []  # of each token: its row, the sequence, where it is predicted, and itself
     last = None
-    for i, (prompt, response) in enumerate(token_lists(batch, rows), 1):
+    for i, row in enumerate(listed(rows)):
+        prompt, response, sampled = batch.token_lists[row]
         first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
         if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
             last = prompt
             sequences.append((list(prompt), list(range(first)), [0] * first))
         ids, positions, owner = sequences[-1]
-        places.append((len(sequences) - 1, len(ids)))
+        places += [(i, len(sequences) - 1, (len(ids) + t if t else first) - 1, t) for t in sampled]
         ids += response[:more]
         positions += range(first, first + more)
-        owner += [i] * more
+        owner += [i + 1] * more
     # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
     ids, positions, owner = (
-        pad_right(part, value, 8).to(device) for part, value in zip(zip(*sequences), (0, 0, -1)))
+        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1)))
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1267,12 +1295,10 @@ def logits_of_groups(model, batch, rows):
         hidden = ~seen | (back >= (window or math.inf))
         zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
         masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    mask = batch.response_mask[rows, :int(batch.response_lengths[rows].max())] > 0  # (rows, R)
-    row, token = mask.nonzero(as_tuple=True)
-    sequence, start = torch.tensor(places, device=device)[row].T
-    predicted_at = torch.where(token > 0, start + token, batch.prompt_lengths[rows][row]) - 1
     masks = masks if len(masks) > 1 else masks.popitem()[1]
-    return logits_at(model, ids, (sequence, predicted_at), attention_mask=masks, position_ids=positions), mask
+    row, sequence, predicted_at, token = upload(places, device).T
+    options = {"attention_mask": masks, "position_ids": positions}
+    return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
 
 
 def attention_windows(model):
@@ -1300,20 +1326,21 @@ def response_logprobs(model, batch, rows, temperature, distribution=None):
     each: two (rows, R), float32, 0 where response_mask is. One tensor of the logits' size waits for the
     backward pass, which computes the entropy's anew."""
     with autocast(model):
-        logits, mask = response_logits(model, batch, rows)
-    ids = batch.response_ids[rows, :mask.shape[1]][mask]
+        logits, at = response_logits(model, batch, rows)
+    ids = batch.response_ids[rows][at]
     every = (distribution or sampling_logprobs)(logits, temperature)  # (tokens, vocabulary)
     logprobs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1).clamp(min=-1e30)
     entropy = checkpoint(entropy_of, every, use_reentrant=False, preserve_rng_state=False)
-    zeros = torch.zeros(mask.shape, device=mask.device)
-    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+    zeros = torch.zeros(len(rows), longest(batch, rows), device=logits.device)
+    return zeros.index_put(at, logprobs), zeros.index_put(at, entropy)
 
 
 def response_values(model, batch, rows):
     """A one-label model's value before each response token, (rows, R), float32, 0 where response_mask is."""
     with autocast(model):
-        values, mask = response_logits(model, batch, rows)
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values[:, 0].float())
+        values, at = response_logits(model, batch, rows)
+    zeros = torch.zeros(len(rows), longest(batch, rows), device=values.device)
+    return zeros.index_put(at, values[:, 0].float())
 
 
 @torch.no_grad()
@@ -1340,17 +1367,17 @@ def all_logprobs(model, batch, micros=None, distribution=None):
 def classify(model, tokenizer, prompts, responses):
     """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
     rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]
-    scores = torch.zeros(len(rows), device=model.device)
+    scores = torch.zeros(len(rows))
     lengths = torch.tensor([len(row) for row in rows])
     if lengths.max() > positions_of(model):
         reads = f"reads {positions_of(model)} tokens at most; a prompt with its response has {lengths.max()}"
         raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
-        ids = pad_right([rows[i] for i in chunk], 0).to(model.device)  # where a causal model cannot see it
-        last = torch.arange(len(chunk)), lengths[chunk] - 1
+        ids = upload(pad_right([rows[i] for i in chunk], 0), model.device)  # a causal model cannot see it
+        last = upload(torch.stack([torch.arange(len(chunk)), lengths[chunk] - 1]), model.device)
         with autocast(model):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[last]
-            scores[chunk] = model.score(hidden).squeeze(-1).float()
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[tuple(last)]
+            scores[chunk] = model.score(hidden).squeeze(-1).float().cpu()
     return scores
 
 
@@ -1413,7 +1440,7 @@ def summed(models, parts, metrics):
             model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
         if number < len(parts) or sharded:
             yield parts[min(number, len(parts) - 1)], share
-        measured += all_gather(share)
+        measured.append({k: torch.as_tensor(x, device=models[0].device).detach() for k, x in share.items()})
         for parameter, total in zip(parameters, totals):
             gradients = [torch.empty_like(total) for _ in range(world_size())]
             dist.all_gather(gradients, parameter.grad)
@@ -1426,8 +1453,11 @@ def summed(models, parts, metrics):
         parameter.grad = total
     for parameter in parameters if added_here and not EXACT_SUMS else ():
         dist.all_reduce(parameter.grad)
-    for share in measured[:len(parts)]:
-        for key, value in share.items():
+    values = [x for share in measured for x in share.values()]
+    numbers = iter(torch.stack(values).tolist() if values else ())  # a GPU is asked once
+    everyone = all_gather([{key: next(numbers) for key in share} for share in measured])
+    for number in range(len(parts)):
+        for key, value in everyone[number % world_size()][number // world_size()].items():
             both = (metrics[key], value) if key in metrics else (value,)
             metrics[key] = max(both) if key.endswith("_max") else sum(both)
 
@@ -1509,7 +1539,7 @@ def sample_records(batch, advantages):
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
-    for prompt, response in token_lists(batch, slice(None)):
+    for prompt, response, _ in batch.token_lists:
         ids = torch.tensor([prompt + response], device=model.device)
         found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
     return torch.cat(found)
@@ -1538,15 +1568,15 @@ def check_models(readers, rows, pad_id):
     twice = [p for p in prompts for _ in range(2)]
     ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    lengths = torch.tensor([len(p) for p in twice], device=actor.device)
-    batch = SimpleNamespace(prompt_ids=pad_left(twice, pad_id).to(actor.device), prompt_lengths=lengths)
+    batch = SimpleNamespace()  # what the sampler gives
 
     def sample():
-        ids, batch.response_lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
-        batch.response_ids = ids
-        batch.response_mask = torch.arange(10, device=actor.device) < batch.response_lengths[:, None]
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
+        responses = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
+        vars(batch).update(vars(pack(twice, responses, actor.device)))
+        at = batch.response_mask.nonzero(as_tuple=True)
         wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)
-        return logprobs[batch.response_mask], wanted.gather(1, ids[batch.response_mask][:, None]).squeeze(1)
+        return logprobs[at], wanted.gather(1, ids[at][:, None]).squeeze(1)
 
     def compare(way):
         every = torch.arange(8, device=actor.device)
@@ -1582,13 +1612,13 @@ from transformers.masking_utils import sdpa_mask
 
 
 class SharedLayer(GrowingLayer):
-    """Keys and values of the responses; those of the prompts, (prompts, heads, P, width), stand beside."""
+    """Keys and values of the responses; those of the prompts, (heads, prompts, P, width), stand beside."""
 
     def __init__(self, layer, mask):
         super().__init__(layer)
-        self.prompt = self.room
-        self.bias = torch.where(mask[:, None, None] > 0, 0.0, -math.inf)
-        self.row_to_prompt = torch.arange(len(mask), device=mask.device)
+        self.prompt = [x.transpose(0, 1).contiguous() for x in self.room]
+        self.bias = torch.where(mask[:, None] > 0, 0.0, -math.inf)
+        self.row_to_prompt = range(len(mask))
         self.keys, self.values = self.room = [x[:, :, :0] for x in self.room]
 
     def get_seq_length(self):
@@ -1600,26 +1630,26 @@ class SharedLayer(GrowingLayer):
         return keys, values
 
     def reorder_cache(self, rows):
-        """As of a cache; rows of one prompt are neighbours."""
         super().reorder_cache(rows)
-        if not hasattr(rows, "groups"):  # once for all layers: on a GPU the host waits for them
-            prompts, prompt = self.row_to_prompt[rows].unique(return_inverse=True)
-            counts = prompt.bincount()
-            most = int(counts.max())
-            place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[prompt]
-            rows.groups = prompts, prompt, most, prompt * most + place
-        prompts, self.row_to_prompt, self.most, self.slots = rows.groups
-        self.prompt = [x.index_select(0, prompts) for x in self.prompt]
+        if not hasattr(rows, "groups"):  # once for all layers; rows of one prompt are neighbours
+            owners = [self.row_to_prompt[row] for row in listed(rows)]
+            prompts = list(dict.fromkeys(owners))
+            most = max(map(owners.count, prompts))
+            at = [min(owners.index(p) + i, len(owners) - 1) for p in prompts for i in range(most)]
+            slots = [prompts.index(p) * most + i - owners.index(p) for i, p in enumerate(owners)]
+            owners = [prompts.index(p) for p in owners]
+            rows.groups = owners, most, *(upload(x, rows.device) for x in (prompts, at, slots))
+        self.row_to_prompt, self.most, prompts, self.rows_at, self.slots = rows.groups
+        self.prompt = [x.index_select(1, prompts) for x in self.prompt]
         self.bias = self.bias[prompts]
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (prompts, heads, most * n, width), zeros for the rows a prompt lacks."""
-        slots = x.new_zeros(len(self.bias) * self.most, *x.shape[1:]).index_copy_(0, self.slots, x)
-        return slots.unflatten(0, (-1, self.most)).transpose(1, 2).flatten(2, 3)
+        """(rows, heads, n, width) to (heads, prompts, most * n, width), any row where a prompt lacks one."""
+        return x.transpose(0, 1).index_select(1, self.rows_at).unflatten(1, (-1, self.most)).flatten(2, 3)
 
     def by_row(self, x):
         """The inverse of by_prompt()."""
-        return x.unflatten(2, (self.most, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+        return x.unflatten(2, (self.most, -1)).flatten(1, 2).index_select(1, self.slots).transpose(0, 1)
 
 
 def attend(module, query, key, value, attention_mask, scaling=None, **options):
@@ -1632,7 +1662,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
-    out = layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1]) + of_response @ value
+    out = of_response @ value + layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1])
     return out.reshape(rows, 1, heads, -1), None
 
 
@@ -2701,18 +2731,6 @@ from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-
-def pack(prompts, responses, pad_id, device):
-    """Lists of ids as the tensors of a batch: prompts (rows, P) padded left, responses (rows, R) right."""
-    lengths = torch.tensor([len(r) for r in responses], device=device)
-    width = int(lengths.max())
-    return SimpleNamespace(
-        prompt_ids=pad_left(prompts, pad_id).to(device),
-        prompt_lengths=torch.tensor([len(p) for p in prompts], device=device),  # (rows,)
-        response_ids=pad_right(responses, pad_id).to(device),
-        response_lengths=lengths,
-        response_mask=(torch.arange(width, device=device) < lengths[:, None]).float())
 
 
 # ---------------------------------------------------------------- proposals and what the reward says of them

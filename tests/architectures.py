@@ -333,11 +333,7 @@ def oracle_logprobs(model, ids, prompt_length):
 
 def oracle_rows(batch):
     """[(ids without padding, prompt length)] of a batch."""
-    rows = []
-    tensors = batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask
-    for prompt, n, response, mask in zip(*tensors):
-        rows.append((prompt[len(prompt) - n:].tolist() + response[mask > 0].tolist(), int(n)))
-    return rows
+    return [(prompt + response, len(prompt)) for prompt, response, _ in batch.token_lists]
 
 
 def largest(a, b):

@@ -271,8 +271,9 @@ MUTANTS = [
     (GRPO, "self.token_losses(batch, rows, logprobs, entropy)[0]",
      "self.token_losses(batch, rows, logprobs, entropy.detach())[0]",
      IN_SPEED + "flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same"),
-    (GRPO, "batch.logprobs[rows], batch.entropies[rows])\n",
-     "batch.logprobs[rows], batch.entropies[rows])\n            learns |= ~learns.any()\n",
+    (GRPO, "batch.logprobs[rows], batch.entropies[rows]).tolist()\n",
+     "batch.logprobs[rows], batch.entropies[rows]).tolist()\n"
+     "            learns = learns if any(learns) else [True] * len(rows)\n",
      IN_SPEED + "a_step_of_flat_groups_alone_takes_its_optimizer_step_without_a_pass"),
     (GRPO, "for offset in (-0.01, 0.0, 0.01):", "for offset in (-0.01,):",
      IN_GRPO + "without_a_term_flat_groups_alone_are_left_out_and_the_gradient_is_the_same[gspo]"),
@@ -290,7 +291,8 @@ MUTANTS = [
      IN_GRPO + "rows_that_are_masked_out_are_left_out_whatever_the_loss"),
     (GRPO, "[row for row in rows for _ in range(group_size)]", "rows * group_size",
      IN_GRPO + "every_loss_trains_and_the_first_ratio_is_one[dapo]"),
-    (GRPO, '"left" if name == "prompt_ids" else "right"', '"right"',
+    (GRPO, "torch.nn.utils.rnn.pad_sequence(rows, True)",
+     'torch.nn.utils.rnn.pad_sequence(rows, True, padding_side="left")',
      IN_GRPO + "flat_groups_make_place_for_further_prompts"),
     (GRPO, "rows = [kept[i] for i in keep]", "rows = [kept[i] for i in range(len(keep))]",
      "tests/test_turns.py::test_groups_that_join_keep_their_turns"),
@@ -366,7 +368,7 @@ MUTANTS = [
      IN_RCE + "tau_moves_by_equal_factors_to_its_end"),
     (RCE, "torch.special.entr(own).sum().exp().item()", "(1 / own.max()).item()",
      IN_RCE + "facts_of_the_weights"),
-    (RCE, "response_ids=pad_right(", "response_ids=pad_left(",
+    (RCE, "ids = upload(pad_right(responses, 0), device)", "ids = upload(pad_left(responses, 0), device)",
      IN_RCE + "gt_prob_of_a_toy_model_by_enumeration"),
 
     # RCE: gt_prob

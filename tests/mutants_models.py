@@ -5,10 +5,9 @@ IN_MODELS = "tests/test_models.py::test_"
 
 MUTANTS = [
     # decoding
-    (GRPO, "        lengths[rows] += unfinished\n", "        lengths[rows] += 1\n",
+    (GRPO, "over = ended.cumsum(1) > ended", "over = ended.cumsum(1) > 1",
      IN_MODELS + "looking_seldom_who_has_finished_changes_no_sample"),
-    (GRPO, "        unfinished &= ~torch.isin(tokens, eos_ids)\n",
-     "        unfinished = ~torch.isin(tokens, eos_ids)\n",
+    (GRPO, "            ended |= torch.isin(", "            ended = torch.isin(",
      IN_MODELS + "looking_seldom_who_has_finished_changes_no_sample"),
 
     # scoring
@@ -40,7 +39,7 @@ MUTANTS = [
      IN_MODELS + "rotary_positions_that_change_with_the_length_are_refused_beyond_it[dynamic]"),
     (GRPO, "    if lengths.max() > positions_of(model):", "    if False:",
      IN_MODELS + "a_text_longer_than_the_reward_models_positions_is_refused"),
-    (GRPO, "last = torch.arange(len(chunk)), lengths[chunk] - 1", "last = torch.arange(len(chunk)), -1",
+    (GRPO, "torch.arange(len(chunk)), lengths[chunk] - 1]", "torch.arange(len(chunk)), 0 * chunk - 1]",
      IN_MODELS + "the_reward_model_reads_few_rows_at_a_time_and_keeps_no_cache"),
     (GRPO, "split(min(64, BATCH_SIZE * GROUP_SIZE))", "split(BATCH_SIZE * GROUP_SIZE)",
      IN_MODELS + "the_reward_model_reads_few_rows_at_a_time_and_keeps_no_cache"),

@@ -52,7 +52,7 @@ MUTANTS = [
      IN_REC + "batch_size_changes_no_candidate"),
 
     # log-probabilities and the maths
-    (REC, "    back = torch.cat([at for at, _, _ in found]).argsort()\n",
+    (REC, "    back = torch.cat([some for some, _, _ in found]).argsort()\n",
      "    back = torch.arange(len(token), device=token.device)\n",
      IN_REC + "the_first_ratio_is_one"),
     (REC, "batch.response_mask * learn.repeat_interleave(trie.depth, 1)", "batch.response_mask",

@@ -10,7 +10,8 @@ counted in LOG, each with the line of this repository that did it:
 
     mix        CPU and device tensors, or a CPU generator, in one operation: raises, as on a GPU
     missing    a product of whole numbers, for which CUDA has no kernel: raises
-    down, up   a copy to the CPU (.item(), .tolist(), .cpu()) or from it (.to(device)): the host waits
+    down, up   a copy to the CPU (.item(), .tolist(), .cpu()) or from it (.to(device)): the host waits, but
+               for one from it with non_blocking=True, which counts as a kernel
     inside     an operation that asks the device how large its result is: the host waits
     kernel     anything else that the device is to do; one each, so this is a lower bound
     random     the device's own generator was drawn from
@@ -49,7 +50,7 @@ HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # Operations that wait for the device (aten/src/ATen/native/cuda), beside copies and masks as indices
 WAITS_INSIDE = {
     "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount",
-    "embedding_dense_backward", "repeat_interleave"}
+    "repeat_interleave"}
 INDEXING = {"index", "_unsafe_index", "_index_put_impl_"}  # their indices may be on the CPU
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"}
 
@@ -210,7 +211,8 @@ def put(x, host):
 
 def copy_(to, source, non_blocking=False):
     if to.numel():
-        note("kernel" if to.is_cuda and source.is_cuda else "up" if to.is_cuda else "down", "copy")
+        goes_on = to.is_cuda and (source.is_cuda or non_blocking)  # the driver stages pageable memory
+        note("kernel" if goes_on else "up" if to.is_cuda else "down", "copy")
         torch.ops.aten.copy_(*(relabel(x, CPU) if x.is_cuda else x for x in (to, source)))
     return to
 

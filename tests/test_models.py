@@ -48,12 +48,7 @@ def policy_with(tokenizer, folder):
 
 def one_row():
     """A batch of one prompt and one response."""
-    return SimpleNamespace(
-        prompt_ids=torch.tensor([[5, 6, 7]]),
-        prompt_lengths=torch.tensor([3]),
-        response_ids=torch.tensor([[8, 9]]),
-        response_lengths=torch.tensor([2]),
-        response_mask=torch.ones(1, 2))
+    return module.pack([[5, 6, 7]], [[8, 9]], torch.device("cpu"))
 
 
 def no_plots():
@@ -118,8 +113,12 @@ def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypat
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     uniform = torch.rand(20, 40)
     ends = module.end_ids(trainer.actor, trainer.tokenizer)
+    left = []  # rows, at each token
+    step = module.Decoder.next
+    monkeypatch.setattr(module.Decoder, "next", lambda *words: (left.append(len(words[1])), step(*words))[1])
     ids, lengths, logprobs, _ = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert lengths.min() < lengths.max() - 16
+    assert all(some <= (lengths > t).sum() / 0.75 for t, some in enumerate(left))  # the others were dropped
     monkeypatch.setattr(module, "_LOOK_EVERY", {})  # as on a GPU
     seldom = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert torch.equal(ids, seldom[0])
@@ -148,7 +147,7 @@ def test_a_window_that_only_the_mask_knows_is_kept_in_a_groups_sequence(tmp_path
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
     batch = trainer.rollout(trainer.train_rows[:4])
     assert trainer.actor.shares_prompts
-    assert batch.prompt_lengths.min() > 12
+    assert min(len(prompt) for prompt, _, _ in batch.token_lists) > 12
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.arange(8), 1.0)
     torch.testing.assert_close(logprobs, batch.logprobs, rtol=1e-3, atol=1e-3)
 
@@ -188,8 +187,8 @@ def test_where_groups_are_wrong_whole_rows_are_read(trainer_of, monkeypatch, nam
     right = script.logits_of_groups
 
     def wrong(*arguments):
-        logits, mask = right(*arguments)
-        return 0.9 * logits, mask
+        logits, at = right(*arguments)
+        return 0.9 * logits, at
 
     monkeypatch.setattr(script, "logits_of_groups", wrong)
     try_models(script, trainer)
@@ -206,7 +205,7 @@ def test_a_model_that_no_way_reads_right_is_refused_by_name(trainer_of, monkeypa
     right = getattr(script, way)
 
     def wrong(*arguments):
-        return [x * 0.9 if x.is_floating_point() else x for x in right(*arguments)]
+        return [x * 0.9 if torch.is_tensor(x) and x.is_floating_point() else x for x in right(*arguments)]
 
     monkeypatch.setattr(script, way, wrong)
     says = "ACTOR_MODEL: a model of the type 'llama' cannot be used here"

@@ -23,18 +23,12 @@ module = load_script("ppo/ppo.py")
 
 
 def make_batch(prompts, responses, extra=0, pad=0):
-    """A batch of hand-made ids; extra columns of padding on both sides change nothing that matters."""
-    prompt_ids = module.pad_left(prompts, pad)
-    response_ids = module.pad_right(responses, pad)
-    lengths = torch.tensor([len(r) for r in responses])
-    width = response_ids.shape[1] + extra
-    return SimpleNamespace(
-        prompt_ids=torch.nn.functional.pad(prompt_ids, (extra, 0), value=pad),
-        prompt_lengths=torch.tensor([len(p) for p in prompts]),
-        response_ids=torch.nn.functional.pad(response_ids, (0, extra), value=pad),
-        response_lengths=lengths,
-        response_mask=(torch.arange(width) < lengths[:, None]).float(),
-        rows=[{"id": str(i)} for i in range(len(prompts))])
+    """A batch of hand-made ids; extra columns of padding change nothing that matters."""
+    batch = module.pack(prompts, responses, torch.device("cpu"))
+    batch.response_ids = torch.nn.functional.pad(module.pad_right(responses, pad), (0, extra), value=pad)
+    batch.response_mask = torch.nn.functional.pad(batch.response_mask, (0, extra))
+    batch.rows = [{"id": str(i)} for i in range(len(prompts))]
+    return batch
 
 
 class Script:
@@ -291,8 +285,7 @@ def test_the_groups_rows_are_neighbours_and_belong_to_their_prompt(ppo):
     trainer = ppo(BATCH_SIZE=3, GROUP_SIZE=3).PPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:5])
     assert [row["id"] for row in batch.rows] == [f"train.jsonl:{i}" for i in range(1, 6) for _ in range(3)]
-    for row, ids, length in zip(batch.rows, batch.prompt_ids.tolist(), batch.prompt_lengths.tolist()):
-        assert ids[-length:] == row["ids"]
+    assert [prompt for prompt, _, _ in batch.token_lists] == [row["ids"] for row in batch.rows]
 
 
 def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
@@ -311,7 +304,8 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
     trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
     assert trainer.actor.shares_prompts
     batch = trainer.rollout(trainer.train_rows[:10])
-    assert len(set(batch.prompt_lengths.tolist())) > 3 and len(set(batch.response_lengths.tolist())) > 3
+    assert len({len(prompt) for prompt, _, _ in batch.token_lists}) > 3
+    assert len(set(batch.response_lengths.tolist())) > 3
     for size in (1, 4, 30):
         monkeypatch.setattr(module, "rows_at_once", lambda model, batch, size=size: size)
         for rows in module.micro_batches(trainer.actor, batch):
@@ -350,7 +344,7 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     assert trainer.actor.shares_prompts
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1
-    assert len(set(batch.prompt_lengths.tolist())) > 1
+    assert len({len(prompt) for prompt, _, _ in batch.token_lists}) > 1
     assert trainer.update(batch)["ratio_max_first"] < NATS
 
 
@@ -507,7 +501,6 @@ def test_padding_changes_neither_gradients_nor_metrics(ppo):
     trainer = ppo(MAX_GRAD_NORM=1e9).PPOTrainer()
     batch = scored_batch(trainer)
     plain, metrics = gradients(trainer, batch)
-    batch.prompt_ids = torch.nn.functional.pad(batch.prompt_ids, (5, 0))
     for key in ("response_ids", "response_mask", "logprobs", "values", "returns", "advantages"):
         setattr(batch, key, torch.nn.functional.pad(getattr(batch, key), (0, 5)))
     padded, padded_metrics = gradients(trainer, batch)

@@ -350,10 +350,10 @@ def test_two_processes_add_up_in_the_order_of_the_parts_as_one_does(parts, ppo, 
 def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch):
     script = ppo(EXACT_SUMS=False)
     # of two processes; the second has no part in the last round
-    rounds = iter([[{"x": 1e100}, {"x": 1.0}], [{"x": -1e100}, {"x": 7.0}]])
+    everyone = [[{"x": 1e100}, {"x": -1e100}], [{"x": 1.0}, {"x": 7.0}]]
     monkeypatch.setattr(script, "world_size", lambda: 2)
     monkeypatch.setattr(script.dist, "all_reduce", lambda total: None)
-    monkeypatch.setattr(script, "all_gather", lambda share: next(rounds))
+    monkeypatch.setattr(script, "all_gather", lambda shares: everyone)
     metrics = {}
     for _ in script.summed([OneNumber()], [1, 2, 3], metrics):
         pass

@@ -231,7 +231,7 @@ def test_logits_of_the_codes_alone_have_the_same_gradient_and_leave_the_model_as
     module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)[0].sum().backward()
     found = [p.grad.clone() for p in trainer.actor.parameters()]
     trainer.actor.zero_grad()
-    logits, mask = module.response_logits(trainer.actor, batch, every)  # the plain way: the whole vocabulary
+    logits, _ = module.response_logits(trainer.actor, batch, every)  # the plain way: the whole vocabulary
     codes = trainer.trie.codes.tolist()
     total = 0.0
     for row in range(len(batch.rows)):
@@ -442,12 +442,12 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
     trainer = trainer_of(module)
     trainer.train_rows = [row for n, row in enumerate(trainer.train_rows) if n % 3]  # some are not learnt
     trainer.sft_rows, _ = trainer.prompter.rows_of_stages(trainer.train_rows, print)
-    batch = module.sft_batch(trainer.sft_rows, trainer.trie, trainer.pad_id, trainer.device)
+    batch = module.sft_batch(trainer.sft_rows, trainer.trie, trainer.device)
     every = torch.arange(len(trainer.sft_rows))
     logprobs, _ = module.item_logprobs(trainer.actor, trainer.trie, batch, every, 1.0)
     prompts = [row["ids"] for row in trainer.train_rows]
     targets = [[row["target"]] for row in trainer.train_rows]
-    alone = module.item_batch(prompts, targets, trainer.trie, trainer.pad_id)
+    alone = module.item_batch(prompts, targets, trainer.trie)
     every = torch.arange(len(trainer.train_rows))
     wanted, _ = module.item_logprobs(trainer.actor, trainer.trie, alone, every, 1.0)
     assert (logprobs * batch.learn).sum().item() == pytest.approx(wanted.sum().item(), rel=1e-5)

@@ -99,7 +99,7 @@ def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monke
     assert grown.count(4) == 2 * len(layers)  # keys and values once, for eleven tokens
     for layer in layers:
         assert len(layer.keys) == 24
-        assert not shared or len(layer.prompt[0]) == 3
+        assert not shared or layer.prompt[0].shape[1] == 3
         assert layer.keys.shape[2] == 11 + (0 if shared else max(map(len, prompts)))
         assert layer.get_seq_length() == 11 + max(map(len, prompts))
 
@@ -156,16 +156,9 @@ def test_a_users_own_model_says_the_same_beside_a_trainer(grpo, kind, tmp_path):
 def packed_batch(prompts, responses, share):
     """Rows with random ids: lengths of the prompts and of the responses, share rows a prompt."""
     torch.manual_seed(0)
-    prompt_lengths = torch.tensor(prompts).repeat_interleave(share)
     ids = [torch.randint(3, 80, (n,)).tolist() for n in prompts for _ in range(share)]
     ids = [ids[i - i % share] for i in range(len(ids))]
-    lengths = torch.tensor(responses)
-    return SimpleNamespace(
-        prompt_ids=module.pad_left(ids, 0),
-        prompt_lengths=prompt_lengths,
-        response_lengths=lengths,
-        response_mask=(torch.arange(max(responses)) < lengths[:, None]).float(),
-        response_ids=torch.randint(3, 80, (len(lengths), int(lengths.max()))))
+    return module.pack(ids, [torch.randint(3, 80, (n,)).tolist() for n in responses], torch.device("cpu"))
 
 
 def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(monkeypatch):
@@ -179,8 +172,8 @@ def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(
     monkeypatch.setattr(module, "logits_at", spy)
     monkeypatch.setattr(module, "_RESPONSE_TOKENS", 100)
     model = AutoModelForCausalLM.from_config(CONFIGS["all"])
-    logits, mask = module.logits_of_groups(model, batch, torch.arange(12))
-    assert len(logits) == mask.sum() == batch.response_lengths.sum()
+    logits, (row, token) = module.logits_of_groups(model, batch, torch.arange(12))
+    assert len(logits) == len(row) == len(token) == batch.response_lengths.sum()
     # Three prompts, the last in two sequences; the longest is 7 + 89 (a GPU's kernels want widths by eights)
     assert seen == [((4, 112), (4, 1, 112, 112))]  # 7 + 19 + 79
 
@@ -211,8 +204,8 @@ def test_grouped_rows_are_plain_forward_passes(responses, name, kind):
     found = module.response_logprobs(model, batch, rows, 0.8)
     for i, row in enumerate(rows.tolist()):
         n = int(batch.response_lengths[row])
-        prompt = batch.prompt_ids[row, -batch.prompt_lengths[row]:].tolist()
-        wanted = plain_pass(model, prompt, batch.response_ids[row, :n].tolist(), 0.8)
+        prompt, response, _ = batch.token_lists[row]
+        wanted = plain_pass(model, prompt, response, 0.8)
         for got, want in zip(found, wanted):
             assert torch.allclose(got[i, :n], want, atol=NATS)
             assert (got[i, n:] == 0).all()
@@ -245,8 +238,8 @@ def test_logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit(ed
     torch.manual_seed(0)
     logits = (3 * torch.randn(24, 50)).to(dtype).requires_grad_()
     ids = logits.argmax(-1).view(4, 6)
-    script.response_logits = lambda *words: (logits, torch.ones(4, 6, dtype=torch.bool))
-    batch = SimpleNamespace(response_ids=ids)
+    script.response_logits = lambda *words: (logits, torch.ones(4, 6).nonzero(as_tuple=True))
+    batch = script.pack([[0]] * 4, ids.tolist(), torch.device("cpu"))
     got = script.response_logprobs(SimpleNamespace(device=torch.device("cpu")), batch, torch.arange(4), 0.7)
     every = (edit or module.full_logprobs)(logits.double(), 0.7).double()
     spread = (every.exp() * torch.where(every.isinf(), 0, every)).sum(-1)
