@@ -3,6 +3,8 @@
 PPO, GRPO = "ppo/ppo.py", "grpo/grpo.py"
 IN_GRPO = "tests/test_grpo.py::test_"
 BEST = IN_GRPO + "best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0"
+IN_PPO = "tests/test_ppo.py::test_"
+UNLIKE = IN_PPO + "a_step_whose_constants_are_all_unlike_is_the_papers_in_float64"
 HAS_REWARD = IN_GRPO + "a_run_with_a_reward_has_best_follow_that"
 ALONE = IN_GRPO + "a_group_of_one_is_for_distillation_which_has_only_flat_groups"
 
@@ -22,4 +24,26 @@ MUTANTS = [
      IN_GRPO + "a_group_of_one_has_no_advantage"),
     (GRPO, "group_size / max(1, group_size - 1)", "group_size / (group_size - 1)",
      IN_GRPO + "a_group_of_one_has_no_advantage"),
+
+    # PPO's corrections
+    (PPO, "lam = LAM if CRITIC_LAM is None else CRITIC_LAM", "lam = LAM", UNLIKE),
+    (PPO, "lam = LAM if CRITIC_LAM is None else CRITIC_LAM", "lam = LAM if CRITIC_LAM else 0.95",
+     IN_PPO + "returns_come_from_the_advantages_as_they_are_not_whitened"),
+    (PPO, "batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)",
+     "lam = CRITIC_LAM\n        batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, lam)",
+     UNLIKE),
+    (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "(run.step > CRITIC_WARMUP_STEPS)", UNLIKE),
+    (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "1",
+     IN_PPO + "each_constant_by_itself_changes_what_it_should_and_nothing_else[CRITIC_WARMUP_STEPS]"),
+    (PPO, "advantages, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)",
+     "advantages, CLIP_RANGE_HIGH, CLIP_RANGE, DUAL_CLIP)", UNLIKE),
+    (PPO, "advantages, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)",
+     "advantages, CLIP_RANGE, CLIP_RANGE_HIGH, None)", UNLIKE),
+    (PPO, "1 + clip_range_high)", "1 + clip_range)", IN_PPO + "policy_clip"),
+    (PPO, "torch.max(objective, dual_clip * advantages)", "torch.min(objective, dual_clip * advantages)",
+     IN_PPO + "policy_clip"),
+    (PPO, "torch.where(advantages < 0, torch.max(", "torch.where(advantages > 0, torch.max(",
+     IN_PPO + "policy_clip"),
+    (PPO, "ratio > 1 + CLIP_RANGE_HIGH, ratio", "ratio > 1 + CLIP_RANGE, ratio",
+     IN_PPO + "clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[1.25-1-0]"),
 ]

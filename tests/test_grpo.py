@@ -165,7 +165,8 @@ def test_best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0(grpo
 
 def test_the_cookbooks_line_distils(started, tmp_path):
     text = (ROOT / "docs/cookbook.md").read_text().split("<!-- recipe: distillation -->\n```bash\n")[1]
-    words = shlex.split(text.split("```")[0].replace("checkpoints/grpo/best/policy", str(TINY / "policy")))[2:]
+    line = text.split("```")[0].replace("checkpoints/grpo/best/policy", str(TINY / "policy"))
+    words = shlex.split(line)[2:]
     run = started("grpo/grpo.py", *words, f"OUTPUT_DIR={tmp_path}/run", "MAX_STEPS=1")
     assert run.returncode == 0, run.stderr
     minus_kl = read(tmp_path / "run/logs/metrics.jsonl")[0]["minus_kl"]
