@@ -1,5 +1,6 @@
 """The recipes of docs/ppo.md and docs/grpo.md: each is applied to a copy of its trainer and compared with numbers
 worked out by hand, so that none goes stale."""
+import math
 import re
 import types
 
@@ -54,3 +55,109 @@ def test_length_adaptive_lambda_is_1_less_1_over_alpha_times_the_length(tmp_path
         delta = [v[t + 1] - v[t] + (batch.scores[row].item() if t == n - 1 else 0.0) for t in range(n)]
         want = [sum(lam ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
         assert batch.raw_advantages[row, :n].tolist() == pytest.approx(want, abs=1e-5)
+
+
+# ---------------------------------------------------------------- GRPO
+
+
+def loss_of(module, loss_type, advantage, old, new):
+    """Loss of one token whose probability went from old to new, and its gradient by log new, in float64."""
+    logprobs = torch.tensor([[math.log(new)]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[math.log(old)]], dtype=torch.float64)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    losses, _ = module.policy_loss(logprobs, old, advantages, torch.ones(1, 1), loss_type, 0.2, 0.2)
+    losses.sum().backward()
+    return losses.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize("advantage, tau", [(2.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_sapo_is_a_sigmoid_of_the_ratio_whose_slope_is_1_on_policy(advantage, tau, ratio):
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    loss, gradient = loss_of(patched("grpo/grpo.py", "sapo"), "grpo", advantage, 0.2, 0.2 * ratio)
+    assert loss == pytest.approx(-4 / tau * gate * advantage)
+    assert gradient == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage)
+    assert ratio != 1 or gradient == pytest.approx(-advantage)
+
+
+@pytest.mark.parametrize("advantage, old, new, learns", [
+    (1.0, 0.5, 0.69, True), (1.0, 0.5, 0.71, False), (1.0, 0.5, 0.1, True), (1.0, 0.01, 0.2, True),
+    (-1.0, 0.5, 0.31, True), (-1.0, 0.5, 0.29, False), (-1.0, 0.5, 0.9, True), (-1.0, 0.1, 0.001, True)])
+def test_dppo_leaves_out_tokens_whose_probability_moved_by_a_fifth(advantage, old, new, learns):
+    loss, gradient = loss_of(patched("grpo/grpo.py", "dppo"), "dapo", advantage, old, new)
+    assert loss == pytest.approx(-new / old * advantage * learns) and gradient == pytest.approx(loss)
+
+
+def test_maxrl_divides_by_the_groups_mean():
+    scores = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    got = patched("grpo/grpo.py", "maxrl").group_advantages(scores, 4, "group", False)
+    want = [3.0, -1, -1, -1, 1, 1, -1, -1, 0, 0, 0, 0]
+    assert got.tolist() == pytest.approx(want, abs=2e-3)
+
+
+def subclass(name, tmp_path, **constants):
+    """A recipe's class over grpo/grpo.py with small constants, made."""
+    constants = small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run"), **constants)
+    space = {"grpo": load_script("grpo/grpo.py", **constants)}
+    exec(recipe("grpo.md", name).replace("import grpo\n", ""), space)
+    return next(value for key, value in space.items() if key.endswith("Trainer"))("no")
+
+
+def right(prompts, responses, answers):
+    return [float(i % 3 == 0) for i in range(len(responses))]
+
+
+def long(prompts, responses, answers):
+    return [100.0 + i for i in range(len(responses))]
+
+
+def test_gdpo_standardises_each_reward_in_its_group_and_the_sum_over_the_step(tmp_path):
+    trainer = subclass("gdpo", tmp_path, GROUP_SIZE=4, REWARD_FUNCTIONS=[(right, 2.0), (long, 0.5)])
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:2]))
+    trainer.compute_advantages(batch)
+    total = torch.zeros(8, dtype=torch.float64)
+    for function, weight in ((right, 2.0), (long, 0.5)):
+        groups = torch.tensor(function(None, [0] * 8, None), dtype=torch.float64).view(2, 4)
+        alone = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        total += weight * alone.flatten()
+    want = (total - total.mean()) / (total.std() + 1e-4)
+    assert batch.advantages.tolist() == pytest.approx(want.tolist(), abs=1e-4)
+    assert torch.equal(batch.trained, batch.response_mask)
+
+
+def test_adaptive_entropy_pays_below_its_target_alone_and_goes_up_and_down(tmp_path):
+    trainer = subclass("adaptive entropy", tmp_path, LEARNING_RATE=0.0)
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
+    trainer.compute_advantages(batch)
+    paid = []
+    for entropy in (0.1, 0.1, 0.3, 0.1, 0.3, 0.3, 0.3):
+        batch.entropies = torch.full_like(batch.entropies, entropy)
+        paid.append(trainer.update(batch)["entropy_coef"])
+    assert paid == pytest.approx([0.005, 0.01, 0, 0.01, 0, 0, 0])
+    assert trainer.state.entropy_coef == 0
+    rows = torch.arange(8)
+    trainer.bonus = 0.5
+    width = batch.entropies.shape[1]
+    plain = trainer.__class__.__mro__[1].token_losses(trainer, batch, rows, batch.logprobs, batch.entropies)[0]
+    found = trainer.token_losses(batch, rows, batch.logprobs, batch.entropies)[0]
+    assert torch.allclose(plain - found, torch.full((8, width), 0.15))
+
+
+def test_a_prompt_that_is_solved_is_not_asked_again(tmp_path):
+    asked = []
+
+    def known(prompts, responses, answers):
+        asked.append(sorted(set(prompts)))
+        return [float("e" in prompt[:12]) for prompt in prompts]
+
+    constants = dict(MAX_TRAIN_PROMPTS=8, BATCH_SIZE=8, NUM_EPOCHS=2, REWARD_FUNCTIONS=[(known, 1.0)])
+    constants |= dict(MAX_EVAL_PROMPTS=1, OUTPUT_DIR=str(tmp_path / "run"))
+    module = patched("grpo/grpo.py", "solved prompts", **{**small("grpo/grpo.py"), **constants})
+    trainer = module.GRPOTrainer("no")
+    trainer.train()
+    solved = [row["prompt"] for row in trainer.train_rows if "e" in row["prompt"][:12]]
+    assert 0 < len(solved) < 8
+    first, second = [prompts for prompts in asked if len(prompts) > 1]
+    assert len(first) == 8 and second == sorted(set(first) - set(solved))
+    ids = {row["id"] for row in trainer.train_rows if row["prompt"] in solved}
+    assert set(trainer.state.solved) == ids
