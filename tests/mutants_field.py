@@ -1,8 +1,9 @@
 """Mutants of what issue 31 brought: distillation, PPO's corrections, further losses, concurrent rewards."""
 
-PPO, GRPO = "ppo/ppo.py", "grpo/grpo.py"
+PPO, GRPO, REWARDS = "ppo/ppo.py", "grpo/grpo.py", "rewards/__init__.py"
 IN_GRPO = "tests/test_grpo.py::test_"
 BEST = IN_GRPO + "best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0"
+IN_RECIPES = "tests/test_recipes.py::test_"
 IN_PPO = "tests/test_ppo.py::test_"
 UNLIKE = IN_PPO + "a_step_whose_constants_are_all_unlike_is_the_papers_in_float64"
 HAS_REWARD = IN_GRPO + "a_run_with_a_reward_has_best_follow_that"
@@ -46,4 +47,17 @@ MUTANTS = [
      IN_PPO + "policy_clip"),
     (PPO, "ratio > 1 + CLIP_RANGE_HIGH, ratio", "ratio > 1 + CLIP_RANGE, ratio",
      IN_PPO + "clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[1.25-1-0]"),
+
+    # concurrent rewards
+    (REWARDS, "parts = pool.map(call, range(0, len(responses), rows))",
+     "parts = map(call, range(0, len(responses), rows))",
+     IN_RECIPES + "a_judge_over_http_is_asked_concurrently_and_answers_in_order"),
+    (REWARDS, "{name: values[part] for name, values in columns.items()}", "columns",
+     IN_RECIPES + "threads_change_no_value_and_hand_on_the_columns"),
+    (REWARDS, "part = slice(start, start + rows)", "part = slice(start, start + rows - (rows > 1))",
+     IN_RECIPES + "threads_change_no_value_and_hand_on_the_columns"),
+    (REWARDS, "            if len(values) != len(responses[part]):", "            if False:",
+     IN_RECIPES + "values_that_do_not_fit_their_responses_are_an_error_though_their_sum_does"),
+    (REWARDS, "    @functools.wraps(function)\n    def concurrently", "    def concurrently",
+     IN_RECIPES + "threads_change_no_value_and_hand_on_the_columns"),
 ]

@@ -1,8 +1,13 @@
-"""The recipes of docs/ppo.md and docs/grpo.md: each is applied to a copy of its trainer and compared with numbers
-worked out by hand, so that none goes stale."""
+"""The recipes of docs/ppo.md, docs/grpo.md and docs/cookbook.md: each is applied to a copy of its trainer and
+compared with numbers worked out by hand, so that none goes stale."""
+import json
 import math
 import re
+import threading
+import time
 import types
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -138,8 +143,9 @@ def test_adaptive_entropy_pays_below_its_target_alone_and_goes_up_and_down(tmp_p
     rows = torch.arange(8)
     trainer.bonus = 0.5
     width = batch.entropies.shape[1]
-    plain = trainer.__class__.__mro__[1].token_losses(trainer, batch, rows, batch.logprobs, batch.entropies)[0]
-    found = trainer.token_losses(batch, rows, batch.logprobs, batch.entropies)[0]
+    seen = rows, batch.logprobs, batch.entropies
+    plain = trainer.__class__.__mro__[1].token_losses(trainer, batch, *seen)[0]
+    found = trainer.token_losses(batch, *seen)[0]
     assert torch.allclose(plain - found, torch.full((8, width), 0.15))
 
 
@@ -161,3 +167,99 @@ def test_a_prompt_that_is_solved_is_not_asked_again(tmp_path):
     assert len(first) == 8 and second == sorted(set(first) - set(solved))
     ids = {row["id"] for row in trainer.train_rows if row["prompt"] in solved}
     assert set(trainer.state.solved) == ids
+
+
+# ---------------------------------------------------------------- rewards that wait
+
+
+@contextmanager
+def judge_server(fail=0):
+    """A server of OpenAI's protocol that grades by the last word of the response, the later ones sooner; its
+    first `fail` replies are errors. Gives its address and [most requests at a time, requests]."""
+    seen = [0, 0]
+    lock = threading.Lock()
+    open_requests = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            number = int(re.search(r"Response: .* (\d+)\n", body["messages"][0]["content"])[1])
+            with lock:
+                seen[1] += 1
+                failed = seen[1] <= fail
+                open_requests.add(self)
+                seen[0] = max(seen[0], len(open_requests))
+            time.sleep(0.02 * (12 - number))
+            with lock:
+                open_requests.remove(self)
+            reply = {"choices": [{"message": {"content": f"Grade: {number}"}}]}
+            self.send_response(500 if failed else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *_):
+            """Nothing on the terminal."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions", seen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def judge_of(url):
+    """The recipe's reward function, asking there without waiting between tries; and the module."""
+    module = load_script("grpo/grpo.py")
+    space = {"grpo": module, "__name__": "recipe"}
+    exec(recipe("cookbook.md", "judge").replace("import grpo\n", ""), space)
+    space["URL"] = url
+    space["time"] = types.SimpleNamespace(sleep=lambda seconds: None)
+    return module, module.REWARD_FUNCTIONS[0][0]
+
+
+def test_a_judge_over_http_is_asked_concurrently_and_answers_in_order():
+    lists = ["2 + 2?"] * 12, [f"it is {i}" for i in range(12)], ["4"] * 12
+    with judge_server() as (url, seen):
+        module, judge = judge_of(url)
+        scores = module.call_reward("judge", judge, *lists)
+    assert scores.tolist() == pytest.approx([min(10, i) / 10 for i in range(12)])
+    assert seen[0] > 4 and seen[1] == 12 and judge.__name__ == "judge"
+
+
+def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name():
+    lists = ["2 + 2?"], ["it is 7"], ["4"]
+    with judge_server(fail=2) as (url, seen):
+        module, judge = judge_of(url)
+        assert module.call_reward("judge", judge, *lists).tolist() == pytest.approx([0.7])
+        assert seen[1] == 3
+    with judge_server(fail=3) as (url, seen):
+        module, judge = judge_of(url)
+        with pytest.raises(OSError) as error:
+            module.call_reward("judge", judge, *lists)
+    assert seen[1] == 3 and error.value.__notes__ == ["(raised by the reward function judge)"]
+
+
+@pytest.mark.parametrize("threads, rows", [(1, 1), (3, 2), (8, 5), (2, 100)])
+def test_threads_change_no_value_and_hand_on_the_columns(threads, rows):
+    def scored(prompts, responses, answers, response_ids, source):
+        time.sleep(0.003 * (7 - int(responses[0])))
+        assert len(prompts) == len(answers) == len(source) == len(responses) <= rows
+        return [int(r) + ids[0] / 8 + len(s) for r, ids, s in zip(responses, response_ids, source)]
+
+    module = load_script("grpo/grpo.py")
+    columns = {"response_ids": [[i] for i in range(7)], "source": ["ab"] * 7, "unused": [None] * 7}
+    lists = ["?"] * 7, [str(i) for i in range(7)], [None] * 7
+    threaded = module.rewards.threaded(scored, threads, rows)
+    values = module.call_reward("scored", threaded, *lists, columns)
+    assert values.tolist() == [i + i / 8 + 2 for i in range(7)]
+
+
+def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_does():
+    def wrong(prompts, responses, answers):
+        return [0.0] * (3 if responses[0] == "0" else 1)
+
+    module = load_script("grpo/grpo.py")
+    with pytest.raises(ValueError, match="3 values for 2 responses"):
+        module.call_reward("wrong", module.rewards.threaded(wrong, 2, 2), ["?"] * 4, list("0123"), [None] * 4)
