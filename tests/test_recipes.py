@@ -3,6 +3,7 @@ compared with numbers worked out by hand, so that none goes stale."""
 import json
 import math
 import re
+import sys
 import threading
 import time
 import types
@@ -263,3 +264,33 @@ def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_do
     module = load_script("grpo/grpo.py")
     with pytest.raises(ValueError, match="3 values for 2 responses"):
         module.call_reward("wrong", module.rewards.threaded(wrong, 2, 2), ["?"] * 4, list("0123"), [None] * 4)
+
+
+# ---------------------------------------------------------------- generated tasks
+
+
+def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
+    """With a stand-in for the package: n + n, where a wrong answer that is even is worth a tenth."""
+    def create_dataset(task, size, seed, **settings):
+        return [
+            {"question": f"{n} + {n} =", "answer": f"{2 * n}", "metadata": {"n": n + seed}} for n in range(size)]
+
+    def score(answer, entry):
+        assert entry["metadata"]["n"] == int(entry["answer"]) // 2 + 2
+        return 1.0 if answer == entry["answer"] else 0.1 if answer and int(answer) % 2 == 0 else 0.0
+
+    package = types.SimpleNamespace(create_dataset=create_dataset, get_score_answer_fn=lambda task: score)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.chdir(tmp_path)
+    module = load_script("grpo/grpo.py")
+    text = recipe("cookbook.md", "reasoning-gym").replace("import grpo\n", "")
+    exec(text, {"grpo": module, "__name__": "recipe"})
+    rows = module.load_rows(module.EVAL_DATASETS, "EVAL_DATASETS")
+    assert len(rows) == 200 and rows[3]["prompt"] == "3 + 3 =" and rows[3]["answer"] == "6"
+    assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
+    columns = {"entry": [row["columns"]["entry"] for row in rows[:4]], "metadata": [None] * 4}
+    said = ["#### 0", "#### 4", "I do not know", "3+3=6\n#### 6"]
+    (function, weight), = module.REWARD_FUNCTIONS
+    scores = module.call_reward("solved", function, ["?"] * 4, said, [None] * 4, columns)
+    assert scores.tolist() == pytest.approx([1, 0.1, 0, 1]) and weight == 1
+    assert module.resolve_rewards([(module.ACCURACY_FUNCTION, 1.0)], "")[0][0] == "solved"
