@@ -272,8 +272,9 @@ def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_do
 def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
     """With a stand-in for the package: n + n, where a wrong answer that is even is worth a tenth."""
     def create_dataset(task, size, seed, **settings):
-        return [
-            {"question": f"{n} + {n} =", "answer": f"{2 * n}", "metadata": {"n": n + seed}} for n in range(size)]
+        def entry(n):
+            return {"question": f"{n} + {n} =", "answer": str(2 * n), "metadata": {"n": n + seed}}
+        return [entry(n) for n in range(size)]
 
     def score(answer, entry):
         assert entry["metadata"]["n"] == int(entry["answer"]) // 2 + 2
