@@ -352,8 +352,9 @@ class PPOTrainer:
         rewarded = token_rewards(
             batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.dense)
         batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)
-        lam = LAM if CRITIC_LAM is None else CRITIC_LAM
-        batch.returns = gae(rewarded, batch.values, mask, GAMMA, lam) + batch.values
+        batch.returns = batch.raw_advantages + batch.values
+        if CRITIC_LAM is not None:
+            batch.returns = gae(rewarded, batch.values, mask, GAMMA, CRITIC_LAM) + batch.values
         batch.advantages = whiten(batch.raw_advantages, mask) if WHITEN_ADVANTAGES else batch.raw_advantages
 
     def update(self, batch):

@@ -27,11 +27,10 @@ MUTANTS = [
      IN_GRPO + "a_group_of_one_has_no_advantage"),
 
     # PPO's corrections
-    (PPO, "lam = LAM if CRITIC_LAM is None else CRITIC_LAM", "lam = LAM", UNLIKE),
-    (PPO, "lam = LAM if CRITIC_LAM is None else CRITIC_LAM", "lam = LAM if CRITIC_LAM else 0.95",
-     IN_PPO + "returns_come_from_the_advantages_as_they_are_not_whitened"),
+    (PPO, "mask, GAMMA, CRITIC_LAM)", "mask, GAMMA, LAM)", UNLIKE),
+    (PPO, "if CRITIC_LAM is not None:", "if False:", UNLIKE),
     (PPO, "batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)",
-     "lam = CRITIC_LAM\n        batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, lam)",
+     "lam = CRITIC_LAM or LAM\n        batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, lam)",
      UNLIKE),
     (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "(run.step > CRITIC_WARMUP_STEPS)", UNLIKE),
     (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "1",

@@ -195,8 +195,8 @@ MUTANTS = [
     (PPO, "torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask",
      "torch.rsqrt(masked_variance(x, mask) + 1e-8)",
      IN_PPO + "whitening_by_hand_and_blind_to_padding"),
-    (PPO, "batch.returns = gae(rewarded, batch.values, mask, GAMMA, lam) + batch.values",
-     "batch.returns = whiten(gae(rewarded, batch.values, mask, GAMMA, lam), mask) + batch.values",
+    (PPO, "batch.returns = batch.raw_advantages + batch.values",
+     "batch.returns = whiten(batch.raw_advantages, mask) + batch.values",
      IN_PPO + "returns_come_from_the_advantages_as_they_are_not_whitened"),
     (PPO, "batch.advantages = whiten(batch.raw_advantages, mask) if WHITEN_ADVANTAGES else "
           "batch.raw_advantages",
