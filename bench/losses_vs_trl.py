@@ -1,13 +1,13 @@
-"""The loss of each LOSS_TYPE, and of docs/grpo.md's recipe SAPO, on the same float64 tensors, ours and trl
-1.16.0's. Needs trl, in an environment of its own:
+"""The loss of each LOSS_TYPE on the same float64 tensors, ours and trl 1.16.0's. Needs trl, in an environment
+of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r bench/requirements-trl.txt
     .venv-trl/bin/python bench/losses_vs_trl.py
 """
+import importlib.util
 import os
 import tempfile
-import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,18 +17,10 @@ LENGTH = 20  # MAX_NEW_TOKENS
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def load_grpo(recipe=None):
-    """grpo/grpo.py's module, a recipe's line in place of its own."""
-    text = (ROOT / "grpo/grpo.py").read_text()
-    if recipe:
-        page = (ROOT / "docs/grpo.md").read_text()
-        lines = page.split(f"<!-- recipe: {recipe} -->\n```diff\n")[1].split("```")[0].splitlines(True)
-        old, new = ("".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-        assert text.count(old) == 1, recipe
-        text = text.replace(old, new)
-    module = types.ModuleType("grpo_script")
-    module.__file__ = str(ROOT / "grpo/grpo.py")
-    exec(compile(text, module.__file__, "exec"), vars(module))
+def load_grpo():
+    spec = importlib.util.spec_from_file_location("grpo_script", ROOT / "grpo/grpo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -71,7 +63,6 @@ def make_trl(loss_type, dual, rows):
 
 def compare_losses():
     grpo = load_grpo()
-    with_sapo = load_grpo("sapo")
     import torch
     from transformers.utils import logging
 
@@ -107,11 +98,9 @@ def compare_losses():
                     "num_items_in_batch": mask.sum()}
                 model.train()  # trl normalises otherwise in evaluation; the model has no dropout
                 theirs = trl._compute_loss(model, inputs).item()
-                script = with_sapo if loss_type == "sapo" else grpo
-                kind = "grpo" if loss_type == "sapo" else loss_type
-                losses, _ = script.policy_loss(
-                    logprobs, old_logprobs, advantages[:, None], mask, kind, LOW, HIGH, dual)
-                ours = (losses * grpo.token_weights(mask, kind, LENGTH)).sum().item()
+                losses, _ = grpo.policy_loss(
+                    logprobs, old_logprobs, advantages[:, None], mask, loss_type, LOW, HIGH, dual)
+                ours = (losses * grpo.token_weights(mask, loss_type, LENGTH)).sum().item()
             difference = abs(ours - theirs)
             print(f"{loss_type:>9} {str(dual):>11} {ours:11.7f} {theirs:11.7f}    {difference:.1e}")
             assert difference < 1e-6, loss_type

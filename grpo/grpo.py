@@ -12,6 +12,7 @@ GROUP_SIZE responses to a prompt, of scores s_i, are each other's baseline (Shao
     dr_grpo     the same, A not divided by a std                    sum / (rows * MAX_NEW_TOKENS) (2503.20783)
     gspo        the same, rho = exp(mean_t log rho_t)               of each response, then of all (2507.18071)
     cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens of the step (2506.13585)
+    sapo        -4/tau sigmoid(tau (rho_t - 1)) A, tau 1 or 1.05    of each response, then of all (2511.20347)
 
 DUAL_CLIP caps rho where A < 0 (1912.09729). To a token's loss come KL_COEF * kl_t - ENTROPY_COEF * H(pi_t).
 kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1; see
@@ -115,7 +116,7 @@ PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halve
 WARMUP_STEPS = 0  # with or without a scheduler
 
 # Algorithm
-LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo: see the table above
+LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above
 GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
@@ -167,7 +168,7 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "ENVIRONMENT_ROLE": ["user", "tool"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "KL_ESTIMATOR": ["k1", "k2", "k3"],
-    "LOSS_TYPE": ["grpo", "dapo", "dr_grpo", "gspo", "cispo"],
+    "LOSS_TYPE": ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 
@@ -201,7 +202,7 @@ def overlong_penalty(lengths, max_new_tokens, buffer):
 
 def token_weights(mask, loss_type, max_new_tokens):
     """Weights (rows, R) of all rows of an optimizer step, whose loss is the sum of weight * loss."""
-    if loss_type in ("grpo", "gspo"):
+    if loss_type in ("grpo", "gspo", "sapo"):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     return mask / (len(mask) * max_new_tokens if loss_type == "dr_grpo" else mask.sum())
 
@@ -216,6 +217,9 @@ def policy_loss(
     ratio = log_ratio.exp()
     if loss_type == "cispo":
         return -ratio.detach().clamp(max=1 + clip_range_high) * advantages * logprobs, ratio
+    if loss_type == "sapo":  # its slope is 1 on policy, and falls to either side
+        tau = torch.where(advantages > 0, 1.0, 1.05)
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, ratio
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
@@ -441,7 +445,7 @@ class GRPOTrainer:
             clipped = ratio > 1 + CLIP_RANGE_HIGH
             if LOSS_TYPE != "cispo":
                 clipped = torch.where(advantages > 0, clipped, ratio < 1 - CLIP_RANGE)
-            clipped = (clipped & (advantages != 0)).float()
+            clipped = (clipped & (advantages != 0)).float() * (LOSS_TYPE != "sapo")  # which clips nothing
             means = {
                 "entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": ratio - 1 - ratio.log()}
             for key, values in means.items():
@@ -2608,8 +2612,9 @@ def turn_metrics(batch):
 
 def check_choices(trainer):
     """Refuse constants that contradict each other."""
-    if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:
-        raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo': set it to None")
+    if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:
+        why = f"does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
+        raise UserError(f"DUAL_CLIP = {DUAL_CLIP} {why}")
     if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
         why = "LORA_RANK keeps the base frozen: set one of them to 0"
         raise UserError(f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: {why}")

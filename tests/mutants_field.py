@@ -8,6 +8,7 @@ IN_PPO = "tests/test_ppo.py::test_"
 UNLIKE = IN_PPO + "a_step_whose_constants_are_all_unlike_is_the_papers_in_float64"
 HAS_REWARD = IN_GRPO + "a_run_with_a_reward_has_best_follow_that"
 ALONE = IN_GRPO + "a_group_of_one_is_for_distillation_which_has_only_flat_groups"
+SAPO = IN_GRPO + "sapos_gradient_is_grpos_on_policy_and_falls_to_either_side"
 
 MUTANTS = [
     # distillation
@@ -25,6 +26,15 @@ MUTANTS = [
      IN_GRPO + "a_group_of_one_has_no_advantage"),
     (GRPO, "group_size / max(1, group_size - 1)", "group_size / (group_size - 1)",
      IN_GRPO + "a_group_of_one_has_no_advantage"),
+
+    # losses
+    (GRPO, "torch.where(advantages > 0, 1.0, 1.05)", "torch.where(advantages > 0, 1.05, 1.0)", SAPO),
+    (GRPO, "return -4 / tau * torch.sigmoid", "return -4 * torch.sigmoid", SAPO),
+    (GRPO, "torch.sigmoid(tau * (ratio - 1))", "torch.sigmoid(tau * ratio)", SAPO),
+    (GRPO, 'if loss_type in ("grpo", "gspo", "sapo"):', 'if loss_type in ("grpo", "gspo"):',
+     IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-sapo]"),
+    (GRPO, '.float() * (LOSS_TYPE != "sapo")', ".float()",
+     IN_GRPO + "clip_fraction_counts_the_side_that_is_clipped[sapo]"),
 
     # PPO's corrections
     (PPO, "mask, GAMMA, CRITIC_LAM)", "mask, GAMMA, LAM)", UNLIKE),

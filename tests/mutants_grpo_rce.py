@@ -232,7 +232,7 @@ MUTANTS = [
      IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-dr_grpo]"),
     (GRPO, "else mask.sum())", "else len(mask))",
      IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-dapo]"),
-    (GRPO, 'if loss_type in ("grpo", "gspo"):', 'if loss_type == "gspo":',
+    (GRPO, 'if loss_type in ("grpo", "gspo", "sapo"):', 'if loss_type == "gspo":',
      IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-grpo]"),
     (GRPO, "mask.sum(1, keepdim=True).clamp(min=1) / len(mask)", "mask.sum(1, keepdim=True).clamp(min=1)",
      IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-grpo]"),

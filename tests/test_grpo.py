@@ -21,7 +21,7 @@ from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files,
 from transformers import AutoModelForCausalLM
 
 module = load_script("grpo/grpo.py")
-LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 GSPO = dict(LOSS_TYPE="gspo", CLIP_RANGE=3e-4, CLIP_RANGE_HIGH=4e-4)
 
 
@@ -199,6 +199,7 @@ def by_hand(loss_type, new, old, advantages, lengths, low, high, dual, max_new):
         weight = {
             "grpo": 1 / n / rows,
             "gspo": 1 / n / rows,
+            "sapo": 1 / n / rows,
             "dapo": 1 / tokens,
             "cispo": 1 / tokens,
             "dr_grpo": 1 / (rows * max_new)}[loss_type]
@@ -206,6 +207,9 @@ def by_hand(loss_type, new, old, advantages, lengths, low, high, dual, max_new):
             rho = math.exp(sum(logs) / n if loss_type == "gspo" else logs[t])
             if loss_type == "cispo":
                 loss = -min(rho, 1 + high) * a * float(new[i][t].detach())
+            elif loss_type == "sapo":
+                tau = 1.0 if a > 0 else 1.05
+                loss = -4 / tau / (1 + math.exp(-tau * (rho - 1))) * a
             else:
                 gain = min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
                 loss = -(max(gain, dual * a) if dual and a < 0 else gain)
@@ -226,7 +230,7 @@ def test_each_loss_against_an_independent_sum_in_float64(loss_type, dual):
     losses, ratio = module.policy_loss(new, old, advantages[:, None], mask, loss_type, 0.2, 0.3, dual)
     got = (losses * module.token_weights(mask, loss_type, max_new)).sum()
     want = by_hand(loss_type, new, old, advantages.tolist(), lengths, 0.2, 0.3, dual, max_new)
-    assert got.item() == pytest.approx(want, abs=1e-12)
+    assert got.item() == pytest.approx(want, abs=1e-7 if loss_type == "sapo" else 1e-12)  # tau is float32
     got.backward()
     assert new.grad.abs().sum() > 0
     assert (new.grad[mask == 0] == 0).all()
@@ -263,6 +267,18 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
         logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), "cispo", 0.2, 3.0)
     losses.sum().backward()
     assert logprobs.grad[0].tolist() == pytest.approx([-4.0, -0.5])
+
+
+@pytest.mark.parametrize("advantage, tau", [(2.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_sapos_gradient_is_grpos_on_policy_and_falls_to_either_side(advantage, tau, ratio):
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    losses, _ = module.policy_loss(
+        logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1), "sapo", 0.2, 0.2)
+    losses.sum().backward()
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert logprobs.grad.item() == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage, rel=1e-6)
+    assert ratio != 1 or logprobs.grad.item() == pytest.approx(-advantage)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -733,9 +749,10 @@ def test_gspo_in_float32_takes_the_samplers_own(grpo):
     assert steps[0]["clip_fraction"] == 0
 
 
-def test_cispo_with_a_dual_clip_is_refused(grpo):
-    script = grpo(LOSS_TYPE="cispo", DUAL_CLIP=3.0)
-    says = "DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = 'cispo': set it to None"
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo"])
+def test_cispo_with_a_dual_clip_is_refused(grpo, loss_type):
+    script = grpo(LOSS_TYPE=loss_type, DUAL_CLIP=3.0)
+    says = f"DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = '{loss_type}': set it to None"
     with pytest.raises(script.UserError, match=says):
         script.GRPOTrainer()
     grpo(LOSS_TYPE="gspo", DUAL_CLIP=3.0).GRPOTrainer()
@@ -978,7 +995,7 @@ def test_clip_fraction_counts_the_side_that_is_clipped(grpo, loss_type):
     ratios = torch.tensor([1.5, 1.3, 0.5, 0.7, 1.5, 1.5, 3.0, 0.9])
     batch.advantages = torch.tensor([1.0, 1, 1, -1, -1, 0, 2, -2])
     # cispo bounds the ratio from above, whatever the advantage's sign
-    clipped = [0, 4, 6] if loss_type == "cispo" else [0, 3, 6]
+    clipped = {"cispo": [0, 4, 6], "sapo": []}.get(loss_type, [0, 3, 6])
     batch.logprobs = (batch.logprobs - ratios.log()[:, None]) * batch.response_mask
     metrics, _ = gradient(trainer, batch)
     share = batch.response_lengths[clipped].sum() / batch.response_lengths.sum()
