@@ -1,6 +1,6 @@
 """PPO from random weights: a reward at the end of the response against a reward a token.
 
-    python bench/dense_rewards.py [seed ...]        # default: 1 2 3
+    python bench/dense_rewards.py [seed ...] [form ...] [KEY=VALUE ...]    # default: 1 2 3, all forms
 
 The prompt is a digit, which the response must repeat LENGTH times. The policy is a Llama of 2 layers that
 knows nothing, among 82 tokens. Three forms of compute_rewards, everything else equal:
@@ -55,12 +55,13 @@ def make_inputs(folder, seed):
     return [{"path": str(folder / "digits.jsonl"), "type": "jsonl", "input": "digit"}]
 
 
-def train(form, seed, folder):
+def train(form, seed, folder, overrides):
     """{step: (share of right tokens, of right responses)} of one run, both of greedy ones."""
     data = make_inputs(folder, seed)
     ppo = load_ppo(
         **CONSTANTS, ACTOR_MODEL=str(folder / "policy"), TRAIN_DATASETS=data, EVAL_DATASETS=data, SEED=seed,
         OUTPUT_DIR=str(folder / "run"))
+    ppo.apply_overrides(overrides)
     found = {}
 
     class Repeating(ppo.PPOTrainer):
@@ -83,13 +84,15 @@ def train(form, seed, folder):
 
 
 def main():
-    seeds = [int(word) for word in sys.argv[1:]] or [1, 2, 3]
+    words = sys.argv[1:]
+    seeds = [int(word) for word in words if word.isdecimal()] or [1, 2, 3]
+    overrides = [word for word in words if "=" in word]
     lines = []
-    for form in FORMS:
+    for form in [word for word in words if word in FORMS] or FORMS:
         for seed in seeds:
             started = time.time()
             with tempfile.TemporaryDirectory() as folder:
-                found = train(form, seed, Path(folder))
+                found = train(form, seed, Path(folder), overrides)
             shown = "  ".join(f"{step}: {tokens:.2f}/{whole:.1f}" for step, (tokens, whole) in found.items())
             lines.append(f"{form:7} seed {seed}  {shown}  ({time.time() - started:.0f} s)")
     print("\nshare of right tokens / responses, by step\n" + "\n".join(lines))

@@ -77,9 +77,9 @@ def compare_losses():
     noise = 0.5 * torch.randn(rows, width).double()
     prompt_mask = torch.ones_like(prompt)
     print("loss type   dual clip        ours         trl   difference")
-    for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
+    for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"):
         for dual in (None, 1.4):
-            if loss_type == "cispo" and dual:
+            if loss_type in ("cispo", "sapo") and dual:
                 continue  # neither has one
             trl, model = make_trl(loss_type, dual, rows)
             model.eval()

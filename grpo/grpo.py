@@ -12,6 +12,7 @@ GROUP_SIZE responses to a prompt, of scores s_i, are each other's baseline (Shao
     dr_grpo     the same, A not divided by a std                    sum / (rows * MAX_NEW_TOKENS) (2503.20783)
     gspo        the same, rho = exp(mean_t log rho_t)               of each response, then of all (2507.18071)
     cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens of the step (2506.13585)
+    sapo        -4/tau sigmoid(tau (rho_t - 1)) A, tau 1 or 1.05    of each response, then of all (2511.20347)
 
 DUAL_CLIP caps rho where A < 0 (1912.09729). To a token's loss come KL_COEF * kl_t - ENTROPY_COEF * H(pi_t).
 kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1; see
@@ -92,7 +93,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch of respon
 # Rollout
 BATCH_SIZE = 32  # prompts in memory at a time, with GROUP_SIZE responses each
 GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = prompts a step
-GROUP_SIZE = 8  # responses a prompt; >= 2, since they are each other's baseline
+GROUP_SIZE = 8  # responses a prompt, each other's baseline; 1 is for distillation, where the KL alone trains
 EVAL_SAMPLES = 4  # k of pass@k in evaluation
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -115,7 +116,7 @@ PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halve
 WARMUP_STEPS = 0  # with or without a scheduler
 
 # Algorithm
-LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo: see the table above
+LOSS_TYPE = "dapo"  # grpo | dapo | dr_grpo | gspo | cispo | sapo: see the table above
 GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps a pass
 SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
@@ -157,8 +158,7 @@ PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
 _LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
-    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
-    "GROUP_SIZE": (2, 1e12),
+    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS GROUP_SIZE": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
@@ -168,7 +168,7 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "ENVIRONMENT_ROLE": ["user", "tool"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "KL_ESTIMATOR": ["k1", "k2", "k3"],
-    "LOSS_TYPE": ["grpo", "dapo", "dr_grpo", "gspo", "cispo"],
+    "LOSS_TYPE": ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 
@@ -186,8 +186,8 @@ def group_advantages(scores, group_size, scale, leave_one_out):
     groups = scores.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if leave_one_out:
-        advantages = advantages * group_size / (group_size - 1)  # s_i - mean of the others
-    if scale != "none":
+        advantages = advantages * group_size / max(1, group_size - 1)  # s_i - mean of the others
+    if scale != "none" and group_size > 1:
         std = groups.std(1, keepdim=True) if scale == "group" else scores.std()
         advantages = advantages / (std + 1e-4)
     return advantages.flatten()
@@ -202,7 +202,7 @@ def overlong_penalty(lengths, max_new_tokens, buffer):
 
 def token_weights(mask, loss_type, max_new_tokens):
     """Weights (rows, R) of all rows of an optimizer step, whose loss is the sum of weight * loss."""
-    if loss_type in ("grpo", "gspo"):
+    if loss_type in ("grpo", "gspo", "sapo"):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     return mask / (len(mask) * max_new_tokens if loss_type == "dr_grpo" else mask.sum())
 
@@ -217,22 +217,13 @@ def policy_loss(
     ratio = log_ratio.exp()
     if loss_type == "cispo":
         return -ratio.detach().clamp(max=1 + clip_range_high) * advantages * logprobs, ratio
+    if loss_type == "sapo":  # its slope is 1 on policy, and falls to either side
+        tau = torch.where(advantages > 0, 1.0, 1.05)
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, ratio
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
     return -objective, ratio
-
-
-def has_gradient(loss, logprobs, entropy):
-    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself,
-    at the policy that sampled and to either side of it, so that any term of it counts, clipped or not."""
-    found = 0
-    for offset in (-0.01, 0.0, 0.01):
-        at = (logprobs + offset).detach().requires_grad_(), entropy.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            gradients = torch.autograd.grad(loss(*at), at, allow_unused=True)
-        found += sum((gradient != 0).sum(1) for gradient in gradients if gradient is not None)
-    return found > 0
 
 
 def kl_loss(logprobs, ref_logprobs, estimator):
@@ -252,11 +243,6 @@ class GRPOTrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:
-            raise UserError(f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = 'cispo': set it to None")
-        if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
-            why = "LORA_RANK keeps the base frozen: set one of them to 0"
-            raise UserError(f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: {why}")
         self.device = find_device()
         self.run = Run("grpo", resume_from_checkpoint, self.device)
         self.run.title = f"GRPO ({LOSS_TYPE}), {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
@@ -266,6 +252,7 @@ class GRPOTrainer:
         self.run.panels = [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])]
         self.run.panels += [(name, [name]) for name in names.split()]
         self.load_models()
+        check_choices(self)
         readers = self.tokenizer, self.readers, self.run.say
         self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
         self.eval_rows = load_prompts(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS, *readers)
@@ -299,6 +286,9 @@ class GRPOTrainer:
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
+        weights = [REWARD_MODEL and REWARD_MODEL_WEIGHT, *(weight for *_, weight in self.reward_functions)]
+        self.distils = self.reference is not None and not any(weights) and not OVERLONG_BUFFER
+        self.run.best_by = ["minus_kl" if self.distils else "reward"]  # in evaluate()
         self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
@@ -349,16 +339,20 @@ class GRPOTrainer:
             uniform = torch.rand(most_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             return converse(self.actor, self.tokenizer, prompts, uniform, GROUP_SIZE)
 
-    @torch.no_grad()
     def score(self, batch):
-        """Scores of the responses and, where there is a reference, its log-probabilities of their tokens."""
+        """Scores of the responses, and the reference's log-probabilities of their tokens."""
         with self.run.timed("score"):
             batch.scores, batch.parts = self.rewards_of(batch)
-            batch.ref_logprobs = batch.logprobs
-            if self.reference:
-                with without_adapter(self.reference):
-                    batch.ref_logprobs = all_logprobs(self.reference, batch, distribution=full_logprobs)
+            batch.ref_logprobs = self.reference_logprobs(batch)
         return batch
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch):
+        """Log-probabilities of the responses, (rows, R), under the reference; without one the sampler's."""
+        if not self.reference:
+            return batch.logprobs
+        with without_adapter(self.reference):
+            return all_logprobs(self.reference, batch, distribution=full_logprobs)
 
     def rewards_of(self, batch):
         """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
@@ -451,7 +445,7 @@ class GRPOTrainer:
             clipped = ratio > 1 + CLIP_RANGE_HIGH
             if LOSS_TYPE != "cispo":
                 clipped = torch.where(advantages > 0, clipped, ratio < 1 - CLIP_RANGE)
-            clipped = (clipped & (advantages != 0)).float()
+            clipped = (clipped & (advantages != 0)).float() * (LOSS_TYPE != "sapo")  # which clips nothing
             means = {
                 "entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": ratio - 1 - ratio.log()}
             for key, values in means.items():
@@ -521,6 +515,10 @@ class GRPOTrainer:
             metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
             metrics["accuracy_sampled"] = metrics["pass@1"] = right.mean().item()
             metrics[f"pass@{EVAL_SAMPLES}"] = right.amax(1).mean().item()
+        if self.distils:
+            kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), KL_ESTIMATOR)
+            metrics["kl"] = ((kl * batch.response_mask).sum() / batch.response_mask.sum()).item()
+            metrics["minus_kl"] = -metrics["kl"]  # best/ follows it
         scores, parts = self.rewards_of(batch)
         return {**metrics, **response_metrics(batch, scores, parts), **turn_metrics(batch)}
 
@@ -2640,7 +2638,36 @@ def turn_metrics(batch):
     return {"turns": spoken / len(others), "environment_tokens": others.mean().item()}
 
 
-# ================================================================ further prompts for flat groups
+# ================================================================ what cannot be; groups that teach nothing
+
+
+def check_choices(trainer):
+    """Refuse constants that contradict each other."""
+    if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:
+        why = f"does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
+        raise UserError(f"DUAL_CLIP = {DUAL_CLIP} {why}")
+    if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
+        why = "LORA_RANK keeps the base frozen: set one of them to 0"
+        raise UserError(f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: {why}")
+    if GROUP_SIZE == 1 and not trainer.distils:
+        distil = "distil: rewards of weight 0, REFERENCE_MODEL=teacher KL_COEF=1"
+        raise UserError(f"GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or {distil}")
+    if RESAMPLE_FLAT_GROUPS and trainer.distils:
+        why = "with rewards of weight 0 all groups are flat: set it to 0"
+        raise UserError(f"RESAMPLE_FLAT_GROUPS = {RESAMPLE_FLAT_GROUPS}: {why}")
+
+
+def has_gradient(loss, logprobs, entropy):
+    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself,
+    at the policy that sampled and to either side of it, so that any term of it counts, clipped or not."""
+    found = 0
+    for offset in (-0.01, 0.0, 0.01):
+        at = (logprobs + offset).detach().requires_grad_(), entropy.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss(*at), at, allow_unused=True)
+        found += sum((gradient != 0).sum(1) for gradient in gradients if gradient is not None)
+    return found > 0
+
 
 
 def flat_groups(scores):

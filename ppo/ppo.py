@@ -4,9 +4,10 @@ A response is an episode, a token an action (Ziegler et al. 2019, arXiv 1909.085
 1707.06347):
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
-    A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), R_t = A_t + V_t, V after the end is 0
+    A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0
+    R_t   = V_t + A_t, or the same sum with CRITIC_LAM (VC-PPO, 2503.01491)
     rho_t = pi(y_t) / pi_old(y_t)
-    L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE) A_t)
+    L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
             - ENTROPY_COEF mean_t H(pi_t)
 
@@ -104,6 +105,8 @@ WARMUP_STEPS = 0  # with or without a scheduler
 GROUP_EPOCHS = 2  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps a pass
 CLIP_RANGE = 0.2  # > 0
+CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28 (2503.14476)
+DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where the advantage is negative
 VALUE_CLIP_RANGE = 0.2  # > 0; 0 turns value clipping off
 VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.0
@@ -112,6 +115,8 @@ KL_TARGET: float | None = None  # nats a token; turns on the adaptive coefficien
 KL_HORIZON = 10000  # responses over which the adaptive coefficient moves; a step moves it by a fifth at most
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1
+CRITIC_LAM: float | None = None  # of the critic's returns, 0 to 1; None: LAM's
+CRITIC_WARMUP_STEPS = 0  # the first so many steps train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
 # Schedule
@@ -137,11 +142,11 @@ SHARD = "none"  # none: each process has whole models | fsdp2: its part of them,
 PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
 _LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
+    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS DUAL_CLIP": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES KEEP_LAST_N_CHECKPOINTS KL_HORIZON": (1, 1e12),
-    "TEMPERATURE CLIP_RANGE MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
+    "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
-    "GAMMA LAM": (0, 1),
+    "GAMMA LAM CRITIC_LAM": (0, 1),
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -172,8 +177,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, dense=None):
 
 
 def gae(rewarded, values, mask, gamma, lam):
-    """Generalised advantage estimation (1506.02438) from token rewards; all (rows, R). V after the end is
-    0."""
+    """Generalised advantage estimation (1506.02438) from token rewards, (rows, R); V after the end is 0."""
     values = values * mask
     advantages = torch.zeros_like(values)
     running = next_value = 0.0
@@ -194,10 +198,13 @@ def whiten(x, mask):
     return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
 
 
-def policy_loss(logprobs, old_logprobs, advantages, clip_range):
-    """Clipped surrogate of each token, (rows, R). Source: arXiv 1707.06347, equation 7."""
+def policy_loss(logprobs, old_logprobs, advantages, clip_range, clip_range_high, dual_clip=None):
+    """Clipped surrogate of each token, (rows, R): 1707.06347, equation 7; dual_clip: 1912.09729."""
     ratio = (logprobs - old_logprobs).exp()
-    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
+    objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+    return -objective
 
 
 def value_loss(values, old_values, returns, clip_range):
@@ -209,10 +216,9 @@ def value_loss(values, old_values, returns, clip_range):
 
 
 def adapt_kl_coef(kl_coef, kl, target, responses, horizon):
-    """Proportional controller of the KL coefficient. Source: arXiv 1909.08593, section 2.2, whose gain of 0.1
-    a step is responses / horizon here. The paper clips the error so that one step moves the coefficient by a
-    fifth at most: with a gain above 1 the factor itself is clipped to that, or it could be negative, and the
-    penalty a reward."""
+    """The KL coefficient after a step, by 1909.08593, section 2.2, whose gain of 0.1 is responses / horizon
+    here. The paper's clipped error moves it by a fifth at most; with a gain above 1 the factor itself is
+    clipped to that: it could be negative, and the penalty a reward."""
     factor = 1 + max(-0.2, min(0.2, kl / target - 1)) * responses / horizon
     return kl_coef * max(0.8, min(1.2, factor))
 
@@ -339,7 +345,7 @@ class PPOTrainer:
         return classify(self.reward_model, self.reward_tokenizer, prompts, responses)
 
     def compute_advantages(self, batch):
-        """GAE on the token rewards; returns come from the advantages before they are whitened."""
+        """GAE on the token rewards: returns come from advantages before they are whitened."""
         mask = batch.response_mask
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF  # only the controller's coefficient outlives a changed constant
@@ -347,15 +353,17 @@ class PPOTrainer:
             batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.dense)
         batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)
         batch.returns = batch.raw_advantages + batch.values
+        if CRITIC_LAM is not None:
+            batch.returns = gae(rewarded, batch.values, mask, GAMMA, CRITIC_LAM) + batch.values
         batch.advantages = whiten(batch.raw_advantages, mask) if WHITEN_ADVANTAGES else batch.raw_advantages
 
     def update(self, batch):
         """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
         run = self.run
-        state = self.state
         kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
-        set_rates(self.optimizers["policy"], LEARNING_RATE * scale)
+        rate = LEARNING_RATE * scale * (run.step >= CRITIC_WARMUP_STEPS)
+        set_rates(self.optimizers["policy"], rate)
         set_rates(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)
         steps = []
         with run.timed("update"):
@@ -366,13 +374,13 @@ class PPOTrainer:
             check_first_ratio(steps, run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
         metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
-        metrics["ratio_max_first"] = steps[0]["ratio_max"]
-        metrics["learning_rate"] = LEARNING_RATE * scale
-        metrics["kl_coef"] = state.kl_coef
+        first = steps[0]["ratio_max"]
+        metrics |= {"ratio_max_first": first, "learning_rate": rate, "kl_coef": self.state.kl_coef}
         metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
         if self.reference and KL_TARGET and math.isfinite(metrics["kl"]):
             count = len(batch.rows)
-            state.kl_coef = adapt_kl_coef(state.kl_coef, metrics["kl"], KL_TARGET, count, KL_HORIZON)
+            self.state.kl_coef = adapt_kl_coef(
+                self.state.kl_coef, metrics["kl"], KL_TARGET, count, KL_HORIZON)
         return metrics
 
     def optimizer_step(self, batch, rows):
@@ -384,9 +392,9 @@ class PPOTrainer:
         for micro, share in summed([self.actor, self.critic], micros, metrics):
             width = longest(batch, micro)  # this micro-batch's alone: no normaliser
             mask, old_logprobs, advantages, old_values, returns = (x[micro, :width] for x in tensors)
-
             logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
-            policy_losses = policy_loss(logprobs, old_logprobs, advantages, CLIP_RANGE)
+            policy_losses = policy_loss(
+                logprobs, old_logprobs, advantages, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)
             losses = policy_losses - ENTROPY_COEF * entropy if ENTROPY_COEF else policy_losses
             backward(self.actor, (losses * mask).sum() / tokens)
 
@@ -396,7 +404,7 @@ class PPOTrainer:
 
             log_ratio = (logprobs.detach() - old_logprobs) * mask
             ratio = log_ratio.exp()
-            clipped = (ratio - 1) * advantages.sign() > CLIP_RANGE
+            clipped = torch.where(advantages > 0, ratio > 1 + CLIP_RANGE_HIGH, ratio < 1 - CLIP_RANGE)
             means = {
                 "policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy,
                 "approx_kl": ratio - 1 - log_ratio, "clip_fraction": clipped.float(),
@@ -463,8 +471,7 @@ class PPOTrainer:
         line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} "
                 "A:{advantage:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}")
         line = line.format(epochs=NUM_EPOCHS, **metrics)
-        means = (batch.advantages * mask).sum(1) / mask.sum(1)  # (rows,)
-        samples = sample_records(batch, means)
+        samples = sample_records(batch, (batch.advantages * mask).sum(1) / mask.sum(1))
         self.run.record(metrics, batch.response_lengths.sum().item(), samples, line)
 
 

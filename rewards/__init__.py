@@ -16,6 +16,7 @@ import math
 import re
 import string
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 # The number after `####`, as GSM8K writes it: sign, currency, thousands commas, decimals or a fraction, on
@@ -25,6 +26,26 @@ _NUMBER = re.compile(
     r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])")
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9][0-9,./]*|\.[0-9]+)")
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
+
+
+def threaded(function, threads: int, rows: int = 1):
+    """The reward function, called by so many threads for `rows` responses at a time: for one that waits, for
+    a judge over HTTP or a sandbox. Values come in the responses' order. It must not draw from the generators
+    of random, numpy or torch, nor change what other calls read."""
+    @functools.wraps(function)
+    def concurrently(prompts, responses, answers, **columns):
+        def call(start):
+            part = slice(start, start + rows)
+            taken = {name: values[part] for name, values in columns.items()}
+            values = function(prompts[part], responses[part], answers[part], **taken)
+            if len(values) != len(responses[part]):
+                raise ValueError(f"{len(values)} values for {len(responses[part])} responses")
+            return values
+
+        with ThreadPoolExecutor(threads) as pool:
+            parts = pool.map(call, range(0, len(responses), rows))
+            return [value for values in parts for value in values]
+    return concurrently
 
 
 # ---------------------------------------------------------------- final answers

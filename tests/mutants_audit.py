@@ -35,8 +35,8 @@ MUTANTS = [
      IN_RUN + "a_run_names_the_policy_that_it_kept[grpo]"),
     (PPO, "if KL_TARGET and KL_COEF == 0:", "if False:",
      IN_PPO + "a_kl_target_without_a_reference_is_refused"),
-    (GRPO, 'if LOSS_TYPE == "cispo" and DUAL_CLIP is not None:', "if False:",
-     IN_GRPO + "cispo_with_a_dual_clip_is_refused"),
+    (GRPO, 'if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:', "if False:",
+     IN_GRPO + "cispo_with_a_dual_clip_is_refused[cispo]"),
 
     # the KL controller, the schedules
     (PPO, "return kl_coef * max(0.8, min(1.2, factor))", "return kl_coef * factor",

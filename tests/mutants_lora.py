@@ -64,7 +64,7 @@ MUTANTS = [
      IN_LORA + "an_adapters_folder_is_no_model[grpo]"),
     (GRPO, '    if globals().get("SHARD") == "fsdp2":', "    if False:",
      IN_LORA + "sharding_is_refused"),
-    (GRPO, "        if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:", "        if False:",
+    (GRPO, "    if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:", "    if False:",
      IN_LORA + "what_cannot_be_done_right_is_refused[sync]"),
     (GRPO, '(then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)', "True",
      IN_LORA + "a_resumed_run_needs_its_own_adapter[grpo-alpha]"),

@@ -41,7 +41,7 @@ MUTANTS = [
     (GRPO, "ref_logprobs, KL_ESTIMATOR)", 'ref_logprobs, "k3")', IN_GRPO + UNLIKE + "[dapo]"),
 
     # which constant is handed where
-    (PPO, "old_logprobs, advantages, CLIP_RANGE)", "old_logprobs, advantages, VALUE_CLIP_RANGE)",
+    (PPO, "old_logprobs, advantages, CLIP_RANGE,", "old_logprobs, advantages, VALUE_CLIP_RANGE,",
      IN_PPO + UNLIKE),
     (PPO, "batch.values, mask, GAMMA, LAM)", "batch.values, mask, LAM, GAMMA)", IN_PPO + UNLIKE),
     (PPO, "policy_losses - ENTROPY_COEF * entropy", "policy_losses - KL_COEF * entropy", IN_PPO + UNLIKE),

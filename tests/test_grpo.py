@@ -1,7 +1,9 @@
 """GRPO's maths against hand-worked numbers and independent float64 sums; the classic bugs that concern it;
 its runs."""
 import copy
+import json
 import math
+import shlex
 import shutil
 import signal
 import time
@@ -19,7 +21,7 @@ from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files,
 from transformers import AutoModelForCausalLM
 
 module = load_script("grpo/grpo.py")
-LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
+LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 GSPO = dict(LOSS_TYPE="gspo", CLIP_RANGE=3e-4, CLIP_RANGE_HIGH=4e-4)
 
 
@@ -88,10 +90,93 @@ def test_a_group_of_equal_scores_gets_zeros_not_nan(scale):
     assert got.abs().max() < 1e-3 and got.isfinite().all()
 
 
-def test_a_group_of_one_is_refused(grpo):
-    script = grpo(GROUP_SIZE=1)
-    with pytest.raises(script.UserError, match="GROUP_SIZE = 1 is out of range: it takes 2"):
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_one_has_no_advantage(scale):
+    assert module.group_advantages(torch.tensor([0.3, 2.0, 5.0]), 1, scale, True).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("constants, says", [
+    ({"GROUP_SIZE": 1}, "GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or distil: rewards of"),
+    ({"GROUP_SIZE": 1, "REWARD_FUNCTIONS": [("exact_answer", 0.0)]}, "GROUP_SIZE = 1 has nothing"),  # no KL
+    ({"GROUP_SIZE": 1, "KL_COEF": 1.0}, "GROUP_SIZE = 1 has nothing"),
+    ({"KL_COEF": 1.0, "REWARD_FUNCTIONS": [("exact_answer", 0.0)], "RESAMPLE_FLAT_GROUPS": 2},
+     "RESAMPLE_FLAT_GROUPS = 2: with rewards of weight 0 all groups are flat: set it to 0"),
+])
+def test_a_group_of_one_is_for_distillation_which_has_only_flat_groups(grpo, constants, says):
+    script = grpo(**constants)
+    with pytest.raises(script.UserError, match=says):
         script.GRPOTrainer()
+
+
+DISTIL = dict(REWARD_FUNCTIONS=[("exact_answer", 0.0)], KL_COEF=0.7)
+
+
+def test_distillation_has_the_gradient_of_half_the_squared_log_ratio_to_the_teacher(grpo, tmp_path):
+    """The mean over tokens of KL_COEF (log pi - log pi_teacher) grad log pi, from one response a prompt."""
+    teacher = moved_policy(tmp_path / "teacher")
+    trainer = grpo(**DISTIL, GROUP_SIZE=1, REFERENCE_MODEL=teacher, MAX_GRAD_NORM=1e9).GRPOTrainer()
+    batch = scored_batch(trainer, 6)
+    assert batch.advantages.tolist() == [0] * 6
+    got = gradient(trainer, batch)[1]
+    loss = 0
+    ours = AutoModelForCausalLM.from_pretrained(TINY / "policy", dtype=torch.float64)
+    theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    for row, ids, n in zip(batch.rows, batch.response_ids.tolist(), batch.response_lengths.tolist()):
+        whole = torch.tensor([row["ids"] + ids[:n]])
+        chosen = whole[0, -n:, None]
+        logs = [m(whole).logits[0, -n - 1:-1].log_softmax(-1).gather(1, chosen) for m in (ours, theirs)]
+        loss = loss + 0.7 * ((logs[0] - logs[1].detach()) ** 2 / 2).sum() / batch.response_mask.sum()
+    loss.backward()
+    assert distance(got, torch.cat([p.grad.flatten() for p in ours.parameters()])) < 1e-4
+
+
+def test_best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0(grpo, tmp_path):
+    """A student goes to its teacher; too large a rate then leads it away again."""
+    teacher = moved_policy(tmp_path / "teacher", 1.3)
+    terms = dict(REFERENCE_MODEL=teacher, MAX_STEPS=3, EVAL_EVERY_N_STEPS=1, GROUP_SIZE=1, BATCH_SIZE=8)
+    script = grpo(**DISTIL, **terms, KL_ESTIMATOR="k2")
+
+    class Trainer(script.GRPOTrainer):
+        def update(self, batch):
+            script.LEARNING_RATE = [1e-3, 1e-3, 1e-1][self.run.step]
+            return super().update(batch)
+
+        def evaluate(self, prompts=None, answers=None):
+            self.seen = []
+            metrics = super().evaluate(prompts, answers)
+            tokens = sum(mask.sum().item() for _, mask in self.seen)
+            apart = sum((values * mask).sum().item() for values, mask in self.seen)
+            assert metrics["kl"] == pytest.approx(apart / tokens, rel=1e-5)
+            return metrics
+
+        def reference_logprobs(self, batch):
+            found = super().reference_logprobs(batch)
+            self.seen = [((batch.logprobs - found) ** 2 / 2, batch.response_mask)]
+            return found
+
+    trainer = Trainer()
+    trainer.train()
+    records = [r for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "eval"]
+    kl = [r["kl"] for r in records]
+    assert [r["minus_kl"] for r in records] == [-x for x in kl] and [r["reward"] for r in records] == [0] * 4
+    assert kl[0] > kl[1] > kl[2] > 0 and kl[3] > kl[2]
+    assert json.loads((tmp_path / "run/best/metrics.json").read_text())["step"] == 2
+
+
+def test_the_cookbooks_line_distils(started, tmp_path):
+    text = (ROOT / "docs/cookbook.md").read_text().split("<!-- recipe: distillation -->\n```bash\n")[1]
+    line = text.split("```")[0].replace("checkpoints/grpo/best/policy", str(TINY / "policy"))
+    words = shlex.split(line)[2:]
+    run = started("grpo/grpo.py", *words, f"OUTPUT_DIR={tmp_path}/run", "MAX_STEPS=1")
+    assert run.returncode == 0, run.stderr
+    minus_kl = read(tmp_path / "run/logs/metrics.jsonl")[0]["minus_kl"]
+    assert minus_kl == pytest.approx(0, abs=1e-6)  # it is its own teacher
+
+
+def test_a_run_with_a_reward_has_best_follow_that(grpo):
+    for constants in ({"KL_COEF": 0.1}, {**DISTIL, "OVERLONG_BUFFER": 4}, {**DISTIL, "KL_COEF": 0.0}):
+        trainer = grpo(**constants).GRPOTrainer()
+        assert not trainer.distils and trainer.run.best_by == ["reward"]
 
 
 def test_overlong_penalty_by_hand():
@@ -114,6 +199,7 @@ def by_hand(loss_type, new, old, advantages, lengths, low, high, dual, max_new):
         weight = {
             "grpo": 1 / n / rows,
             "gspo": 1 / n / rows,
+            "sapo": 1 / n / rows,
             "dapo": 1 / tokens,
             "cispo": 1 / tokens,
             "dr_grpo": 1 / (rows * max_new)}[loss_type]
@@ -121,6 +207,9 @@ def by_hand(loss_type, new, old, advantages, lengths, low, high, dual, max_new):
             rho = math.exp(sum(logs) / n if loss_type == "gspo" else logs[t])
             if loss_type == "cispo":
                 loss = -min(rho, 1 + high) * a * float(new[i][t].detach())
+            elif loss_type == "sapo":
+                tau = 1.0 if a > 0 else 1.05
+                loss = -4 / tau / (1 + math.exp(-tau * (rho - 1))) * a
             else:
                 gain = min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
                 loss = -(max(gain, dual * a) if dual and a < 0 else gain)
@@ -141,7 +230,7 @@ def test_each_loss_against_an_independent_sum_in_float64(loss_type, dual):
     losses, ratio = module.policy_loss(new, old, advantages[:, None], mask, loss_type, 0.2, 0.3, dual)
     got = (losses * module.token_weights(mask, loss_type, max_new)).sum()
     want = by_hand(loss_type, new, old, advantages.tolist(), lengths, 0.2, 0.3, dual, max_new)
-    assert got.item() == pytest.approx(want, abs=1e-12)
+    assert got.item() == pytest.approx(want, abs=1e-7 if loss_type == "sapo" else 1e-12)  # tau is float32
     got.backward()
     assert new.grad.abs().sum() > 0
     assert (new.grad[mask == 0] == 0).all()
@@ -178,6 +267,18 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
         logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), "cispo", 0.2, 3.0)
     losses.sum().backward()
     assert logprobs.grad[0].tolist() == pytest.approx([-4.0, -0.5])
+
+
+@pytest.mark.parametrize("advantage, tau", [(2.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_sapos_gradient_is_grpos_on_policy_and_falls_to_either_side(advantage, tau, ratio):
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    losses, _ = module.policy_loss(
+        logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1), "sapo", 0.2, 0.2)
+    losses.sum().backward()
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert logprobs.grad.item() == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage, rel=1e-6)
+    assert ratio != 1 or logprobs.grad.item() == pytest.approx(-advantage)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -646,9 +747,10 @@ def test_gspo_in_float32_takes_the_samplers_own(grpo):
     assert steps[0]["clip_fraction"] == 0
 
 
-def test_cispo_with_a_dual_clip_is_refused(grpo):
-    script = grpo(LOSS_TYPE="cispo", DUAL_CLIP=3.0)
-    says = "DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = 'cispo': set it to None"
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo"])
+def test_cispo_with_a_dual_clip_is_refused(grpo, loss_type):
+    script = grpo(LOSS_TYPE=loss_type, DUAL_CLIP=3.0)
+    says = f"DUAL_CLIP = 3.0 does nothing with LOSS_TYPE = '{loss_type}': set it to None"
     with pytest.raises(script.UserError, match=says):
         script.GRPOTrainer()
     grpo(LOSS_TYPE="gspo", DUAL_CLIP=3.0).GRPOTrainer()
@@ -891,7 +993,7 @@ def test_clip_fraction_counts_the_side_that_is_clipped(grpo, loss_type):
     ratios = torch.tensor([1.5, 1.3, 0.5, 0.7, 1.5, 1.5, 3.0, 0.9])
     batch.advantages = torch.tensor([1.0, 1, 1, -1, -1, 0, 2, -2])
     # cispo bounds the ratio from above, whatever the advantage's sign
-    clipped = [0, 4, 6] if loss_type == "cispo" else [0, 3, 6]
+    clipped = {"cispo": [0, 4, 6], "sapo": []}.get(loss_type, [0, 3, 6])
     batch.logprobs = (batch.logprobs - ratios.log()[:, None]) * batch.response_mask
     metrics, _ = gradient(trainer, batch)
     share = batch.response_lengths[clipped].sum() / batch.response_lengths.sum()
@@ -1015,8 +1117,8 @@ def one_step(tmp_path_factory):
     class Spy(script.GRPOTrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor pad_id models readers reference reward_model reward_tokenizer optimizers"
-            for name in names.split():
+            names = "tokenizer actor pad_id models readers reference reward_model reward_tokenizer"
+            for name in [*names.split(), "optimizers", "distils"]:
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
             self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]

@@ -141,17 +141,19 @@ def test_the_score_is_added_once_at_the_last_token_and_kl_everywhere():
     [  # gradient with respect to log pi: -ratio * A, or 0 where clipped
         (1, 0.5, -0.5, True),
         (1, 0.9, -0.9, True),
-        (1, 1.1, -1.1, True),
-        (1, 1.5, -1.2, False),
-        (-1, 0.5, 0.8, False),
+        (1, 1.25, -1.25, True),  # below the upper bound, which is its own
+        (1, 1.5, -1.3, False),
+        (-1, 0.75, 0.8, False),
         (-1, 0.9, 0.9, True),
         (-1, 1.1, 1.1, True),
         (-1, 1.5, 1.5, True),
+        (-1, 3.5, 3.0, False),  # the dual clip
+        (1, 3.5, -1.3, False),
     ],
 )
 def test_policy_clip(advantage, ratio, loss, gradient):
     logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    got = module.policy_loss(logprobs, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
+    got = module.policy_loss(logprobs, torch.zeros(1), torch.tensor([float(advantage)]), 0.2, 0.3, 3.0)
     got.sum().backward()
     assert got.item() == pytest.approx(loss)
     assert logprobs.grad.item() == pytest.approx(-advantage * ratio if gradient else 0.0)
@@ -777,10 +779,10 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
 
 @pytest.mark.parametrize(
     "ratio, advantage, clipped",
-    [(1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.1, 1, 0), (0.9, -1, 0)],
+    [(1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.25, 1, 0), (0.75, -1, 1), (0.9, -1, 0)],
 )
 def test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took(ppo, ratio, advantage, clipped):
-    trainer = ppo(MAX_NEW_TOKENS=16).PPOTrainer()
+    trainer = ppo(MAX_NEW_TOKENS=16, CLIP_RANGE_HIGH=0.3).PPOTrainer()
     batch = scored_batch(trainer, 4)
     batch.logprobs = batch.logprobs - math.log(ratio) * batch.response_mask
     batch.advantages = torch.full_like(batch.advantages, advantage)
@@ -961,6 +963,8 @@ CONSTANTS = {  # its value, another, and what that alone changes
     "GROUP_EPOCHS": (3, 4, {"passes"}),
     "MINI_BATCHES": (1, 2, {"passes", *UPDATE}),
     "CLIP_RANGE": (0.12, 0.08, {"policy_loss", "norms", "gradients"}),
+    "CLIP_RANGE_HIGH": (0.14, 0.17, {"policy_loss", "norms", "gradients"}),
+    "DUAL_CLIP": (1.4, 1.3, {"policy_loss", "norms", "gradients"}),
     "VALUE_CLIP_RANGE": (0.07, 0.09, {"value_loss", "norms", "gradients"}),
     "VALUE_LOSS_COEF": (0.05, 0.06, {"norms", "gradients"}),
     "ENTROPY_COEF": (0.021, 0.023, {"norms", "gradients"}),
@@ -968,7 +972,9 @@ CONSTANTS = {  # its value, another, and what that alone changes
     "KL_TARGET": (0.11, 0.105, {"kl_coef"}),
     "KL_HORIZON": (250, 270, {"kl_coef"}),
     "GAMMA": (0.93, 0.91, LEARNT),
-    "LAM": (0.61, 0.66, LEARNT),
+    "LAM": (0.61, 0.66, LEARNT - {"value_loss"}),
+    "CRITIC_LAM": (0.72, 0.77, UPDATE - {"policy_loss"}),
+    "CRITIC_WARMUP_STEPS": (2, 3, {"rates"}),
     "WHITEN_ADVANTAGES": (True, False, LEARNT - {"value_loss"}),
     "NUM_EPOCHS": (3, 4, {"plan", "rates"}),
     "MAX_STEPS": (31, 9, {"plan", "rates"}),
@@ -1150,13 +1156,15 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     scores = [0.31 * m + 0.6 * v - 0.73 * t for m, v, t in zip(judged, vowels(None, said, None), cut)]
     assert seen["scores"].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-4)
     raw = []
+    targets = []
     for score, (p, _), (q, _), v in zip(scores, old, ref, old_values):
         r = -c.KL_COEF * (p - q)
         r[-1] += score
         delta = r + c.GAMMA * torch.cat([v[1:], torch.zeros(1)]) - v
         n = len(v)
-        ahead = [sum((c.GAMMA * c.LAM) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
-        raw.append(torch.stack(ahead))
+        for lam, sums in ((c.LAM, raw), (c.CRITIC_LAM, targets)):
+            ahead = [sum((c.GAMMA * lam) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+            sums.append(torch.stack(ahead))
     every = torch.cat(raw)
     white = [(x - every.mean()) / every.std(correction=0) for x in raw]
     got = [x[:n] for x, n in zip(seen["advantages"], lengths)]
@@ -1165,12 +1173,13 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     # the losses, and their gradients at the moment the optimizers would step
     new, new_values = logprobs(moved[0]), values(moved[1])
     policy_loss = value_loss = entropy = clipped = 0.0
-    for (p, h), (p_old, _), a, v, v_old, a_raw in zip(new, old, white, new_values, old_values, raw):
+    for (p, h), (p_old, _), a, v, v_old, ahead in zip(new, old, white, new_values, old_values, targets):
         rho = (p - p_old).exp()
-        low, high = 1 - c.CLIP_RANGE, 1 + c.CLIP_RANGE
-        policy_loss = policy_loss - torch.min(rho * a, rho.clip(low, high) * a).sum() / tokens
+        low, high = 1 - c.CLIP_RANGE, 1 + c.CLIP_RANGE_HIGH
+        gain = torch.min(rho * a, rho.clip(low, high) * a)
+        policy_loss = policy_loss - torch.where(a < 0, gain.clip(min=c.DUAL_CLIP * a), gain).sum() / tokens
         near = v_old + (v - v_old).clip(-c.VALUE_CLIP_RANGE, c.VALUE_CLIP_RANGE)
-        target = a_raw + v_old
+        target = ahead + v_old
         value_loss = value_loss + torch.max((v - target) ** 2, (near - target) ** 2).sum() / 2 / tokens
         clipped += ((v - v_old).abs() > c.VALUE_CLIP_RANGE).sum().item() / tokens
         entropy = entropy + h.sum() / tokens

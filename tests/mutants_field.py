@@ -1,0 +1,72 @@
+"""Mutants of what issue 31 brought: distillation, PPO's corrections, further losses, concurrent rewards."""
+
+PPO, GRPO, REWARDS = "ppo/ppo.py", "grpo/grpo.py", "rewards/__init__.py"
+IN_GRPO = "tests/test_grpo.py::test_"
+BEST = IN_GRPO + "best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0"
+IN_RECIPES = "tests/test_recipes.py::test_"
+IN_PPO = "tests/test_ppo.py::test_"
+UNLIKE = IN_PPO + "a_step_whose_constants_are_all_unlike_is_the_papers_in_float64"
+HAS_REWARD = IN_GRPO + "a_run_with_a_reward_has_best_follow_that"
+ALONE = IN_GRPO + "a_group_of_one_is_for_distillation_which_has_only_flat_groups"
+SAPO = IN_GRPO + "sapos_gradient_is_grpos_on_policy_and_falls_to_either_side"
+
+MUTANTS = [
+    # distillation
+    (GRPO, 'metrics["minus_kl"] = -metrics["kl"]', 'metrics["minus_kl"] = metrics["kl"]', BEST),
+    (GRPO, '"minus_kl" if self.distils else "reward"', '"reward"', BEST),
+    (GRPO, "((kl * batch.response_mask).sum() / batch.response_mask.sum())", "kl.mean()", BEST),
+    (GRPO, "kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), KL_ESTIMATOR)",
+     'kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), "k3")', BEST),
+    (GRPO, "not any(weights) and not OVERLONG_BUFFER\n", "not any(weights)\n", HAS_REWARD),
+    (GRPO, "self.distils = self.reference is not None and not", "self.distils = not", HAS_REWARD),
+    (GRPO, "is not None and not any(weights) and", "is not None and", HAS_REWARD),
+    (GRPO, "if GROUP_SIZE == 1 and not trainer.distils:", "if False:", ALONE),
+    (GRPO, "if RESAMPLE_FLAT_GROUPS and trainer.distils:", "if False:", ALONE),
+    (GRPO, 'if scale != "none" and group_size > 1:', 'if scale != "none":',
+     IN_GRPO + "a_group_of_one_has_no_advantage"),
+    (GRPO, "group_size / max(1, group_size - 1)", "group_size / (group_size - 1)",
+     IN_GRPO + "a_group_of_one_has_no_advantage"),
+
+    # losses
+    (GRPO, "torch.where(advantages > 0, 1.0, 1.05)", "torch.where(advantages > 0, 1.05, 1.0)", SAPO),
+    (GRPO, "return -4 / tau * torch.sigmoid", "return -4 * torch.sigmoid", SAPO),
+    (GRPO, "torch.sigmoid(tau * (ratio - 1))", "torch.sigmoid(tau * ratio)", SAPO),
+    (GRPO, 'if loss_type in ("grpo", "gspo", "sapo"):', 'if loss_type in ("grpo", "gspo"):',
+     IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-sapo]"),
+    (GRPO, '.float() * (LOSS_TYPE != "sapo")', ".float()",
+     IN_GRPO + "clip_fraction_counts_the_side_that_is_clipped[sapo]"),
+
+    # PPO's corrections
+    (PPO, "mask, GAMMA, CRITIC_LAM)", "mask, GAMMA, LAM)", UNLIKE),
+    (PPO, "if CRITIC_LAM is not None:", "if False:", UNLIKE),
+    (PPO, "batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)",
+     "lam = CRITIC_LAM or LAM\n        batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, lam)",
+     UNLIKE),
+    (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "(run.step > CRITIC_WARMUP_STEPS)", UNLIKE),
+    (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "1",
+     IN_PPO + "each_constant_by_itself_changes_what_it_should_and_nothing_else[CRITIC_WARMUP_STEPS]"),
+    (PPO, "advantages, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)",
+     "advantages, CLIP_RANGE_HIGH, CLIP_RANGE, DUAL_CLIP)", UNLIKE),
+    (PPO, "advantages, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)",
+     "advantages, CLIP_RANGE, CLIP_RANGE_HIGH, None)", UNLIKE),
+    (PPO, "1 + clip_range_high)", "1 + clip_range)", IN_PPO + "policy_clip"),
+    (PPO, "torch.max(objective, dual_clip * advantages)", "torch.min(objective, dual_clip * advantages)",
+     IN_PPO + "policy_clip"),
+    (PPO, "torch.where(advantages < 0, torch.max(", "torch.where(advantages > 0, torch.max(",
+     IN_PPO + "policy_clip"),
+    (PPO, "ratio > 1 + CLIP_RANGE_HIGH, ratio", "ratio > 1 + CLIP_RANGE, ratio",
+     IN_PPO + "clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[1.25-1-0]"),
+
+    # concurrent rewards
+    (REWARDS, "parts = pool.map(call, range(0, len(responses), rows))",
+     "parts = map(call, range(0, len(responses), rows))",
+     IN_RECIPES + "a_judge_over_http_is_asked_concurrently_and_answers_in_order"),
+    (REWARDS, "{name: values[part] for name, values in columns.items()}", "columns",
+     IN_RECIPES + "threads_change_no_value_and_hand_on_the_columns"),
+    (REWARDS, "part = slice(start, start + rows)", "part = slice(start, start + rows - (rows > 1))",
+     IN_RECIPES + "threads_change_no_value_and_hand_on_the_columns"),
+    (REWARDS, "            if len(values) != len(responses[part]):", "            if False:",
+     IN_RECIPES + "values_that_do_not_fit_their_responses_are_an_error_though_their_sum_does"),
+    (REWARDS, "    @functools.wraps(function)\n    def concurrently", "    def concurrently",
+     IN_RECIPES + "threads_change_no_value_and_hand_on_the_columns"),
+]

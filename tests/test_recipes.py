@@ -1,0 +1,287 @@
+"""The recipes of docs/ppo.md, docs/grpo.md and docs/cookbook.md: each is applied to a copy of its trainer and
+compared with numbers worked out by hand, so that none goes stale."""
+import json
+import math
+import re
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import ROOT, load_script, small
+
+
+def recipe(page, name):
+    """The text of the fenced block after <!-- recipe: NAME --> in docs/PAGE."""
+    after = (ROOT / "docs" / page).read_text().split(f"<!-- recipe: {name} -->\n")[1]
+    return re.match(r"```\w+\n(.*?)```", after, re.DOTALL)[1]
+
+
+def patched(path, name, **constants):
+    """A trainer's module with a recipe's lines: those after '-' make place for those after '+'."""
+    text = (ROOT / path).read_text()
+    page = path.split("/")[1].replace(".py", ".md")
+    for hunk in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", recipe(page, name), re.MULTILINE):
+        old, new = (re.sub("^[-+]", "", lines, flags=re.MULTILINE) for lines in hunk)
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    module = types.ModuleType("patched")
+    module.__file__ = str(ROOT / path)
+    exec(compile(text, path, "exec"), vars(module))
+    for key, value in constants.items():
+        setattr(module, key, value)
+    return module
+
+
+def scored_batch(trainer, count=4):
+    torch.manual_seed(5)
+    batch = trainer.rollout(trainer.train_rows[:count])
+    trainer.score(batch)
+    return batch
+
+
+# ---------------------------------------------------------------- PPO
+
+
+def test_length_adaptive_lambda_is_1_less_1_over_alpha_times_the_length(tmp_path):
+    module = patched("ppo/ppo.py", "length-adaptive lambda", **small("ppo/ppo.py", OUTPUT_DIR=str(tmp_path)))
+    trainer = module.PPOTrainer()
+    batch = scored_batch(trainer)
+    batch.values = torch.rand_like(batch.values) * batch.response_mask
+    trainer.compute_advantages(batch)
+    lengths = batch.response_lengths.tolist()
+    assert len(set(lengths)) > 2
+    for row, n in enumerate(lengths):
+        lam = 1 - 1 / max(1.0, 0.5 * n)
+        v = [*batch.values[row, :n].double().tolist(), 0.0]
+        delta = [v[t + 1] - v[t] + (batch.scores[row].item() if t == n - 1 else 0.0) for t in range(n)]
+        want = [sum(lam ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+        assert batch.raw_advantages[row, :n].tolist() == pytest.approx(want, abs=1e-5)
+
+
+# ---------------------------------------------------------------- GRPO
+
+
+def loss_of(module, loss_type, advantage, old, new):
+    """Loss of one token whose probability went from old to new, and its gradient by log new, in float64."""
+    logprobs = torch.tensor([[math.log(new)]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[math.log(old)]], dtype=torch.float64)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    losses, _ = module.policy_loss(logprobs, old, advantages, torch.ones(1, 1), loss_type, 0.2, 0.2)
+    losses.sum().backward()
+    return losses.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize("advantage, old, new, learns", [
+    (1.0, 0.5, 0.69, True), (1.0, 0.5, 0.71, False), (1.0, 0.5, 0.1, True), (1.0, 0.01, 0.2, True),
+    (-1.0, 0.5, 0.31, True), (-1.0, 0.5, 0.29, False), (-1.0, 0.5, 0.9, True), (-1.0, 0.1, 0.001, True)])
+def test_dppo_leaves_out_tokens_whose_probability_moved_by_a_fifth(advantage, old, new, learns):
+    loss, gradient = loss_of(patched("grpo/grpo.py", "dppo"), "dapo", advantage, old, new)
+    assert loss == pytest.approx(-new / old * advantage * learns) and gradient == pytest.approx(loss)
+
+
+def test_maxrl_divides_by_the_groups_mean():
+    scores = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    got = patched("grpo/grpo.py", "maxrl").group_advantages(scores, 4, "group", False)
+    want = [3.0, -1, -1, -1, 1, 1, -1, -1, 0, 0, 0, 0]
+    assert got.tolist() == pytest.approx(want, abs=2e-3)
+
+
+def subclass(name, tmp_path, **constants):
+    """A recipe's class over grpo/grpo.py with small constants, made."""
+    constants = small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run"), **constants)
+    space = {"grpo": load_script("grpo/grpo.py", **constants)}
+    exec(recipe("grpo.md", name).replace("import grpo\n", ""), space)
+    return next(value for key, value in space.items() if key.endswith("Trainer"))("no")
+
+
+def right(prompts, responses, answers):
+    return [float(i % 3 == 0) for i in range(len(responses))]
+
+
+def long(prompts, responses, answers):
+    return [100.0 + i for i in range(len(responses))]
+
+
+def test_gdpo_standardises_each_reward_in_its_group_and_the_sum_over_the_step(tmp_path):
+    trainer = subclass("gdpo", tmp_path, GROUP_SIZE=4, REWARD_FUNCTIONS=[(right, 2.0), (long, 0.5)])
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:2]))
+    trainer.compute_advantages(batch)
+    total = torch.zeros(8, dtype=torch.float64)
+    for function, weight in ((right, 2.0), (long, 0.5)):
+        groups = torch.tensor(function(None, [0] * 8, None), dtype=torch.float64).view(2, 4)
+        alone = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        total += weight * alone.flatten()
+    want = (total - total.mean()) / (total.std() + 1e-4)
+    assert batch.advantages.tolist() == pytest.approx(want.tolist(), abs=1e-4)
+    assert torch.equal(batch.trained, batch.response_mask)
+
+
+def test_adaptive_entropy_pays_below_its_target_alone_and_goes_up_and_down(tmp_path):
+    trainer = subclass("adaptive entropy", tmp_path, LEARNING_RATE=0.0)
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
+    trainer.compute_advantages(batch)
+    paid = []
+    for entropy in (0.1, 0.1, 0.3, 0.1, 0.3, 0.3, 0.3):
+        batch.entropies = torch.full_like(batch.entropies, entropy)
+        paid.append(trainer.update(batch)["entropy_coef"])
+    assert paid == pytest.approx([0.005, 0.01, 0, 0.01, 0, 0, 0])
+    assert trainer.state.entropy_coef == 0
+    rows = torch.arange(8)
+    trainer.bonus = 0.5
+    width = batch.entropies.shape[1]
+    seen = rows, batch.logprobs, batch.entropies
+    plain = trainer.__class__.__mro__[1].token_losses(trainer, batch, *seen)[0]
+    found = trainer.token_losses(batch, *seen)[0]
+    assert torch.allclose(plain - found, torch.full((8, width), 0.15))
+
+
+def test_a_prompt_that_is_solved_is_not_asked_again(tmp_path):
+    asked = []
+
+    def known(prompts, responses, answers):
+        asked.append(sorted(set(prompts)))
+        return [float("e" in prompt[:12]) for prompt in prompts]
+
+    constants = dict(MAX_TRAIN_PROMPTS=8, BATCH_SIZE=8, NUM_EPOCHS=2, REWARD_FUNCTIONS=[(known, 1.0)])
+    constants |= dict(MAX_EVAL_PROMPTS=1, OUTPUT_DIR=str(tmp_path / "run"))
+    module = patched("grpo/grpo.py", "solved prompts", **{**small("grpo/grpo.py"), **constants})
+    trainer = module.GRPOTrainer("no")
+    trainer.train()
+    solved = [row["prompt"] for row in trainer.train_rows if "e" in row["prompt"][:12]]
+    assert 0 < len(solved) < 8
+    first, second = [prompts for prompts in asked if len(prompts) > 1]
+    assert len(first) == 8 and second == sorted(set(first) - set(solved))
+    ids = {row["id"] for row in trainer.train_rows if row["prompt"] in solved}
+    assert set(trainer.state.solved) == ids
+
+
+# ---------------------------------------------------------------- rewards that wait
+
+
+@contextmanager
+def judge_server(fail=0):
+    """A server of OpenAI's protocol that grades by the last word of the response, the later ones sooner; its
+    first `fail` replies are errors. Gives its address and [most requests at a time, requests]."""
+    seen = [0, 0]
+    lock = threading.Lock()
+    open_requests = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            number = int(re.search(r"Response: .* (\d+)\n", body["messages"][0]["content"])[1])
+            with lock:
+                seen[1] += 1
+                failed = seen[1] <= fail
+                open_requests.add(self)
+                seen[0] = max(seen[0], len(open_requests))
+            time.sleep(0.02 * (12 - number))
+            with lock:
+                open_requests.remove(self)
+            reply = {"choices": [{"message": {"content": f"Grade: {number}"}}]}
+            self.send_response(500 if failed else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *_):
+            """Nothing on the terminal."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions", seen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def judge_of(url):
+    """The recipe's reward function, asking there without waiting between tries; and the module."""
+    module = load_script("grpo/grpo.py")
+    space = {"grpo": module, "__name__": "recipe"}
+    exec(recipe("cookbook.md", "judge").replace("import grpo\n", ""), space)
+    space["URL"] = url
+    space["time"] = types.SimpleNamespace(sleep=lambda seconds: None)
+    return module, module.REWARD_FUNCTIONS[0][0]
+
+
+def test_a_judge_over_http_is_asked_concurrently_and_answers_in_order():
+    lists = ["2 + 2?"] * 12, [f"it is {i}" for i in range(12)], ["4"] * 12
+    with judge_server() as (url, seen):
+        module, judge = judge_of(url)
+        scores = module.call_reward("judge", judge, *lists)
+    assert scores.tolist() == pytest.approx([min(10, i) / 10 for i in range(12)])
+    assert seen[0] > 4 and seen[1] == 12 and judge.__name__ == "judge"
+
+
+def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name():
+    lists = ["2 + 2?"], ["it is 7"], ["4"]
+    with judge_server(fail=2) as (url, seen):
+        module, judge = judge_of(url)
+        assert module.call_reward("judge", judge, *lists).tolist() == pytest.approx([0.7])
+        assert seen[1] == 3
+    with judge_server(fail=3) as (url, seen):
+        module, judge = judge_of(url)
+        with pytest.raises(OSError) as error:
+            module.call_reward("judge", judge, *lists)
+    assert seen[1] == 3 and error.value.__notes__ == ["(raised by the reward function judge)"]
+
+
+@pytest.mark.parametrize("threads, rows", [(1, 1), (3, 2), (8, 5), (2, 100)])
+def test_threads_change_no_value_and_hand_on_the_columns(threads, rows):
+    def scored(prompts, responses, answers, response_ids, source):
+        time.sleep(0.003 * (7 - int(responses[0])))
+        assert len(prompts) == len(answers) == len(source) == len(responses) <= rows
+        return [int(r) + ids[0] / 8 + len(s) for r, ids, s in zip(responses, response_ids, source)]
+
+    module = load_script("grpo/grpo.py")
+    columns = {"response_ids": [[i] for i in range(7)], "source": ["ab"] * 7, "unused": [None] * 7}
+    lists = ["?"] * 7, [str(i) for i in range(7)], [None] * 7
+    threaded = module.rewards.threaded(scored, threads, rows)
+    values = module.call_reward("scored", threaded, *lists, columns)
+    assert values.tolist() == [i + i / 8 + 2 for i in range(7)]
+
+
+def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_does():
+    def wrong(prompts, responses, answers):
+        return [0.0] * (3 if responses[0] == "0" else 1)
+
+    module = load_script("grpo/grpo.py")
+    with pytest.raises(ValueError, match="3 values for 2 responses"):
+        module.call_reward("wrong", module.rewards.threaded(wrong, 2, 2), ["?"] * 4, list("0123"), [None] * 4)
+
+
+# ---------------------------------------------------------------- generated tasks
+
+
+def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
+    """With a stand-in for the package: n + n, where a wrong answer that is even is worth a tenth."""
+    def create_dataset(task, size, seed, **settings):
+        def entry(n):
+            return {"question": f"{n} + {n} =", "answer": str(2 * n), "metadata": {"n": n + seed}}
+        return [entry(n) for n in range(size)]
+
+    def score(answer, entry):
+        assert entry["metadata"]["n"] == int(entry["answer"]) // 2 + 2
+        return 1.0 if answer == entry["answer"] else 0.1 if answer and int(answer) % 2 == 0 else 0.0
+
+    package = types.SimpleNamespace(create_dataset=create_dataset, get_score_answer_fn=lambda task: score)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.chdir(tmp_path)
+    module = load_script("grpo/grpo.py")
+    text = recipe("cookbook.md", "reasoning-gym").replace("import grpo\n", "")
+    exec(text, {"grpo": module, "__name__": "recipe"})
+    rows = module.load_rows(module.EVAL_DATASETS, "EVAL_DATASETS")
+    assert len(rows) == 200 and rows[3]["prompt"] == "3 + 3 =" and rows[3]["answer"] == "6"
+    assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
+    columns = {"entry": [row["columns"]["entry"] for row in rows[:4]], "metadata": [None] * 4}
+    said = ["#### 0", "#### 4", "I do not know", "3+3=6\n#### 6"]
+    (function, weight), = module.REWARD_FUNCTIONS
+    scores = module.call_reward("solved", function, ["?"] * 4, said, [None] * 4, columns)
+    assert scores.tolist() == pytest.approx([1, 0.1, 0, 1]) and weight == 1
+    assert module.resolve_rewards([(module.ACCURACY_FUNCTION, 1.0)], "")[0][0] == "solved"
