@@ -2697,7 +2697,7 @@ def draw_results(figures, path, title):
         values = [each["accuracy"][method] for each in figures["shots"].values()]
         axis.plot(shots, values, "o-" if method.startswith("RCE") else "o--", label=method)
     axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
-    axis.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     axis.grid(alpha=0.3)
     write_whole(path, partial(figure.savefig, format="png", dpi=100))
 
