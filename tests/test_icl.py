@@ -725,6 +725,9 @@ def test_recombined_lists_begin_with_what_is_right_alone(icl):
     trainer = script.ICLTrainer()
     group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
     trainer.miner.score_gold([group])
+    pairs = itertools.permutations(group.candidates, 2)
+    one, other = next(x for x in pairs if len({*x[0]["pointer"]} & {*x[1]["pointer"]}) == 1)
+    one["gt_prob"], other["gt_prob"] = 1.0, 0.99  # the two best share a member
     before = list(group.candidates)
     ranked = sorted(before, key=script.gold_first)
     second = next(c for c in ranked if not set(c["pointer"]) & set(ranked[0]["pointer"]))
