@@ -2,15 +2,15 @@
 
 For a query x a list of SHOTS demonstrations d_1 .. d_S is chosen out of a pool, in order, so that a reader
 that sees them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after
-the other; a candidate's vector is that of its text and that of its answer, which the reader sees too:
+the other, by similarity and what it learns of the candidate's answer a_j, which the reader sees too:
 
-    h_0 = query projected, then cross-attention to the pool     k_j = candidate projected
-    pi(j | d_<t, x) = softmax_j cos(h_t, k_j) / POINTER_TEMPERATURE       chosen ones masked
-    h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
+    h_0 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
+    score of j = u_t cos(x, j) + v_t cos(h_t, k_j) + [a_j is shown already] (w_t + z_t cos(x, j))
+    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE      at the start u_t = 1, others 0: similarity
 
-    1. mine      lists from the policy's beams and samples, from retrieval and at random; the best by gt_prob
-                 (the probability the reader gives to the gold answers) are recombined; the best and a few
-                 others are then answered and marked
+    1. mine      lists from the policy's beams and samples, from retrieval and at random; members of the best
+                 by gt_prob (the probability the reader gives to the gold answers) are asked alone, the right
+                 ones begin new lists; the best and a few others are then answered and marked
     2. check up  what they are worth; tools/check_up.py has a verdict
     3. RCE       w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)
                  L = mean over queries of sum_i w_i * -log pi(d^i | x)
@@ -21,18 +21,15 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - pi_old is what GRPO starts from, not the policy that mined before RCE; no dropout in either;
 - every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
-- a list whose answering failed is left out, not taken for wrong;
-- gt_prob is a product over the answer's tokens and P(it ends there), so distinct golds sum to 1 at most;
-- mined lists are recombined ("local"); docs/rce_icl.md has the rest.
+- the policy has similarity's weight; mined lists are recombined ("local"); docs/rce_icl.md has the rest.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
-Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json,
-rce/policy/ (where GRPO follows), best/policy/, eval_test.json, icl_results.png, logs/, step_N/ checkpoints,
-training_metrics_detailed.png and rce_icl_metrics_with_entropy.png. docs/rce_icl.md defines every metric.
+Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
+GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/rce_icl.md defines every metric.
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
@@ -63,7 +60,6 @@ import rewards  # noqa: E402
 
 # ================================================================ constants
 
-# What to do
 STAGE = "all"  # all | mine | train
 CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in place of mining
 
@@ -71,18 +67,16 @@ CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in
 # too. The output is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {
     "path": f"{ROOT}/data/banking77/train.csv", "type": "csv", "input": "text", "output": "category"}
-TEST_DATASET = {
+TEST_DATASET: dict | None = {  # None: a fifth of TRAIN_DATASET is held out
     "path": f"{ROOT}/data/banking77/test.csv", "type": "csv", "input": "text", "output": "category"}
 GOLDS = "aliases"  # aliases | annotators: the best of a list counts; or each is a person's, as VQA's ten are
 VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
 TEST_QUERIES: int | None = None  # only the first so many; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
-# Embeddings: "tfidf" (truncated SVD of TF-IDF, fitted on the demonstrations), or a folder or hub name of a
-# sentence model
-EMBEDDING = "tfidf"
+EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sentence model's folder or hub name
 EMBEDDING_SIZE = 400  # of tfidf
-EMBED_ANSWERS = True  # a candidate's vector has that of its answer beside that of its text
+EMBED_ANSWERS = True  # the network reads a candidate's answer; False: its text
 
 # Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
 READER = "votes"
@@ -97,7 +91,7 @@ DTYPE = "float32"  # float32 | bfloat16, of hub models
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 
 # Mining
-SHOTS = 2  # demonstrations a list
+SHOTS = 4  # demonstrations a list, of which each beginning is a list too
 POOL = "random"  # random | similarity: the candidates of a query are drawn, or the most similar ones
 POOL_SIZE = 256
 MINE_QUERIES: int | None = None  # None: all that are not held back
@@ -105,11 +99,11 @@ BEAMS = 5  # of the policy's beam search
 SAMPLES = 4  # lists at each of SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.5, 1.0, 2.0]
 RETRIEVED = 4  # lists cut from the ranking by similarity
-RANDOM = 128  # lists cut from permutations of the pool, so that each candidate is tried
-LOCAL_TOP = 4  # best lists by gt_prob, whose members are recombined ...
-LOCAL = 56  # ... into so many lists; 0: none
-KEEP_TOP = 12  # the best so many by gt_prob are answered and kept
-KEEP_RANDOM = 4  # and so many of the others
+RANDOM = 64  # lists cut from permutations of the pool, so that each candidate is tried
+LOCAL_TOP = 6  # best lists by gt_prob, whose members are asked alone; the right ones of them ...
+LOCAL = 24  # ... begin so many lists, and rows at random end them; 0: none
+KEEP_TOP = 6  # the best so many by gt_prob are answered and kept
+KEEP_RANDOM = 2  # and so many of the others
 MINE_BATCH_SIZE = 100  # queries mined together; a kill while mining loses at most these
 
 # Reward
@@ -119,7 +113,7 @@ SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback
 
 # Network
 HIDDEN_SIZE = 64
-LAYERS = 1  # of cross-attention from the query to its pool
+LAYERS = 0  # of cross-attention from the query to its pool
 HEADS = 4
 POINTER_TEMPERATURE = 0.1  # > 0
 DROPOUT = 0.3  # 0 to 0.9, in RCE alone
@@ -127,8 +121,8 @@ DROPOUT = 0.3  # 0 to 0.9, in RCE alone
 # RCE
 RCE_EPOCHS = 5
 BATCH_SIZE = 32  # queries an optimizer step
-TAU = 2.0  # > 0; small: only the best lists, large: all alike
-TAU_END: float | None = 0.5  # TAU goes there by equal factors over the epochs; None: it stays
+TAU = 0.5  # > 0; small: only the best lists, large: all alike
+TAU_END: float | None = None  # TAU goes there by equal factors over the epochs; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore (within the query)
 LEARNING_RATE = 3e-3
 MAX_GRAD_NORM = 1.0  # > 0
@@ -235,7 +229,7 @@ def shaped_rewards(candidates):
 
 class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
-    query_size = candidate_size = hidden_size = layers = heads = 1
+    query_size = candidate_size = hidden_size = layers = heads = choices = 1
     dropout = 0.0
     pointer_temperature = 1.0
 
@@ -247,7 +241,9 @@ class Pointer(PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         hidden = config.hidden_size
-        self.query_projection = torch.nn.Linear(config.query_size, hidden)
+        self.query_projection = torch.nn.Sequential(
+            torch.nn.Linear(config.query_size, 4 * hidden), torch.nn.GELU(),
+            torch.nn.Dropout(config.dropout), torch.nn.Linear(4 * hidden, hidden))
         self.candidate_projection = torch.nn.Linear(config.candidate_size, hidden)
         self.query_norm = torch.nn.LayerNorm(hidden)
         self.candidate_norm = torch.nn.LayerNorm(hidden)
@@ -257,59 +253,77 @@ class Pointer(PreTrainedModel):
         self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
         self.gate = torch.nn.Linear(2 * hidden, hidden)
         self.dropout = torch.nn.Dropout(config.dropout)
+        # What similarity, the network's cosine, an answer that is shown already and its similarity weigh at
+        # each choice, in units that the network's rate moves fast enough. A new policy is similarity
+        self.choice_weights = torch.nn.Parameter(torch.tensor([[1 / 30, 0.0, 0.0, 0.0]] * config.choices))
         self.post_init()
 
     def _init_weights(self, module):
         """torch's own initialisation stays."""
 
-    def encode(self, queries, vectors, pool):
-        """State (queries, 1, H) and keys (queries, pool, H) of queries (queries, d) and their pools, rows of
-        `vectors` (rows, d') by pool (queries, pool), -1 after a shorter pool's end. A row in several pools is
-        projected once."""
+    def encode(self, queries, vectors, pool, similarity):
+        """State (queries, 1, H) and, of the candidates, keys (queries, pool, H), similarity and row, both
+        (queries, 1, pool). Queries (queries, d); pools are rows of `vectors` (rows, d') by pool (queries,
+        pool), -1 after a shorter one, and similarity (queries, pool). Rows are projected once."""
         rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
-        projected = self.candidate_norm(self.candidate_projection(vectors[rows]))
-        keys = self.dropout(projected[where])
-        state = self.dropout(self.query_norm(self.query_projection(queries)))[:, None]
+        keys = self.dropout(self.candidate_norm(self.candidate_projection(vectors[rows])))[where]
+        state = self.dropout(self.query_norm(self.query_projection(5 * queries)))[:, None]
         for attention, norm in zip(self.attention, self.attention_norm):
             seen = attention(state, keys, keys, key_padding_mask=pool < 0, need_weights=False)[0]
             state = norm(state + seen)
-        return state, keys
+        return state, (keys, similarity[:, None], torch.where(pool < 0, -1, where)[:, None])
 
-    def choice_logprobs(self, state, keys, taken):
-        """Log-probabilities (queries, lists, pool) of the next choice; taken ones are -1e9."""
+    def choice_logprobs(self, state, candidates, taken, count):
+        """Log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are -1e9."""
+        keys, similarity, rows = candidates
         cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
-        return (cosines / self.config.pointer_temperature).masked_fill(taken, -1e9).log_softmax(-1)
+        terms = [similarity, cosines]
+        if count:  # rows of `vectors` that are chosen; 0 is a place for the others
+            chosen = (rows + 1).expand_as(taken).masked_fill(~taken, 0)
+            shown = torch.zeros(*taken.shape[:2], int(rows.max()) + 2, device=taken.device)
+            shown = shown.scatter(2, chosen, 1.0).gather(2, (rows + 1).expand_as(taken))
+            terms += [shown, shown * similarity]
+        weights = 30 * self.choice_weights[min(count, len(self.choice_weights) - 1)]
+        scores = sum(w * term for w, term in zip(weights, terms)) / self.config.pointer_temperature
+        return scores.masked_fill(taken, -1e9).log_softmax(-1)
 
-    def advance(self, state, keys, choice):
+    def advance(self, state, candidates, choice):
         """State (queries, lists, H) after choice (queries, lists), a number within the pool."""
+        keys = candidates[0]
         chosen = keys.gather(1, choice[..., None].expand(-1, -1, keys.shape[-1]))
         gate = torch.sigmoid(self.gate(torch.cat([state, chosen], -1)))
         return gate * state + (1 - gate) * chosen
 
-    def forward(self, queries, vectors, pool, pointers, encoded=None):
+    def forward(self, queries, vectors, pool, similarity, pointers, encoded=None):
         """Log-probabilities of all candidates at each choice, (queries, lists, choices, pool), of lists that
         are given: pointers (queries, lists, choices), -1 after a list's end. encoded: what encode() gave."""
-        state, keys = encoded or self.encode(queries, vectors, pool)
-        state = state.expand(-1, pointers.shape[1], -1)
-        taken = (pool < 0)[:, None].expand(-1, pointers.shape[1], -1)
-        steps = []
-        for choice in pointers.clamp(min=0).unbind(-1):
-            steps.append(self.choice_logprobs(state, keys, taken))
-            taken = taken.scatter(2, choice[..., None], True)
-            state = self.advance(state, keys, choice)
+        state, candidates = encoded or self.encode(queries, vectors, pool, similarity)
+        lists = pointers.shape[1]
+        taken = (pool < 0)[:, None]
+        steps = [self.choice_logprobs(state, candidates, taken, 0).expand(-1, lists, -1)]  # all begin alike
+        state = state.expand(-1, lists, -1)
+        taken = taken.expand(-1, lists, -1)
+        for count in range(1, pointers.shape[2]):
+            most = (pointers[:, :, count] >= 0).any(0).nonzero()[-1] + 1  # lists behind these are shorter
+            choice = pointers[:, :most, count - 1].clamp(min=0)
+            taken = taken[:, :most].scatter(2, choice[..., None], True)
+            state = self.advance(state[:, :most], candidates, choice)
+            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            steps.append(F.pad(logprobs, (0, 0, 0, lists - most)))
         return torch.stack(steps, 2)
 
-    def search(self, queries, vectors, pool, shots, beams=1, encoded=None):
+    def search(self, queries, vectors, pool, similarity, shots, beams=1, encoded=None):
         """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and their
         log-probabilities (queries, beams), below -1e8 where a pool has no more lists. One beam: greedy."""
         check_room(pool, shots)
-        state, keys = encoded or self.encode(queries, vectors, pool)
-        count, size = pool.shape
+        state, candidates = encoded or self.encode(queries, vectors, pool, similarity)
+        size = pool.shape[1]
         taken = (pool < 0)[:, None]
-        lists = torch.zeros(count, 1, 0, dtype=torch.long, device=keys.device)
-        scores = torch.zeros(count, 1, device=keys.device)
-        for _ in range(shots):
-            totals = scores[..., None] + self.choice_logprobs(state, keys, taken)  # (queries, beams, pool)
+        lists = torch.zeros(len(pool), 1, 0, dtype=torch.long, device=pool.device)
+        scores = torch.zeros(len(pool), 1, device=pool.device)
+        for count in range(shots):
+            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            totals = scores[..., None] + logprobs  # (queries, beams, pool)
             scores, best = totals.flatten(1).topk(min(beams, totals[0].numel()), 1)
             parent, choice = best // size, best % size
 
@@ -318,32 +332,25 @@ class Pointer(PreTrainedModel):
 
             lists = torch.cat([of_parents(lists), choice[..., None]], -1)
             taken = of_parents(taken).scatter(2, choice[..., None], True)
-            state = self.advance(of_parents(state), keys, choice)
+            state = self.advance(of_parents(state), candidates, choice)
         return lists, scores
 
-    def sample(self, queries, vectors, pool, uniform, temperature=1.0, encoded=None):
+    def sample(self, queries, vectors, pool, similarity, uniform, temperature=1.0, encoded=None):
         """Lists drawn with uniform numbers (queries, lists, choices, pool) at a temperature, as Gumbel's
         maximum: pointers (queries, lists, choices)."""
         check_room(pool, uniform.shape[2])
-        state, keys = encoded or self.encode(queries, vectors, pool)
+        state, candidates = encoded or self.encode(queries, vectors, pool, similarity)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
-        for numbers in uniform.unbind(2):
-            logprobs = self.choice_logprobs(state, keys, taken)
+        for count, numbers in enumerate(uniform.unbind(2)):
+            logprobs = self.choice_logprobs(state, candidates, taken, count)
             gumbels = -(-numbers.clamp(min=1e-9).log()).log()
             choice = (logprobs / temperature + gumbels).argmax(-1)
             lists.append(choice)
             taken = taken.scatter(2, choice[..., None], True)
-            state = self.advance(state, keys, choice)
+            state = self.advance(state, candidates, choice)
         return torch.stack(lists, -1)
-
-
-def list_logprobs(every, pointers):
-    """Log-probabilities of lists (queries, lists) from those of all candidates at each choice (queries,
-    lists, choices, pool); choices after a list's end, -1, count 0."""
-    chosen = every.gather(3, pointers.clamp(min=0)[..., None])[..., 0]
-    return (chosen * (pointers >= 0)).sum(2)
 
 
 # ================================================================ the trainer
@@ -399,8 +406,6 @@ class ICLTrainer:
 
     def make_optimizer(self, rate):
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
-
-    # ------------------------------------------------------------ the algorithm
 
     def train(self):
         """Mine, check up, RCE, GRPO, test. Returns the last evaluation."""
@@ -473,12 +478,11 @@ class ICLTrainer:
         self.run.say(f"{len(self.train_rows)} queries to train on; {held_back}")
 
     def next_batch(self):
-        """The next queries with their lists: vectors (queries, d), pool (queries, P), pointers (queries,
-        lists, choices) and present, weights, advantages (queries, lists)."""
+        """The next queries with their lists: what the policy reads, pointers (queries, lists, choices) and
+        present, weights, advantages (queries, lists)."""
         rows = next_rows(self.train_rows, self.state, BATCH_SIZE)
         batch = SimpleNamespace(rows=rows, lists=[row["candidates"] for row in rows])
-        batch.vectors = self.corpus.stack_vectors([row["query"] for row in rows])
-        batch.pool = stack_pools([row["pool"] for row in rows]).to(self.device)
+        batch.inputs = self.corpus.inputs([row["query"] for row in rows], [row["pool"] for row in rows])
         found = [row["rewards"] for row in rows]
         if self.state.stage == "grpo" and ON_POLICY:
             batch.lists, found = self.fresh_lists(batch)
@@ -504,9 +508,8 @@ class ICLTrainer:
         """GROUP_SIZE lists a query drawn from the policy as it is, answered now: candidates and rewards."""
         with self.run.timed("rollout"):
             self.policy.eval()
-            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS, batch.pool.shape[1])
-            inputs = batch.vectors, self.corpus.vectors, batch.pool
-            pointers = self.policy.sample(*inputs, uniform.to(self.device)).tolist()
+            uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS, batch.inputs[2].shape[1])
+            pointers = self.policy.sample(*batch.inputs, uniform.to(self.device)).tolist()
             groups = []
             for row, lists in zip(batch.rows, pointers):
                 candidates = [new_candidate(pointer, "sample", 1.0) for pointer in lists]
@@ -529,7 +532,7 @@ class ICLTrainer:
         optimizer.param_groups[0]["lr"] = rate
         with self.run.timed("update"):
             self.policy.train(in_rce)  # dropout in RCE alone
-            inputs = batch.vectors, self.corpus.vectors, batch.pool, batch.pointers
+            inputs = *batch.inputs, batch.pointers
             every = self.policy(*inputs)  # (queries, lists, choices, pool)
             logprobs = list_logprobs(every, batch.pointers)
             if in_rce:
@@ -574,8 +577,6 @@ class ICLTrainer:
         """(queries, lists), of the weights that the lists count as drawn from."""
         return logprobs.detach() if ON_POLICY else list_logprobs(ref_every, batch.pointers)
 
-    # ------------------------------------------------------------ stages
-
     def plan_steps(self):
         """The step at which the stage ends, and the run. Depends on the state alone: a resumed run plans
         alike."""
@@ -609,8 +610,6 @@ class ICLTrainer:
         for name, parameter in self.policy.named_parameters():
             parameter.requires_grad_(not FREEZE or "projection" not in name)
 
-    # ------------------------------------------------------------ mining
-
     def mine(self, path, queries, shots):
         """Mine lists for queries into `path`; False when a signal stopped it."""
         def mine(some):
@@ -629,10 +628,10 @@ class ICLTrainer:
         found = []
         for i in range(0, len(queries), 64):
             some = queries[i:i + 64]
-            pool = stack_pools([self.corpus.pool_of(query) for query in some])
-            inputs = self.corpus.stack_vectors(some), self.corpus.vectors, pool.to(self.device)
+            pools = [self.corpus.pool_of(query) for query in some]
+            inputs = self.corpus.inputs(some, pools)
             lists, scores = (x.cpu() for x in policy.search(*inputs, shots, beams))
-            chosen = pool.gather(1, lists.flatten(1)).view(lists.shape)
+            chosen = stack_pools(pools).gather(1, lists.flatten(1)).view(lists.shape)
             found += [row[there].tolist() for row, there in zip(chosen, scores > -1e8)]
         return found
 
@@ -648,15 +647,16 @@ class ICLTrainer:
     def evaluate(self):
         """Metrics of the greedy pick on the validation queries. Override to add yours."""
         queries = self.splits["validation"]
-        lists = [lists[0] for lists in self.pick(queries, SHOTS)]
-        metrics = {"pick_accuracy": float(self.accuracy_of(queries, lists).mean())}
+        picked = [lists[0] for lists in self.pick(queries, SHOTS)]
+        found = [self.accuracy_of(queries, [numbers[:n + 1] for numbers in picked]) for n in range(SHOTS)]
+        metrics = {"pick_accuracy": float(np.mean(found))}
         if math.isfinite(self.oracle):
             metrics["oracle_accuracy"] = self.oracle
         return metrics
 
     def select(self, query, shots=SHOTS):
         """The demonstrations that the best policy of this run picks for a query text (where there is none
-        yet, the policy as it is), as rows of the training data, out of its pool of POOL_SIZE."""
+        yet, the policy as it is), as rows of the training data, out of all of them."""
         query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
         query["vector"] = self.corpus.embed_query(query["text"])
         best = self.run.folder / "best/policy"
@@ -1816,7 +1816,14 @@ def load_splits(say):
     Candidates that are given decide the queries, and all training rows are demonstrations, as they were when
     they were mined."""
     rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
-    test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+    if TEST_DATASET is not None:
+        test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+    else:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+        count = min(TEST_QUERIES or 1000, len(rows) // 5)
+        test = [{**rows[i], "split": "test"} for i in order[:count]]
+        rows = [rows[i] for i in sorted(order[count:])]
+        say(f"TEST_DATASET is None: {count} rows of TRAIN_DATASET are the test, {len(rows)} are left")
     asked = rows
     if CANDIDATES:
         numbers = {int(key) for key, _ in read_json(CANDIDATES)[0] if key.isdecimal()}
@@ -1909,6 +1916,8 @@ def embed_splits(splits, demos, device, say):
         embedder = make_embedder(demos, device)
         shown = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
         arrays = [scaled(embedder.vectors(rows)) for rows in (every, shown)]
+        # Decorrelated: what is learnt of one answer leaves the others as they are
+        arrays[1] = scaled(np.linalg.svd(arrays[1], full_matrices=False)[0])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
         say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
@@ -1917,15 +1926,14 @@ def embed_splits(splits, demos, device, say):
     for example, vector in zip(every, vectors):
         example["vector"] = vector
     for demo in demos:
-        parts = [demo["vector"], of_answers[demo["answer"]]]
-        demo["candidate_vector"] = np.concatenate(parts if EMBED_ANSWERS else parts[:1])
+        demo["candidate_vector"] = of_answers[demo["answer"]] if EMBED_ANSWERS else demo["vector"]
 
 
 def new_pointer(sizes):
     """A policy whose weights the run's generator draws."""
     return Pointer(PointerConfig(
         query_size=sizes[0], candidate_size=sizes[1], hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS,
-        dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
+        choices=SHOTS, dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
 
 
 def load_pointer(folder, sizes):
@@ -2128,7 +2136,9 @@ class Corpus:
         self.asked = torch.tensor([self.number.setdefault(what_is_asked(d), len(self.number)) for d in demos])
         embed_splits(splits, demos, device, say)
         self.embedder = None  # of new queries
-        self.vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos])).to(device)
+        vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos]))
+        vectors, self.vector_of = torch.unique(vectors, dim=0, return_inverse=True)
+        self.vectors = vectors.to(device)  # one row for all demonstrations of one answer
         self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
 
@@ -2148,16 +2158,20 @@ class Corpus:
                 every = torch.arange(len(self.demos))
                 order = self.similarity(query, every).argsort(descending=True, stable=True)
             own = self.number.get(what_is_asked(query), -1)
-            query["pool"] = order[self.asked[order] != own][:POOL_SIZE]
+            size = None if query["split"] == "select" else POOL_SIZE
+            query["pool"] = order[self.asked[order] != own][:size]
         return query["pool"]
 
     def similarity(self, query, numbers):
         """Cosines of a query and demonstrations, (numbers,)."""
         return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
 
-    def stack_vectors(self, queries):
-        """(queries, d)."""
-        return torch.tensor(np.stack([query["vector"] for query in queries])).to(self.device)
+    def inputs(self, queries, pools):
+        """What the policy reads of queries and their pools: Pointer.encode()'s arguments."""
+        vectors = torch.tensor(np.stack([query["vector"] for query in queries]))
+        rows = stack_pools([self.vector_of[pool] for pool in pools])
+        similarity = pad_columns([self.similarity(query, pool) for query, pool in zip(queries, pools)])
+        return vectors.to(self.device), self.vectors, rows.to(self.device), similarity.to(self.device)
 
 
 def what_is_asked(example):
@@ -2188,6 +2202,10 @@ class Miner:
         groups = self.propose(queries, shots)
         self.score_gold(groups)
         for group in groups:
+            self.take_apart(group)
+        self.score_gold(groups)
+        self.verify(groups, "alone")
+        for group in groups:
             self.recombine(group, shots)
         self.score_gold(groups)
         for group in groups:
@@ -2197,10 +2215,8 @@ class Miner:
         failed = [c["eval_error"] for group in groups for c in group.candidates if c["eval_failed"]]
         if len(failed) == sum(len(group.candidates) for group in groups):
             raise UserError(f"the reader failed for every one of {len(failed)} lists: {failed[0]}")
-        device = self.corpus.device
-        pointers = pad_pointers([group.candidates for group in groups]).to(device)
-        pool = stack_pools([group.pool for group in groups]).to(device)
-        every = self.policy(self.corpus.stack_vectors(queries), self.corpus.vectors, pool, pointers)
+        pointers = pad_pointers([group.candidates for group in groups]).to(self.corpus.device)
+        every = self.policy(*self.corpus.inputs(queries, [group.pool for group in groups]), pointers)
         logprobs = list_logprobs(every, pointers).tolist()
         for group, values in zip(groups, logprobs):
             for c, value in zip(group.candidates, values):
@@ -2210,10 +2226,8 @@ class Miner:
     def propose(self, queries, shots):
         """A group a query: its pool and its distinct ordered lists, each with all its sources."""
         pools = [self.corpus.pool_of(query) for query in queries]
-        padded = stack_pools(pools)  # for the policy alone, which masks what is no candidate
-        check_room(padded, shots)
-        vectors = self.corpus.stack_vectors(queries)
-        inputs = vectors, self.corpus.vectors, padded.to(self.corpus.device)
+        inputs = self.corpus.inputs(queries, pools)  # padded, for the policy alone
+        check_room(inputs[2], shots)
         encoded = self.policy.encode(*inputs)  # once for all beams and samples
         found = [{} for _ in queries]
 
@@ -2232,7 +2246,7 @@ class Miner:
                         add(n, pointer, "beam", score=score)
         for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
             streams = [query_stream(query, f"sample {k}") for query in queries]
-            size = SAMPLES, shots, padded.shape[1]
+            size = SAMPLES, shots, inputs[2].shape[1]
             uniform = torch.stack([torch.rand(size, generator=g) for g in streams]).to(self.corpus.device)
             lists = self.policy.sample(*inputs, uniform, temperature, encoded).tolist()
             for n in range(len(queries)):
@@ -2256,20 +2270,46 @@ class Miner:
             groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(lists.values())))
         return groups
 
+    def take_apart(self, group):
+        """Add each member of the LOCAL_TOP best lists without a common member as a list of its own."""
+        known = {c["pointer"]: c for c in group.candidates}
+        members = []
+        left = LOCAL_TOP
+        for c in sorted(group.candidates, key=gold_first):
+            if left and not set(c["pointer"]) & set(members):
+                members += c["pointer"]
+                left -= 1
+        group.alone = [known.get((j,)) or new_candidate((j,), "alone") for j in members]
+        group.candidates += [c for c in group.alone if c["pointer"] not in known]
+
     def recombine(self, group, shots):
-        """Add LOCAL lists of members of the LOCAL_TOP best: a right list often has one bad member."""
-        ranked = sorted(group.candidates, key=gold_first)[:LOCAL_TOP]
-        members = list(dict.fromkeys(j for c in ranked for j in c["pointer"]))
-        while math.perm(len(members), shots) > 50_000:  # long lists: of fewer members, the best ones
-            members.pop()
-        known = {tuple(c["pointer"]) for c in group.candidates}
-        new = [pointer for pointer in itertools.permutations(members, shots) if pointer not in known]
-        order = torch.randperm(len(new), generator=query_stream(group.query, "local")).tolist()
-        group.candidates += [new_candidate(new[i], "local") for i in order[:LOCAL]]
+        """Add LOCAL lists: the members that are right alone in random order, then other rows of the pool, the
+        least similar or any. A right list often has a bad member, which a reader that is blind to order
+        would have the policy choose first."""
+        right = [c["pointer"][0] for c in group.alone if c["hard"]]
+        others = torch.tensor([j for j in range(len(group.pool)) if j not in right])
+        ranking = self.corpus.similarity(group.query, group.pool[others]).argsort(stable=True)
+        stream = query_stream(group.query, "local")
+        known = {c["pointer"] for c in group.candidates}
+        for n in range(LOCAL):
+            first = torch.randperm(len(right), generator=stream).tolist()
+            fillers = others[ranking[:2 * shots]] if n % 2 else others
+            rest = fillers[torch.randperm(len(fillers), generator=stream)[:shots]].tolist()
+            pointer = tuple([right[i] for i in first] + rest)[:shots]
+            if len(pointer) == shots and pointer not in known:
+                known.add(pointer)
+                group.candidates.append(new_candidate(pointer, "local"))
 
     def choose_kept(self, group):
-        """Keep the policy's own pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others."""
-        ranked = sorted(group.candidates, key=gold_first)
+        """Keep what is right alone, the policy's own pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others;
+        of lists whose members were asked alone those that show a right one before a wrong one."""
+        right = {c["pointer"]: c["hard"] or 0 for c in group.alone}
+
+        def orderly(c):
+            found = [right.get((j,), 0) for j in c["pointer"]]
+            return c["pointer"] not in right and found == sorted(found, reverse=True)
+
+        ranked = sorted(filter(orderly, group.candidates), key=gold_first)
         kept = ranked[:KEEP_TOP]
         others = ranked[KEEP_TOP:]
         order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
@@ -2277,16 +2317,19 @@ class Miner:
         own = group.candidates[own_pick(group.candidates)]
         if own["beam_score"] is not None and not any(c is own for c in kept):
             kept.append(own)
-        group.candidates = kept
+        alone = [c for c in group.alone if c["hard"]]
+        kept = [c for c in kept if c["pointer"] not in right] + alone  # short lists behind
+        group.candidates = kept or group.alone
 
     def score_gold(self, groups):
         """gt_prob of the lists that have none yet."""
         self.ask([(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None],
                  self.reader.gold_probabilities, take_gold)
 
-    def verify(self, groups):
-        """Answers of the lists, marked."""
-        self.ask([(g, c) for g in groups for c in g.candidates], self.reader.answers, take_answer)
+    def verify(self, groups, which="candidates"):
+        """Answers of the lists that have none yet, marked."""
+        pairs = [(g, c) for g in groups for c in getattr(g, which) if c["hard"] is None]
+        self.ask(pairs, self.reader.answers, take_answer)
 
     def ask(self, pairs, method, take):
         """Ask the reader about (group, candidate) pairs, all at once; where that raises, one by one, and
@@ -2344,6 +2387,13 @@ def take_answer(c, text, query):
     c["hard"] = int(c["soft"] > 0)
     c["relevance"] = max(rewards.f1_score(text, gold) for gold in query["golds"])
     c["eval_mode"] = "vqa" if GOLDS == "annotators" else "exact"
+
+
+def list_logprobs(every, pointers):
+    """Log-probabilities of lists (queries, lists) from those of all candidates at each choice (queries,
+    lists, choices, pool); choices after a list's end, -1, count 0."""
+    chosen = every.gather(3, pointers.clamp(min=0)[..., None])[..., 0]
+    return (chosen * (pointers >= 0)).sum(2)
 
 
 def pad_pointers(groups):
@@ -2647,7 +2697,7 @@ def draw_results(figures, path, title):
         values = [each["accuracy"][method] for each in figures["shots"].values()]
         axis.plot(shots, values, "o-" if method.startswith("RCE") else "o--", label=method)
     axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
-    axis.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     axis.grid(alpha=0.3)
     write_whole(path, partial(figure.savefig, format="png", dpi=100))
 

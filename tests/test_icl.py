@@ -47,7 +47,7 @@ def world(tmp_path_factory):
 
 TOY = {
     "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
-    "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
+    "SHOTS": 2, "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
     "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
     "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
 
@@ -84,23 +84,24 @@ def trained(world, tmp_path_factory):
 
 
 def pointer(script, queries=3, pool=7, seed=0, layers=2):
-    """A policy, and (queries, vectors, pool) that it reads."""
+    """A policy, and (queries, vectors, pool, similarity) that it reads."""
     torch.manual_seed(seed)
     policy = script.Pointer(script.PointerConfig(
-        query_size=5, candidate_size=6, hidden_size=8, layers=layers, heads=2, dropout=0.3,
+        query_size=5, candidate_size=6, hidden_size=8, layers=layers, heads=2, choices=2, dropout=0.3,
         pointer_temperature=0.1)).eval()
-    pools = torch.stack([torch.randperm(20)[:pool] for _ in range(queries)])
-    return policy, (torch.randn(queries, 5), torch.randn(20, 6), pools)
+    policy.choice_weights.data = torch.tensor([[1.0, 3, 0, 0], [-1, 2, 2, 1]]) / 90
+    pools = torch.stack([torch.randperm(20)[:pool] % 5 for _ in range(queries)])  # answers occur twice
+    return policy, (torch.randn(queries, 5), torch.randn(20, 6), pools, torch.rand(queries, pool))
 
 
 # ---------------------------------------------------------------- the pointer network
 
 def test_log_probabilities_equal_a_step_by_step_computation():
     script = load_script(FILE)
-    policy, (queries, vectors, pool) = pointer(script)
+    policy, (queries, vectors, pool, similarity) = pointer(script)
     pointers = torch.tensor([[[0, 3, 6], [6, 3, 0]], [[1, 2, 4], [5, 0, 1]], [[2, 6, 1], [3, 4, 5]]])
     with torch.no_grad():
-        found = script.list_logprobs(policy(queries, vectors, pool, pointers), pointers)
+        found = script.list_logprobs(policy(queries, vectors, pool, similarity, pointers), pointers)
     p = {name: x.detach() for name, x in policy.named_parameters()}
 
     def norm(x, name):
@@ -109,7 +110,10 @@ def test_log_probabilities_equal_a_step_by_step_computation():
     for q, i in itertools.product(range(3), range(2)):
         keys = norm(vectors[pool[q]] @ p["candidate_projection.weight"].T + p["candidate_projection.bias"],
                     "candidate_norm")
-        state = norm(queries[q] @ p["query_projection.weight"].T + p["query_projection.bias"], "query_norm")
+        state = 5 * queries[q] @ p["query_projection.0.weight"].T + p["query_projection.0.bias"]
+        state = state * (1 + torch.erf(state / math.sqrt(2))) / 2
+        state = state @ p["query_projection.3.weight"].T + p["query_projection.3.bias"]
+        state = norm(state, "query_norm")
         for layer in range(2):
             weights, biases = (p[f"attention.{layer}.in_proj_{x}"].chunk(3) for x in ("weight", "bias"))
             query, key, value = (x @ w.T + b for x, w, b in zip((state[None], keys, keys), weights, biases))
@@ -121,14 +125,34 @@ def test_log_probabilities_equal_a_step_by_step_computation():
             state = norm(state + out + p[f"attention.{layer}.out_proj.bias"], f"attention_norm.{layer}")
         total = 0.0
         left = list(range(7))
-        for choice in pointers[q, i].tolist():
-            cosines = torch.stack([torch.cosine_similarity(state, keys[j], dim=0) for j in left]) / 0.1
-            total += cosines.log_softmax(0)[left.index(choice)].item()
+        for count, choice in enumerate(pointers[q, i].tolist()):
+            weights = 30 * p["choice_weights"][min(count, 1)]
+            cosines = torch.stack([torch.cosine_similarity(state, keys[j], dim=0) for j in left])
+            shown = set(range(7)) - set(left)
+            agrees = torch.tensor([float(any(pool[q, i] == pool[q, j] for i in shown)) for j in left])
+            similar = similarity[q, left]
+            scores = weights[0] * similar + weights[1] * cosines
+            scores = (scores + agrees * (weights[2] + weights[3] * similar)) / 0.1
+            total += scores.log_softmax(0)[left.index(choice)].item()
             left.remove(choice)
             both = torch.cat([state, keys[choice]])
             gate = torch.sigmoid(both @ p["gate.weight"].T + p["gate.bias"])
             state = gate * state + (1 - gate) * keys[choice]
         assert found[q, i].item() == pytest.approx(total, abs=1e-4)
+
+
+def test_a_new_policy_is_similarity(icl):
+    """What it learns of little data starts there, and best/ is never worse on validation."""
+    script = icl(SHOTS=3)
+    trainer = script.ICLTrainer()
+    queries = trainer.splits["validation"]
+    similar = script.baseline_accuracies(trainer, {}, queries, 3)["similarity"]
+    for query, lists in zip(queries, trainer.pick(queries, 3)):
+        cosines = trainer.corpus.similarity(query, trainer.corpus.pool_of(query)).sort(descending=True).values
+        found = trainer.corpus.similarity(query, torch.tensor(lists[0]))
+        assert found.tolist() == pytest.approx(cosines[:3].tolist(), abs=1e-6)
+    picked = [lists[0] for lists in trainer.pick(queries, 3)]
+    assert trainer.accuracy_of(queries, picked).mean() == similar.mean()
 
 
 def test_all_ordered_lists_have_probabilities_that_sum_to_one():
@@ -172,15 +196,16 @@ def test_samples_follow_the_policys_probabilities_and_never_repeat_a_choice():
 
 def test_a_shorter_pool_has_the_log_probabilities_it_has_alone():
     script = load_script(FILE)
-    policy, (queries, vectors, pool) = pointer(script, queries=2)
+    policy, (queries, vectors, pool, similarity) = pointer(script, queries=2)
     ragged = pool.clone()
     ragged[0, 4:] = -1
     pointers = torch.tensor([[[1, 3]], [[5, 6]]])
-    together = script.list_logprobs(policy(queries, vectors, ragged, pointers), pointers)[0]
-    alone = script.list_logprobs(policy(queries[:1], vectors, pool[:1, :4], pointers[:1]), pointers[:1])[0]
+    together = script.list_logprobs(policy(queries, vectors, ragged, similarity, pointers), pointers)[0]
+    inputs = queries[:1], vectors, pool[:1, :4], similarity[:1, :4]
+    alone = script.list_logprobs(policy(*inputs, pointers[:1]), pointers[:1])[0]
     assert together.item() == pytest.approx(alone.item(), abs=1e-5)
     with torch.no_grad():
-        lists, _ = policy.search(queries, vectors, ragged, 4)
+        lists, _ = policy.search(queries, vectors, ragged, similarity, 4)
     assert sorted(lists[0, 0].tolist()) == [0, 1, 2, 3]
 
 
@@ -564,7 +589,8 @@ def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidat
         assert group.pool.min() >= 0 and len(set(group.pool.tolist())) == len(shown)
         assert query["text"] not in shown
         for c in group.candidates:
-            assert len(set(c["pointer"])) == 2 and 0 <= min(c["pointer"]) <= max(c["pointer"]) < len(shown)
+            assert len(set(c["pointer"])) == len(c["pointer"]) <= 2
+            assert 0 <= min(c["pointer"]) <= max(c["pointer"]) < len(shown)
     tried = {j for c in trainer.miner.propose([last], 2)[0].candidates for j in c["pointer"]}
     assert len(tried) > len(groups[0].pool) - 2  # all but an odd one of random lists
     records = [script.group_record(group, trainer.demos) for group in groups]
@@ -576,14 +602,14 @@ def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidat
 def test_a_masked_candidate_is_never_chosen(icl):
     """Where all are masked all are alike, and a masked one was chosen."""
     script = icl(RANDOM=0, RETRIEVED=0)
-    policy, (queries, vectors, _) = pointer(script, queries=2)
-    pool = torch.tensor([[4, 3, 9], [6, 5, -1]])
-    lists, scores = policy.search(queries, vectors, pool, 2, beams=6)
+    policy, (queries, vectors, _, similarity) = pointer(script, queries=2)
+    inputs = queries, vectors, torch.tensor([[4, 3, 9], [6, 5, -1]]), similarity[:, :3]
+    lists, scores = policy.search(*inputs, 2, beams=6)
     assert (scores[0] > -1e8).sum() == 6 and (scores[1] > -1e8).sum() == 2
     assert all(set(row) == {0, 1} for row in lists[1, :2].tolist())
-    assert set(policy.sample(queries, vectors, pool, torch.rand(2, 40, 2, 3))[1].flatten().tolist()) == {0, 1}
-    for choose in (lambda: policy.search(queries, vectors, pool, 3),
-                   lambda: policy.sample(queries, vectors, pool, torch.rand(2, 4, 3, 3))):
+    assert set(policy.sample(*inputs, torch.rand(2, 40, 2, 3))[1].flatten().tolist()) == {0, 1}
+    for choose in (lambda: policy.search(*inputs, 3),
+                   lambda: policy.sample(*inputs, torch.rand(2, 4, 3, 3))):
         with pytest.raises(script.UserError, match="a query's pool holds 2 candidates, a list of 3 needs"):
             choose()
     trainer = script.ICLTrainer()
@@ -607,7 +633,7 @@ def test_minings_log_probabilities_equal_trainings(trained):
     trainer.train_rows, trainer.state.cursor = rows, 0
     batch = trainer.next_batch()
     trainer.policy.eval()
-    inputs = batch.vectors, trainer.corpus.vectors, batch.pool, batch.pointers
+    inputs = *batch.inputs, batch.pointers
     logprobs = script.list_logprobs(trainer.policy(*inputs), batch.pointers)
     beams = 0
     for candidates, values in zip(batch.lists, logprobs.tolist()):
@@ -686,43 +712,60 @@ def test_kept_are_the_best_by_gt_prob_some_others_and_the_policys_own(icl):
     every = list(group.candidates)
     own = max((c for c in every if c["beam_score"] is not None), key=lambda c: c["beam_score"])
     own["gt_prob"] = 0.0
+    group.alone = []
     trainer.miner.choose_kept(group)
     best = sorted((c["gt_prob"] for c in every), reverse=True)[:3]
     assert sorted((c["gt_prob"] for c in group.candidates), reverse=True)[:3] == best
     assert any(c is own for c in group.candidates) and len(group.candidates) in (5, 6)
 
 
-def test_recombined_lists_are_made_of_the_best_ones_members(icl):
-    script = icl(LOCAL_TOP=2, LOCAL=100)
+def test_recombined_lists_begin_with_what_is_right_alone(icl):
+    """A reader blind to order cannot tell (wrong, right) from (right, wrong): the policy would learn both."""
+    script = icl(LOCAL_TOP=2, LOCAL=100, KEEP_TOP=100)
     trainer = script.ICLTrainer()
     group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
     trainer.miner.score_gold([group])
+    pairs = itertools.permutations(group.candidates, 2)
+    one, other = next(x for x in pairs if len({*x[0]["pointer"]} & {*x[1]["pointer"]}) == 1)
+    one["gt_prob"], other["gt_prob"] = 1.0, 0.99  # the two best share a member
     before = list(group.candidates)
-    members = {j for c in sorted(before, key=script.gold_first)[:2] for j in c["pointer"]}
-    trainer.miner.recombine(group, 2)
-    new = group.candidates[len(before):]
-    assert new and all(set(c["pointer"]) <= members and c["source"] == ["local"] for c in new)
-    assert not {c["pointer"] for c in new} & {c["pointer"] for c in before}
+    ranked = sorted(before, key=script.gold_first)
+    second = next(c for c in ranked if not set(c["pointer"]) & set(ranked[0]["pointer"]))
+    members = {*ranked[0]["pointer"], *second["pointer"]}
+    trainer.miner.take_apart(group)
+    assert {c["pointer"] for c in group.alone} == {(j,) for j in members} and len(members) == 4
+    assert all(c["source"] == ["alone"] for c in group.alone)
+    trainer.miner.verify([group], "alone")
+    assert all((c["hard"] is None) == (len(c["pointer"]) == 2) for c in group.candidates)
+    right = {c["pointer"][0]: n % 2 for n, c in enumerate(group.alone)}
+    for c in group.alone:
+        c["hard"] = right[c["pointer"][0]]
+    known = len(group.candidates)
+    trainer.miner.recombine(group, 3)
+    new = group.candidates[known:]
+    assert len(new) > 20 and all(c["source"] == ["local"] and len(set(c["pointer"])) == 3 for c in new)
+    good = {j for j in members if right[j]}
+    assert all(set(c["pointer"][:len(good)]) == good for c in new)
+    assert {c["pointer"][0] for c in new} == good  # each of them begins some
+    assert {c["pointer"][2] for c in new} == set(range(16)) - good  # any row of the pool is a filler
+    for c in new:
+        c["gt_prob"] = 0.0
+    trainer.miner.choose_kept(group)
+    for c in group.candidates:
+        marks = [right.get(j, 0) for j in c["pointer"]]
+        assert marks == sorted(marks, reverse=True) or "beam" in c["source"]
+    assert group.candidates[-2:] == [c for c in group.alone if c["hard"]]  # the short ones stand behind
 
 
-def test_long_lists_are_recombined_of_fewer_members(icl, monkeypatch):
-    """Six of the 24 members of four lists can be ordered in 97 million ways."""
-    script = icl(LOCAL_TOP=4, LOCAL=5)
-    trainer = script.ICLTrainer()
-    lists = [script.new_candidate(range(6 * n, 6 * n + 6)) for n in range(4)]
-    for n, candidate in enumerate(lists):
-        candidate["gt_prob"] = 1 - 0.1 * n
-    group = script.SimpleNamespace(query=trainer.splits["train"][0], candidates=list(lists))
-    permutations = itertools.permutations
-
-    def counted(members, shots):
-        assert math.perm(len(members), shots) <= 50_000
-        return permutations(members, shots)
-
-    monkeypatch.setattr(script.itertools, "permutations", counted)
-    trainer.miner.recombine(group, 6)
-    new = group.candidates[4:]
-    assert len(new) == 5 and all(set(c["pointer"]) <= set(range(8)) for c in new)
+def test_members_are_answered_alone_before_they_are_recombined(icl):
+    trainer = icl().ICLTrainer()
+    asked = []
+    answers = trainer.reader.answers
+    trainer.reader.answers = lambda pairs: asked.append([len(shown) for _, shown in pairs]) or answers(pairs)
+    groups = trainer.miner.mine(trainer.splits["train"][:3], 2)
+    assert len(asked) == 2 and set(asked[0]) == {1} and set(asked[1]) == {2}
+    for group in groups:
+        assert all(c["hard"] is not None and c["gt_prob"] is not None for c in group.candidates)
 
 
 def test_a_reader_that_raises_marks_the_list_and_it_is_not_trained_on(icl, capsys):
@@ -1082,13 +1125,12 @@ def test_each_number_of_the_search_is_handed_where_it_belongs(icl):
                       ("retrieval", None): 5, ("random", None): 13}
     for c in group.candidates:  # the pick is among the best
         c["gt_prob"] = 0.9 if "beam" in c["source"] else 0.1 + 0.01 * group.candidates.index(c)
-    before = len(group.candidates)
     best = sorted(group.candidates, key=script.gold_first)[:4]
+    trainer.miner.take_apart(group)
+    assert len(group.alone) == 4 * 3 and {c["pointer"][0] for c in group.alone} >= {*best[0]["pointer"]}
+    before = len(group.candidates)
     trainer.miner.recombine(group, 3)
-    assert len(group.candidates) == before + 11
-    members = {j for c in group.candidates[before:] for j in c["pointer"]}
-    assert members <= {j for c in best for j in c["pointer"]}
-    assert not members <= {j for c in best[:3] for j in c["pointer"]}
+    assert 8 < len(group.candidates) - before <= 11
     trainer.miner.choose_kept(group)
     assert len(group.candidates) == 7 + 6
 
@@ -1166,7 +1208,7 @@ def test_an_update_takes_its_own_constants(icl, monkeypatch):
     assert trainer.update(batch)["learning_rate"] == pytest.approx(2e-4 / 5)
     assert trainer.make_optimizer(0.5).param_groups[0]["lr"] == 0.5
     trainer.state.kl_coef = script.KL_COEF
-    inputs = batch.vectors, trainer.corpus.vectors, batch.pool, batch.pointers
+    inputs = *batch.inputs, batch.pointers
     every = trainer.policy(*inputs)
     clips = []
     grpo_loss = script.grpo_loss
@@ -1202,6 +1244,28 @@ def test_rows_are_split_by_their_own_numbers_and_seeds(icl):
     assert asked == [(trainer.splits["validation"] + trainer.splits["train"][:11], 2)]
 
 
+def test_one_file_is_enough_a_fifth_of_it_is_held_out(icl, world, tmp_path, capsys):
+    script = icl(TEST_DATASET=None, MINE_QUERIES=20, POOL_SIZE=300, RCE_EPOCHS=1)
+    splits, demos = script.load_splits(print)
+    said = "TEST_DATASET is None: 24 rows of TRAIN_DATASET are the test, 96 are left"
+    assert said in capsys.readouterr().out
+    numbers = [{row["number"] for row in rows} for rows in (*splits.values(), demos)]
+    train, validation, test, shown = numbers
+    assert len(test) == 24 and len(validation) == 12 and shown == train
+    assert len(train | validation | test) == 120
+    rows = list(csv.DictReader(open(world / "train.csv")))
+    assert all(rows[row["number"]]["text"] == row["text"] for row in (*splits["test"], *demos))
+    assert {row["split"] for row in splits["test"]} == {"test"}
+    for seed, same in (("SEED", True), ("SPLIT_SEED", False)):
+        other = icl(TEST_DATASET=None, **{seed: 5}).load_splits(print)[0]["test"]
+        assert ({row["number"] for row in other} == test) == same
+    assert len(icl(TEST_DATASET=None, TEST_QUERIES=7).load_splits(print)[0]["test"]) == 7
+    trainer = script.ICLTrainer()
+    trainer.train()
+    asked = set(json.loads((trainer.run.folder / "candidates.json").read_text())) - {"_meta"}
+    assert not {int(number) for number in asked} & test and len(trainer.select("where is my card", 2)) == 2
+
+
 def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -1225,8 +1289,9 @@ def test_the_policy_that_is_kept_is_chosen_on_validation_queries_alone(icl):
     asked = []
     trainer.accuracy_of = lambda queries, lists: asked.append((queries, lists)) or np.array([0.0, 1.0])
     assert trainer.evaluate() == {"pick_accuracy": 0.5, "oracle_accuracy": 0.75}
-    (queries, lists), = asked
+    (queries, one), (_, lists) = asked
     assert queries == trainer.splits["validation"] and {len(x) for x in lists} == {2}
+    assert one == [x[:1] for x in lists]
     pools = [set(trainer.corpus.pool_of(query).tolist()) for query in queries]
     assert all(set(x) <= pool for x, pool in zip(lists, pools))
 
@@ -1302,7 +1367,7 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
     def graded(*x):
         groups = read(*x)
         for n, group in enumerate(groups):
-            assert {len(c["pointer"]) for c in group.candidates} == {3}
+            assert {len(c["pointer"]) for c in group.candidates} == {1, 3}
             for c in group.candidates:
                 c["soft"], c["hard"] = (0.3, 1) if c is group.candidates[0] and n else (0.0, 0)
         return groups
@@ -1338,6 +1403,9 @@ def test_select_gives_rows_of_the_training_data(trained, world):
     script, trainer, folder = trained
     rows = trainer.select("where is my card please", 3)
     assert len(rows) == 3 and all(row in trainer.demos for row in rows)
+    everything = {**trainer.splits["test"][0], "split": "select", "text": "new"}
+    everything.pop("pool")
+    assert sorted(trainer.corpus.pool_of(everything).tolist()) == list(range(108))  # not POOL_SIZE of them
     best = script.load_pointer(folder / "best/policy", trainer.corpus.sizes)
     query = {**trainer.splits["test"][0], "id": "select where is my card please", "split": "select"}
     query["vector"] = trainer.corpus.embed_query("where is my card please")
@@ -1390,9 +1458,16 @@ def test_a_candidates_vector_holds_its_answers(icl):
     trainer = icl().ICLTrainer()
     by_answer = {}
     for demo in trainer.demos:
-        by_answer.setdefault(demo["answer"], set()).add(demo["candidate_vector"][12:].tobytes())
+        by_answer.setdefault(demo["answer"], set()).add(demo["candidate_vector"].tobytes())
     assert all(len(vectors) == 1 for vectors in by_answer.values())
-    assert len(set.union(*by_answer.values())) == 6
+    vectors = np.stack([np.frombuffer(x, np.float32) for x, in by_answer.values()])
+    assert vectors @ vectors.T == pytest.approx(np.eye(6), abs=1e-5)  # none says anything of another
+    assert len(trainer.corpus.vectors) == 6
+    for j, demo in enumerate(trainer.demos):
+        vector = trainer.corpus.vectors[trainer.corpus.vector_of[j]]
+        assert vector.tolist() == demo["candidate_vector"].tolist()
+    demos = icl(EMBED_ANSWERS=False).ICLTrainer().demos
+    assert all(np.array_equal(demo["candidate_vector"], demo["vector"]) for demo in demos)
 
 
 # ---------------------------------------------------------------- runs and errors
