@@ -105,7 +105,7 @@ WARMUP_STEPS = 0  # with or without a scheduler
 GROUP_EPOCHS = 2  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps a pass
 CLIP_RANGE = 0.2  # > 0
-CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28 (2503.14476)
+CLIP_RANGE_HIGH: float | None = None  # > 0; DAPO's clip-higher: 0.28 (2503.14476); None: CLIP_RANGE
 DUAL_CLIP: float | None = None  # > 1, such as 3: the greatest ratio where the advantage is negative
 VALUE_CLIP_RANGE = 0.2  # > 0; 0 turns value clipping off
 VALUE_LOSS_COEF = 0.5
@@ -388,13 +388,13 @@ class PPOTrainer:
         metrics = {}  # of the whole step; share is a micro-batch's
         tokens = batch.response_mask[rows].sum()  # of the whole step, of which a micro-batch is a part
         tensors = (batch.response_mask, batch.logprobs, batch.advantages, batch.values, batch.returns)
+        high = CLIP_RANGE_HIGH or CLIP_RANGE
         micros = micro_batches(self.actor, batch, rows)
         for micro, share in summed([self.actor, self.critic], micros, metrics):
             width = longest(batch, micro)  # this micro-batch's alone: no normaliser
             mask, old_logprobs, advantages, old_values, returns = (x[micro, :width] for x in tensors)
             logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
-            policy_losses = policy_loss(
-                logprobs, old_logprobs, advantages, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP)
+            policy_losses = policy_loss(logprobs, old_logprobs, advantages, CLIP_RANGE, high, DUAL_CLIP)
             losses = policy_losses - ENTROPY_COEF * entropy if ENTROPY_COEF else policy_losses
             backward(self.actor, (losses * mask).sum() / tokens)
 
@@ -404,7 +404,7 @@ class PPOTrainer:
 
             log_ratio = (logprobs.detach() - old_logprobs) * mask
             ratio = log_ratio.exp()
-            clipped = torch.where(advantages > 0, ratio > 1 + CLIP_RANGE_HIGH, ratio < 1 - CLIP_RANGE)
+            clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - CLIP_RANGE)
             means = {
                 "policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy,
                 "approx_kl": ratio - 1 - log_ratio, "clip_fraction": clipped.float(),

@@ -777,6 +777,16 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     assert record["truncated_fraction"] == pytest.approx(sum(batch.truncated.tolist()) / 10)
 
 
+def test_one_clip_range_clips_both_ways(ppo):
+    trainer = ppo(MAX_NEW_TOKENS=16, CLIP_RANGE=0.4).PPOTrainer()
+    batch = scored_batch(trainer, 4)
+    for ratio, clipped in ((1.3, 0), (1.5, 1)):
+        moved = SimpleNamespace(**vars(batch))
+        moved.logprobs = batch.logprobs - math.log(ratio) * batch.response_mask
+        moved.advantages = torch.ones_like(batch.advantages)
+        assert gradients(trainer, moved)[1]["clip_fraction"] == pytest.approx(clipped, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "ratio, advantage, clipped",
     [(1.5, 1, 1), (1.5, -1, 0), (0.5, 1, 0), (0.5, -1, 1), (1.25, 1, 0), (0.75, -1, 1), (0.9, -1, 0)],
