@@ -343,7 +343,7 @@ def test_two_processes_add_up_in_the_order_of_the_parts_as_one_does(parts, ppo, 
 
     monkeypatch.setattr(script, "world_size", lambda: 2)
     monkeypatch.setattr(script.dist, "all_gather", all_gather)
-    monkeypatch.setattr(script, "all_gather", lambda share: [share, {}])
+    monkeypatch.setattr(script, "all_gather", lambda shares: [shares, [{}] * len(shares)])
     assert torch.equal(sum_of(script, OneNumber(), gradients, others=True), in_order(gradients))
 
 
