@@ -23,8 +23,8 @@ SUMS = [  # a chat of two answered questions and one that is asked: the model kn
     f'EVAL_DATASETS=[{{"path": "{ROOT}/data/real/sums_test.jsonl", "type": "jsonl", "input": "messages", '
     '"output": "answer"}]',
     'REWARD_FUNCTIONS=[("last_number", 1.0)]', "ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=16",
-    "BATCH_SIZE=8", "GROUP_SIZE=8", "MAX_STEPS=40", "MAX_EVAL_PROMPTS=128",
-    "EVAL_EVERY_N_STEPS=20", "SAVE_EVERY_N_STEPS=0"]
+    "BATCH_SIZE=8", "GROUP_SIZE=8", "MAX_STEPS=30", "MAX_EVAL_PROMPTS=64",
+    "EVAL_EVERY_N_STEPS=15", "SAVE_EVERY_N_STEPS=0"]
 RUNS = {  # name: (trainer, its constants)
     "grpo": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LEARNING_RATE=1e-5"]),
     "lora": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LORA_RANK=16", "LEARNING_RATE=1e-4"]),

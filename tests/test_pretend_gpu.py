@@ -166,7 +166,7 @@ def test_grpo_rec(tmp_path):
                LAYERS=1)
 
 
-@pytest.mark.parametrize("dropout", [0, 0.3])
+@pytest.mark.parametrize("dropout", [0, pytest.param(0.3, marks=pytest.mark.sweep)])
 def test_rce_icl(tmp_path, models, dropout):
     """Dropout on a GPU is drawn by its own generator: such a run is compared with itself alone."""
     for name in ("train", "test"):

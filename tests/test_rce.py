@@ -823,8 +823,9 @@ MOMENTS = {  # when the run is killed
 
 @pytest.mark.parametrize(
     "number, moment",
-    [*((signal.SIGKILL, moment) for moment in MOMENTS),
-     pytest.param(signal.SIGTERM, "while it mines again", marks=pytest.mark.sweep)],
+    [(signal.SIGKILL, "while it mines"), (signal.SIGKILL, "while it trains"),
+     *(pytest.param(number, "while it mines again", marks=pytest.mark.sweep)
+       for number in (signal.SIGKILL, signal.SIGTERM))],
 )
 def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, run, tmp_path, moment, number):
     out = tmp_path / "run"
