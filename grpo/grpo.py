@@ -2669,7 +2669,6 @@ def has_gradient(loss, logprobs, entropy):
     return found > 0
 
 
-
 def flat_groups(scores):
     """Which groups have equal scores, (groups,) of bool; scores (rows,)."""
     groups = scores.view(-1, GROUP_SIZE)

@@ -2405,7 +2405,6 @@ class Run:
 # ==== end of block: the run
 
 
-
 def train_main():
     run_main(PPOTrainer)
 

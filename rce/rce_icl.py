@@ -1747,7 +1747,6 @@ def check_up(groups, proposed, path, say):
 # ================================================================ data and embeddings
 import csv
 import hashlib
-import itertools
 from collections import Counter, defaultdict
 from functools import partial
 from operator import index

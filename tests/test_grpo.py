@@ -767,9 +767,6 @@ def moved_policy(folder, factor=1.05):
     return str(folder)
 
 
-
-
-
 def test_evaluating_takes_nothing_from_the_random_streams_of_training(grpo):
     def generators():
         """Plain values only: torch's tensor as its numbers."""

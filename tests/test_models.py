@@ -423,7 +423,6 @@ def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_i
         module.backward(gpu, torch.ones(()))
 
 
-
 @pytest.mark.parametrize("name", [pytest.param("banned", marks=pytest.mark.sweep), "top_p"])
 def test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains(name, grpo):
     script = grpo(MAX_STEPS=1, KL_COEF=0.05, ENTROPY_COEF=0.01)
