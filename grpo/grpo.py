@@ -1075,8 +1075,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 result[rows, since] = torch.stack(column, 1)
             columns = []
             ended |= torch.isin(ids[rows, since], eos_ids).any(1)
-            left = [i for i, over in enumerate(ended.tolist()) if not over]
-            if not left or t + 1 == max_new_tokens:
+            left = [i for i, over in enumerate(ended.tolist()) if not over] if t + 1 < max_new_tokens else []
+            if not left:
                 break
             if len(left) <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
                 keep = upload(left, device)
@@ -1550,8 +1550,14 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     return out.reshape(rows, 1, heads, -1), None
 
 
+def mask_of_prompts(*args, **options):
+    """transformers' sdpa mask, but padding is not asked whether there is any: a GPU waits for the answer."""
+    options["allow_is_causal_skip"] &= options["attention_mask"] is None
+    return sdpa_mask(*args, **options)
+
+
 AttentionInterface.register("shared_prompts", attend)
-AttentionMaskInterface.register("shared_prompts", sdpa_mask)
+AttentionMaskInterface.register("shared_prompts", mask_of_prompts)
 # ==== end of block: faster decoding
 
 

@@ -40,12 +40,12 @@ SHORT = {
     "MAX_STEPS": 4, "EVAL_EVERY_N_STEPS": 2, "MAX_EVAL_PROMPTS": 40, "SAVE_EVERY_N_STEPS": 2, "RESUME": "no"}
 COUNTED = {  # as test_pretend_gpu.py counts
     "BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_TRAIN_PROMPTS": 24,
-    "MAX_STEPS": 1, "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 65, "EVAL_DATASETS": [], "TEMPERATURE": 1.5,
+    "MAX_STEPS": 1, "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 64, "EVAL_DATASETS": [], "TEMPERATURE": 3.0,
     "RESUME": "no", "REWARD_FUNCTIONS": [("rouge_l", 1.0)]}
 MINED = {"rce": {"MINE_PROMPTS": 64, "ROUNDS": 1}}
 PRETENDED = {  # units, waits, kernels
-    "ppo": {"rollout": (78, 10, 19709), "update": (4, 4, 2895)},
-    "grpo": {"rollout": (78, 10, 19709), "update": (2, 3, 1663)}}
+    "ppo": {"rollout": (126, 7, 31423), "update": (4, 4, 2895)},
+    "grpo": {"rollout": (126, 7, 31423), "update": (2, 3, 1665)}}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
