@@ -50,6 +50,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -2324,7 +2326,6 @@ class Run:
             restore_folder(self.folder / "best")
         choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
         self.checkpoint = broadcast_from_rank0(choose)  # to go on from
-        self.say(f"{Path(__file__).name} loads models and data")
         seed_everything(SEED)
 
     def begin_part(self):

@@ -117,4 +117,9 @@ MUTANTS = [
      IN_RCE + FORMULAS),
     (RCE, "self.state.round_start + rounds_left * steps", "self.state.round_start + steps",
      IN_RCE + FORMULAS),
+    (PPO, 'os.environ.get("RANK", "0") == "0":\n    print(', 'True:\n    print(',
+     "tests/test_run.py::test_the_first_line_stands_before_torch_is_imported[ppo/ppo.py]"),
+    (GRPO, 'torch, models and data", flush=True)\nimport torch  # noqa: E402\n',
+     'torch, models and data", flush=True)\n',
+     "tests/test_run.py::test_the_first_line_stands_before_torch_is_imported[grpo/grpo.py]"),
 ]

@@ -42,6 +42,17 @@ def joined(tensors):
     return torch.cat([x.detach().flatten().clone() for x in tensors])
 
 
+# ---------------------------------------------------------------- the first line
+
+@pytest.mark.parametrize("path", [*TRAINERS, "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"])
+def test_the_first_line_stands_before_torch_is_imported(tmp_path, path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch')")
+    for number, says in (("0", f"{Path(path).name} loads torch, models and data\n"), ("1", "")):
+        words = {"env": {**os.environ, "PYTHONPATH": str(tmp_path), "RANK": number}, "text": True}
+        done = subprocess.run([sys.executable, ROOT / path], capture_output=True, **words)
+        assert (done.stdout, done.stderr) == (says, "torch\n")
+
+
 # ---------------------------------------------------------------- overrides
 
 
