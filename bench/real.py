@@ -52,8 +52,8 @@ RUNS = {  # name: (trainer, its constants)
         *SUMS, "EVAL_SAMPLES=1", "MINE_PROMPTS=64", "ROUNDS=2", "NUM_EPOCHS=1", "LEARNING_RATE=1e-5"]),
     "rag": ("ppo/ppo_rag.py", [
         'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
-        "SAMPLE=200", "VALIDATION_QUESTIONS=40", "TEST_QUESTIONS=60", f"GENERATOR={SMOLLM2}", "DTYPE=bfloat16",
-        f"PROMPT={SHOWN}", "PARAGRAPH={title}: {text}", "CHAT_TEMPLATE=False", "TOP_KS=(1,2,4)",
+        "SAMPLE=200", "VALIDATION_QUESTIONS=40", "TEST_QUESTIONS=60", f"GENERATOR={SMOLLM2}",
+        "DTYPE=bfloat16", f"PROMPT={SHOWN}", "PARAGRAPH={title}: {text}", "CHAT_TEMPLATE=False", "TOP_KS=(1,2,4)",
         "TEMPERATURES=(0.0,)", "RERANKS=(0,)", "RERANKER=None", "FIXED_ACTION=(4,0.0,0)", "COST_WEIGHT=0.02",
         f"CACHE_DIR={ROOT}/checkpoints/real_rag_cache"]),
     "icl": ("rce/rce_icl.py", [
