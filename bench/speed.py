@@ -4,11 +4,14 @@
     python bench/speed.py rollout growth       # some of: trl rollout phases growth gpu
     python bench/speed.py old c193812          # against an older commit, about 6 minutes
     python bench/speed.py phases --quick       # fewer rounds and steps: does it run, not how fast is it
+    python bench/speed.py smollm2              # trl, on the model that bench/real.py makes, about 12 minutes
 
     trl         a GRPO step against trl 1.16.0's on the same work (needs bench/requirements-trl.txt, in an
                 environment of its own)
     rollout     our generate() against transformers' model.generate: lengths even and heavy-tailed, prompts of
                 32 and 512 tokens
+    smollm2     the same with SmolLM2-135M-Instruct on 8 word problems x 8 responses of at most 48 tokens, with
+                a reward that tells all responses apart, so that every row is trained
     phases      seconds of rollout, scoring and update of GRPO and PPO at equal samples; model FLOPs against
                 this machine's matrix products
     growth      time and memory as the samples of a step grow from 64 to 1,024 while BATCH_SIZE stays
@@ -167,12 +170,20 @@ def default_steps(path, steps, seed):
         "seconds": seconds, "tokens_per_second": samples * length / seconds, "peak": peak(), "curve": rewards}
 
 
-def ours(model, prompts, steps, seed):
+def ours(model, prompts, steps, seed, **constants):
     """A GRPO step of ours."""
-    return train_steps("grpo", model, seed, BATCH_SIZE=prompts, GROUP_SIZE=8, MAX_STEPS=WARM_UP + steps)
+    if constants:
+        constants["REWARD_FUNCTIONS"] = [(distinct_letters, 1.0)]
+    own = {"BATCH_SIZE": prompts, "GROUP_SIZE": 8, "MAX_STEPS": WARM_UP + steps}
+    return train_steps("grpo", model, seed, **own, **constants)
 
 
-def trls(model, prompts, steps, seed):
+def distinct_letters(prompts, responses, answers):
+    """How many different characters a response has."""
+    return [float(len(set(response))) for response in responses]
+
+
+def trls(model, prompts, steps, seed, **constants):
     """The same step of trl's."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -182,7 +193,9 @@ def trls(model, prompts, steps, seed):
     import rewards
 
     data = load_dataset("json", data_files=str(ROOT / "data/tiny/train.jsonl"), split="train")
-    data = data.map(lambda row: {"prompt": row["problem"] + "\n"})
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["problem"]}] if constants else
+                                 row["problem"] + "\n"})
     stamps = []
 
     class Stamp(TrainerCallback):
@@ -190,6 +203,8 @@ def trls(model, prompts, steps, seed):
             stamps.append(time.perf_counter())
 
     def reward(prompts, completions, solution, **_):
+        if constants:
+            return distinct_letters(prompts, [chat[-1]["content"] for chat in completions], solution)
         return rewards.exact_answer(prompts, completions, solution)
 
     config = GRPOConfig(
@@ -198,9 +213,9 @@ def trls(model, prompts, steps, seed):
         per_device_train_batch_size=prompts * 8,
         gradient_accumulation_steps=1,
         num_generations=8,
-        max_completion_length=40,
+        max_completion_length=constants.get("MAX_NEW_TOKENS", 40),
         beta=0.0,
-        learning_rate=1e-4,
+        learning_rate=constants.get("LEARNING_RATE", 1e-4),
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         temperature=1.0,
@@ -220,7 +235,7 @@ def trls(model, prompts, steps, seed):
         reward,
         config,
         train_dataset=data,
-        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        processing_class=tokenizer,
         callbacks=[Stamp()])
     trainer.train()
     logs = [r for r in trainer.state.log_history if "reward" in r]
@@ -385,6 +400,19 @@ def section_trl(models, quick):
         print(flush=True)
 
 
+def section_smollm2(models, quick):
+    model = ROOT / "data/real/smollm2"
+    if not model.exists() or not importlib.util.find_spec("trl"):
+        print("wants trl (bench/requirements-trl.txt) and the model (python bench/real.py get)\n")
+        return
+    arguments = {"model": str(model), "prompts": 8, "steps": 2, "MAX_NEW_TOKENS": 48, "LEARNING_RATE": 1e-5}
+    rounds = 1 if quick else 2
+    results = alternate(rounds, {"ours": ("ours", arguments), "trl": ("trls", arguments)})
+    print(f"GRPO, SmolLM2-135M-Instruct, 8 prompts x 8 responses of at most 48 tokens, {rounds} rounds\n")
+    compare(results)
+    print(flush=True)
+
+
 def section_rollout(models, quick):
     print("Rollout, 8 responses a prompt, response tokens a second\n")
     table_head("model", "prompts", "tokens of each", "lengths", "ours", "generate", "ours / generate")
@@ -499,7 +527,7 @@ def main():
         return
     words = [word for word in sys.argv[1:] if word != "--quick"]
     quick = "--quick" in sys.argv
-    every = ["trl", "rollout", "phases", "growth", "gpu"]
+    every = ["trl", "rollout", "phases", "growth", "gpu", "smollm2"]
     commit = None
     if "old" in words:
         at = words.index("old")
@@ -508,7 +536,7 @@ def main():
         commit = words[at + 1]
         del words[at:at + 2]
     elif not words:
-        words = every
+        words = every[:-1]
     if unknown := [word for word in words if word not in every]:
         sys.exit(f"unknown section {unknown[0]}: there are {', '.join(every)}, old COMMIT")
     import torch

@@ -224,6 +224,17 @@ def test_a_model_that_raises_is_refused_with_what_it_raised(trainer_of, monkeypa
         try_models(trainer_of.script, trainer)
 
 
+@pytest.mark.parametrize("dtype, has, slower", [
+    ("bfloat16", {"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
+    ("bfloat16", {"avx512_bf16": False, "amx_bf16": True}, False),
+    ("float32", {"avx2": True}, False)])
+def test_a_processor_that_is_slower_in_bfloat16_is_said(trainer_of, monkeypatch, dtype, has, slower):
+    trainer = trainer_of("grpo", DTYPE=dtype)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    says = trainer_of.script.headline(trainer.run, trainer.actor, [], [])
+    assert f"on cpu, {dtype}" in says and ("slower than float32" in says) == slower
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run(trainer_of, name):
     trainer = trainer_of(name, DTYPE="bfloat16", LEARNING_RATE=0.0)
