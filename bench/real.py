@@ -53,9 +53,9 @@ RUNS = {  # name: (trainer, its constants)
     "rag": ("ppo/ppo_rag.py", [
         'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
         "SAMPLE=200", "VALIDATION_QUESTIONS=40", "TEST_QUESTIONS=60", f"GENERATOR={SMOLLM2}",
-        "DTYPE=bfloat16", f"PROMPT={SHOWN}", "PARAGRAPH={title}: {text}", "CHAT_TEMPLATE=False", "TOP_KS=(1,2,4)",
-        "TEMPERATURES=(0.0,)", "RERANKS=(0,)", "RERANKER=None", "FIXED_ACTION=(4,0.0,0)", "COST_WEIGHT=0.02",
-        f"CACHE_DIR={ROOT}/checkpoints/real_rag_cache"]),
+        "DTYPE=bfloat16", f"PROMPT={SHOWN}", "PARAGRAPH={title}: {text}", "CHAT_TEMPLATE=False",
+        "TOP_KS=(1,2,4)", "TEMPERATURES=(0.0,)", "RERANKS=(0,)", "RERANKER=None", "FIXED_ACTION=(4,0.0,0)",
+        "COST_WEIGHT=0.02", f"CACHE_DIR={ROOT}/checkpoints/real_rag_cache"]),
     "icl": ("rce/rce_icl.py", [
         f'TRAIN_DATASET={{"path": "{ROOT}/data/real/banking_train.csv", "type": "csv", "input": "text", '
         '"output": "category"}',

@@ -10,8 +10,8 @@
                 environment of its own)
     rollout     our generate() against transformers' model.generate: lengths even and heavy-tailed, prompts of
                 32 and 512 tokens
-    smollm2     the same with SmolLM2-135M-Instruct on 8 word problems x 8 responses of at most 48 tokens, with
-                a reward that tells all responses apart, so that every row is trained
+    smollm2     trl on SmolLM2-135M-Instruct, 8 word problems x 8 responses of at most 48 tokens, and a reward
+                that tells all responses apart, so that every row is trained; not among everything
     phases      seconds of rollout, scoring and update of GRPO and PPO at equal samples; model FLOPs against
                 this machine's matrix products
     growth      time and memory as the samples of a step grow from 64 to 1,024 while BATCH_SIZE stays

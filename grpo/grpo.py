@@ -1385,8 +1385,9 @@ def size_of(model):
 
 def headline(run, actor, train_rows, eval_rows):
     """What a run begins with, on the terminal."""
-    known = actor.device.type != "cpu" or any(x for k, x in torch.cpu.get_capabilities().items() if "bf16" in k)
-    dtype = DTYPE + " (slower than float32 on this processor)" * (DTYPE == "bfloat16" and not known)
+    suits = any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
+    slower = DTYPE == "bfloat16" and actor.device.type == "cpu" and not suits
+    dtype = DTYPE + " (slower than float32 on this processor)" * slower
     model = f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {size_of(actor)} on {actor.device}, {dtype}"
     prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
     each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"

@@ -43,7 +43,7 @@ MUTANTS = [
      IN_MODELS + "the_reward_model_reads_few_rows_at_a_time_and_keeps_no_cache"),
     (GRPO, "split(min(64, BATCH_SIZE * GROUP_SIZE))", "split(BATCH_SIZE * GROUP_SIZE)",
      IN_MODELS + "the_reward_model_reads_few_rows_at_a_time_and_keeps_no_cache"),
-    (GRPO, 'any(x for k, x in torch.cpu.get_capabilities().items() if "bf16" in k)',
-     'any("bf16" in k for k in torch.cpu.get_capabilities())',
+    (GRPO, 'any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)',
+     'any("bf16" in name for name in torch.cpu.get_capabilities())',
      "tests/test_models.py::test_a_processor_that_is_slower_in_bfloat16_is_said"),
 ]

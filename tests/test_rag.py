@@ -608,7 +608,7 @@ def test_more_actions_answer_only_what_is_missing(rag, monkeypatch):
 
 @pytest.mark.parametrize("constant, value", [
     ("PROMPT", "{contexts} {question}"), ("PARAGRAPH", "{title} {text}"), ("MAX_NEW_TOKENS", 3),
-    ("RERANK_DEPTH", 5), ("TITLE_WEIGHT", 1)])
+    ("CHAT_TEMPLATE", False), ("RERANK_DEPTH", 5), ("TITLE_WEIGHT", 1)])
 def test_what_an_answer_depends_on_is_in_the_caches_name(rag, constant, value):
     paths = []
     for changed in ({}, {constant: value}, {"EM_WEIGHT": 2.0, "SEED": 9}):
@@ -616,6 +616,16 @@ def test_what_an_answer_depends_on_is_in_the_caches_name(rag, constant, value):
         generator = script.Generator(script.GENERATOR, torch.device("cpu"))
         paths.append(script.cache_path([{"title": "a", "text": "b"}], generator))
     assert paths[0] != paths[1] and paths[0] == paths[2]
+
+
+def test_a_chat_template_goes_around_the_prompt_unless_told_not_to(rag):
+    prompts = []
+    for wanted in (True, False):
+        script = rag(CHAT_TEMPLATE=wanted, PROMPT="{contexts}Q {question}")
+        generator = script.Generator(script.GENERATOR, torch.device("cpu"))
+        generator.tokenizer.chat_template = "<{{ messages[0].role }}>{{ messages[0].content }}"
+        prompts.append(generator.prompt("where", [])[0])
+    assert prompts == ["<user>Q where", "Q where"]
 
 
 def test_lines_of_the_cache_that_are_half_written_are_answered_again(rag, tmp_path, monkeypatch):
