@@ -1558,8 +1558,10 @@ def disagreement(model, compute):
         found, wanted = compute()
     except Exception as error:  # whatever a model raises that is not made for it
         return f"it raises {type(error).__name__}: {first_line(error)}"
-    apart = (found - wanted).abs().max().item()
-    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * (1 + wanted.std(correction=0).item())
+    apart = (found - wanted).float().reshape(len(found), -1)
+    exact = model.dtype == torch.float32  # bfloat16 moves a few of 49,152 logits far, not a position's mean
+    apart = (apart.abs() if exact else apart.square().mean(1).sqrt()).max().item()
+    tolerance = (1e-3 if exact else 0.1) * (1 + wanted.std(correction=0).item())
     return "" if apart <= tolerance else f"beside other tokens the same tokens get values {apart:.2g} apart"
 
 

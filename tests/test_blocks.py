@@ -13,7 +13,7 @@ LENGTHS = [
     ("grpo/grpo_rec.py", 667), ("rce/rce_icl.py", 695)]
 # Lines of a block today: a further promise finds its lines inside. On the way to 760, 190 and 680
 MOST = {
-    "language models": 938, "faster decoding": 72, "data and rewards": 204, "the run": 716,
+    "language models": 940, "faster decoding": 72, "data and rewards": 204, "the run": 716,
     "mining and check-up": 126}
 
 

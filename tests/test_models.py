@@ -1,6 +1,7 @@
 """How models are loaded, tried and read: whatever their architecture, what samples and what scores are the
 model's own forward pass."""
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,19 @@ def test_a_model_that_raises_is_refused_with_what_it_raised(trainer_of, monkeypa
         try_models(trainer_of.script, trainer)
 
 
+def test_bfloat16s_rounding_is_told_from_a_mistake_by_a_positions_mean():
+    torch.manual_seed(0)
+    wanted = 8 * torch.randn(10, 5000)
+    noise = 0.1 * torch.randn(10, 5000)
+    noise[3, 7] = 1.5  # more than a tenth of the logits' standard deviation: SmolLM2 has such
+    other = torch.where(torch.arange(10)[:, None] == 4, wanted.roll(1, 0), wanted)
+    rounded, exact = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32)
+    assert module.disagreement(rounded, lambda: (wanted + noise, wanted)) == ""
+    assert "values" in module.disagreement(exact, lambda: (wanted + noise.eq(1.5) * 0.1, wanted))
+    assert "values" in module.disagreement(rounded, lambda: (other, wanted))
+    assert "values" in module.disagreement(rounded, lambda: (wanted[0] + noise[3], wanted[0]))
+
+
 @pytest.mark.parametrize("dtype, has, slower", [
     ("bfloat16", {"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
     ("bfloat16", {"avx512_bf16": False, "amx_bf16": True}, False),
@@ -432,6 +446,48 @@ def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_i
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     with pytest.raises(RuntimeError, match="does not require grad"):  # another reason stays what it is
         module.backward(gpu, torch.ones(()))
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_token_that_leaves_the_nucleus_in_a_later_pass_has_ratio_0_and_finite_metrics(
+        trainer_of, monkeypatch, name):
+    trainer = trainer_of(name, KL_COEF=0.1)
+    script = trainer_of.script
+    batch = trainer.rollout(trainer.train_rows[:4])
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    batch.advantages = batch.advantages + 0.1  # every row teaches
+    common = batch.response_ids[batch.response_mask > 0].mode().values
+    plain = script.sampling_logprobs
+
+    def without(logits, temperature):
+        return plain(logits, temperature).index_fill(-1, common, -torch.inf)
+
+    monkeypatch.setattr(script, "sampling_logprobs", without)
+    check = script.check_first_ratio
+    apart = []  # in the mean of tokens, which bfloat16 is judged by
+
+    def spy(steps, step):
+        apart.append(steps[0]["log_ratio"])
+        check(steps, step)
+
+    monkeypatch.setattr(script, "check_first_ratio", spy)
+    trainer.run.step = 1
+    metrics = trainer.update(batch)
+    assert metrics["ratio_max"] == 1 and 0 < apart[0] < 20
+    assert 0 < metrics["approx_kl"] < 20 and abs(metrics["kl"]) < 20
+    assert 0 < metrics["grad_norm"] < math.inf
+    trainer.run.step = 0
+    with pytest.raises(script.UserError, match=r"sees a ratio \S{1,5} away from 1"):
+        trainer.update(batch)
+
+
+def test_a_lost_tokens_kl_is_finite_and_has_no_gradient():
+    logprobs = torch.tensor([-1e30, -1.0], requires_grad=True)
+    for estimator in ("k1", "k2", "k3"):
+        loss = module.kl_loss(logprobs, torch.tensor([-2.0, -1.5]), estimator)
+        gradient, = torch.autograd.grad(loss.sum(), logprobs)
+        assert loss[0] == 0 and loss[1] > 0 and gradient.tolist() == [0.0, 0.5]
 
 
 @pytest.mark.parametrize("name", [pytest.param("banned", marks=pytest.mark.sweep), "top_p"])
