@@ -1,7 +1,10 @@
 """The programs in tools/, which read a run's files: what the policy says, its metrics as a picture."""
 import ast
+import csv
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -252,3 +255,35 @@ def test_a_picture_is_written(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "x.png\n", done.stderr
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------- bench/real.py
+
+def test_the_trainers_take_what_bench_real_sets():
+    real = load_script("bench/real.py")
+    for path, words in real.RUNS.values():
+        script = load_script(path)
+        script.apply_overrides(words)
+        script.check_constants()
+    told = real.SHOWN.format(contexts="Ada: Ada Lovelace.", question="who?")
+    assert told.endswith("Ada: Ada Lovelace.\nQUESTION: who?\nANSWER:")
+
+
+def test_bench_reals_eight_intents_are_banking77s(tmp_path, monkeypatch):
+    real = load_script("bench/real.py")
+    (tmp_path / "data/real").mkdir(parents=True)
+    shutil.copytree(ROOT / "data/banking77", tmp_path / "data/banking77")
+    monkeypatch.setattr(real, "ROOT", tmp_path)
+    real.make_intents()
+    real.make_sums()
+    for name in ("train", "test"):
+        with open(tmp_path / f"data/real/banking_{name}.csv", newline="") as file:
+            found = {row["category"] for row in csv.DictReader(file)}
+        assert found == {intent.replace("_", " ") for intent in real.INTENTS}
+    asked = [set((tmp_path / f"data/real/sums_{name}.jsonl").read_text().splitlines())
+             for name in ("train", "test")]
+    assert [len(lines) for lines in asked] == [2000, 256] and not asked[0] & asked[1]
+    for line in asked[1]:
+        row = json.loads(line)
+        numbers = [int(word) for word in re.findall(r"\d+", row["messages"][-1]["content"])]
+        assert sum(numbers) == int(row["answer"])
