@@ -71,8 +71,8 @@ RUNS = {  # name: (trainer, its constants)
         f"ACTOR_MODEL={SMOLLM2}", f"TRAIN_FILE={SHOP}/train.csv", f"VALID_FILE={SHOP}/valid.csv",
         f"TEST_FILE={SHOP}/test.csv", f"INDEX_FILE={SHOP}/index.json", f"ITEM_FILE={SHOP}/items.txt",
         f"VALUES_FILE={SHOP}/values.npy", "SASREC_FILE=None", "TRAIN_PREFIXES=False", "SFT_EPOCHS=1",
-        "SFT_BATCH_SIZE=16", "SFT_LEARNING_RATE=2e-4", "WARMUP_STEPS=5", "EVAL_BEAMS=20", "BATCH_SIZE=8", "MAX_STEPS=20",
-        "LEARNING_RATE=2e-5", "EVAL_EVERY_N_STEPS=10"]),
+        "SFT_BATCH_SIZE=16", "SFT_LEARNING_RATE=2e-4", "WARMUP_STEPS=5", "EVAL_BEAMS=20", "BATCH_SIZE=8",
+        "MAX_STEPS=20", "LEARNING_RATE=2e-5", "EVAL_EVERY_N_STEPS=10"]),
 }
 INTENTS = (  # of Banking77, for `icl`
     "age_limit atm_support card_arrival card_swallowed change_pin country_support exchange_rate "
