@@ -12,23 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from bench import learning_curves
+from bench.learning_curves import recipe
 from conftest import ROOT, load_script, small
 
 
-def recipe(page, name):
-    """The text of the fenced block after <!-- recipe: NAME --> in docs/PAGE."""
-    after = (ROOT / "docs" / page).read_text().split(f"<!-- recipe: {name} -->\n")[1]
-    return re.match(r"```\w+\n(.*?)```", after, re.DOTALL)[1]
-
-
 def patched(path, name, **constants):
-    """A trainer's module with a recipe's lines: those after '-' make place for those after '+'."""
-    text = (ROOT / path).read_text()
+    """A trainer's module with a recipe's lines."""
     page = path.split("/")[1].replace(".py", ".md")
-    for hunk in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", recipe(page, name), re.MULTILINE):
-        old, new = (re.sub("^[-+]", "", lines, flags=re.MULTILINE) for lines in hunk)
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
+    text = learning_curves.patched((ROOT / path).read_text(), recipe(page, name))
     module = types.ModuleType("patched")
     module.__file__ = str(ROOT / path)
     exec(compile(text, path, "exec"), vars(module))
