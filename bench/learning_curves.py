@@ -3,8 +3,8 @@
     python bench/learning_curves.py ppo/ppo.py 1 2 3 [KEY=VALUE ...]
     python bench/learning_curves.py grpo/grpo.py 1 2 3 recipe=maxrl show=entropy,kl
 
-recipe=NAME: with that recipe of docs/ppo.md or docs/grpo.md; show=...: these metrics too, of evaluations or of the
-training step before. Steps that not all seeds have evaluated are left out.
+recipe=NAME: with that recipe of docs/ppo.md or docs/grpo.md; show=...: these metrics too, of evaluations or
+of the training step before. Steps that not all seeds have evaluated are left out.
 """
 import json
 import re

@@ -82,5 +82,17 @@ MUTANTS = [
      "torch.rand(len(prompts) * GROUP_SIZE, most_turns(), MAX_NEW_TOKENS).transpose(0, 1)",
      T + "the_first_turn_has_the_random_numbers_of_a_run_without_turns"),
     (GRPO, '            error.add_note(f"(raised by ENVIRONMENT, {name})")', "            pass",
-     T + "what_an_environment_raises_is_named"),
+     T + "what_an_environment_raises_is_named[1]"),
+
+    # episodes that ask at once
+    (GRPO, "(pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some)", "map(ask, some)",
+     T + "so_many_episodes_ask_at_once_as_there_are_threads"),
+    (GRPO, "(pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some)", "pool.map(ask, some)",
+     T + "one_thread_is_the_main_one"),
+    (GRPO, "ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool", "ThreadPoolExecutor(3) as pool",
+     T + "so_many_episodes_ask_at_once_as_there_are_threads"),
+    (GRPO, "with time_limit(), ThreadPoolExecutor(", "with ThreadPoolExecutor(",
+     T + "each_call_of_an_environment_has_its_own_time_limit[2-2]"),
+    (GRPO, "parts = [episodes[i:i + ENVIRONMENT_THREADS] for i in",
+     "parts = [episodes] or [None for i in", T + "each_call_of_an_environment_has_its_own_time_limit[2-2]"),
 ]
