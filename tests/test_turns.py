@@ -1,5 +1,6 @@
 """Turns: what an environment says is read and never trained; what the policy said stays as it was sampled."""
 import json
+import re
 import shutil
 import threading
 import time
@@ -7,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench.learning_curves import recipe
 from conftest import (
     NATS, ROOT, TINY, Program, assert_same_state, load_script, read, small, untimed, words_of)
 from test_chats import with_template
 from test_processes import Processes, assert_same_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
 
 GRPO = load_script("grpo/grpo.py")
 CHATML = """{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token + '\n' }}{% endfor %}
@@ -534,6 +537,85 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
         ended = Processes(count, script, *words, f"MAX_STEPS={steps}").wait()
         assert [end.returncode for end in ended] == [0] * count, ended
     assert "Changed" in ended[0].stdout and "ENVIRONMENT" not in ended[0].stdout
+
+
+# ---------------------------------------------------------------- tools: a recipe of docs/cookbook.md
+
+# in the shape of Qwen2.5's
+WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages -%}
+{{ m['role'] + ':' + m['content'] + eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+
+
+def tool_trainer(grpo, folder, **constants):
+    """(What the recipe defines, its trainer's class over a small module)."""
+    script = grpo(ACTOR_MODEL=folder, MAX_PROMPT_TOKENS=460, MAX_CONTEXT_TOKENS=512, **constants)
+    space = {"grpo": script, "__name__": "recipe"}
+    exec(recipe("cookbook.md", "tools").replace("import grpo\n", ""), space)
+    return SimpleNamespace(**space)
+
+
+@pytest.mark.parametrize("response, text", [
+    ('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"),
+    ('So\n<tool_call>\n{"name": "multiply",\n"arguments": {"a": 2, "b": 3}}\n</tool_call> and <tool_call>'
+     '{"name": "say", "arguments": {"word": "yes"}}', "6\nyes"),
+    ('<tool_call>{"name": "fails", "arguments": {}}</tool_call>',
+     "Error: ZeroDivisionError: division by zero"),
+    ('<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+     "Error: there is no tool 'divide'; there are multiply, fails, say, nothing"),
+    ("<tool_call>multiply(6, 7)</tool_call>",
+     "Error: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ("<tool_call>[1]</tool_call>", "Error: TypeError: list indices must be integers or slices, not str"),
+    ('<tool_call>{"name": "multiply"}</tool_call>', "Error: KeyError: 'arguments'"),
+    ('<tool_call>{"name": "nothing", "arguments": {}}</tool_call>', ""),
+    ("#### 42", None),
+])
+def test_calls_are_run_and_what_is_wrong_with_them_is_their_answer(grpo, response, text):
+    tools = tool_trainer(grpo, str(TINY / "policy"))
+
+    def fails():
+        return 1 / 0
+
+    def say(word):
+        return word
+
+    def nothing():
+        return ""
+
+    tools.TOOLS += [fails, say, nothing]
+    assert tools.run_tools([{"role": "user", "content": "6 * 7?"}], response, "42") == text
+
+
+def test_a_call_with_wrong_arguments_is_told(grpo):
+    tools = tool_trainer(grpo, str(TINY / "policy"))
+    call = '<tool_call>{"name": "multiply", "arguments": {"c": 1}}</tool_call>'
+    assert re.match(r"Error: TypeError: multiply\(\) .*'c'", tools.run_tools([], call, None))
+
+
+def test_tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool(grpo, tmp_path):
+    folder = with_template(tmp_path / "tools", template=WITH_TOOLS)
+    tools = tool_trainer(grpo, folder)
+    trainer = tools.ToolTrainer()
+    schema = get_json_schema(tools.multiply)
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    row = trainer.train_rows[0]
+    shown = f"{json.dumps(schema)}\nuser:{row['prompt']}<eos>assistant:"
+    assert row["ids"] == trainer.tokenizer(shown, add_special_tokens=False)["input_ids"]
+    episode = episode_that_said('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>')
+    assert tools.grpo.ask_environment([episode], trainer.actor, trainer.tokenizer) == [episode]
+    assert episode.messages[-1] == {"role": "tool", "content": "42"}
+    added = trainer.tokenizer("tool:42<eos>assistant:", add_special_tokens=False)["input_ids"]
+    assert episode.ids == [9, 1, *added] and episode.mask == [1.0, 1.0] + [0.0] * len(added)
+    trainer.tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.chat_template == trainer.tokenizer.chat_template
+
+
+def test_a_template_that_shows_no_tools_is_refused(grpo):
+    tools = tool_trainer(grpo, str(TINY / "policy"))
+    says = "chat template does not show the tool multiply: take a model"
+    with pytest.raises(tools.grpo.UserError, match=says):
+        tools.ToolTrainer()
 
 
 # ---------------------------------------------------------------- what is refused
