@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,17 +50,19 @@ def with_recipe(script, name, folder):
 
 
 def run_seed(script, seed, overrides, folder):
-    """({step: metrics} of the evaluations of one run, its seconds of processor, start-up included)."""
+    """({step: metrics} of the evaluations of one run, its seconds by the clock, its seconds of processor)."""
     words = [f"SEED={seed}", f"OUTPUT_DIR={folder}", *overrides]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    started = time.time()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, script, *words], check=True, **quiet)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = time.time() - started
     with open(folder / "logs/metrics.jsonl") as file:
         records = [json.loads(line) for line in file]
     trained = {r["step"]: r for r in records if r["phase"] == "train"}
     found = {r["step"]: {**trained.get(r["step"], {}), **r} for r in records if r["phase"] == "eval"}
-    return found, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return found, seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main():
@@ -74,7 +77,7 @@ def main():
     if "recipe" in options:
         script = with_recipe(script, options["recipe"], out)
     runs = [run_seed(script, seed, overrides, out / seed) for seed in seeds]
-    evaluations = [found for found, _ in runs]
+    evaluations = [found for found, *_ in runs]
     steps = [step for step in evaluations[0] if all(step in found for found in evaluations)]
     names = "  ".join(f"seed {seed}" for seed in seeds)
     shown = options.get("show", "").split(",") if "show" in options else []
@@ -87,7 +90,8 @@ def main():
             each = "  ".join(f"{value:6.3f}" for value in values)
             spread = f"{statistics.mean(values):6.3f}  ({min(values):.3f} to {max(values):.3f})"
             print(f"{'step':>12} {step:5d}  {each}  {spread}")
-    print("\nseconds of processor, start-up included: " + "  ".join(f"{seconds:.0f}" for _, seconds in runs))
+    print("\nseconds, start-up included: " + "  ".join(f"{seconds:.0f}" for _, seconds, _ in runs))
+    print("of processor: " + "  ".join(f"{processor:.0f}" for *_, processor in runs))
     print(f"runs are in {out}")
 
 
