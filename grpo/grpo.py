@@ -105,6 +105,7 @@ TEMPERATURE = 1.0  # > 0; the distribution sampled is the one scored: top-p goes
 # The policy goes on, MAX_NEW_TOKENS a turn; what it did not say is never trained (docs/cookbook.md)
 ENVIRONMENT: "function | None" = None
 ENVIRONMENT_ROLE = "user"  # user | tool: whose turn it is to the chat template
+ENVIRONMENT_THREADS = 1  # episodes that ask at a time: for a function that waits, for a sandbox or HTTP
 MAX_TURNS = 4  # of the policy
 MAX_CONTEXT_TOKENS = 512  # of prompt and all turns; an episode that does not fit ends, and is truncated
 
@@ -164,7 +165,7 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
-    "DUAL_CLIP": (1, 1e6),
+    "DUAL_CLIP ENVIRONMENT_THREADS": (1, 1e6),
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "ENVIRONMENT_ROLE": ["user", "tool"],
@@ -240,8 +241,7 @@ def kl_loss(logprobs, ref_logprobs, estimator):
 
 
 class GRPOTrainer:
-    """Models, data and the algorithm; self.run has the files. resume_from_checkpoint overrides the constant
-    RESUME: a path, "ask", "yes" or "no"."""
+    """Models, data and the algorithm; self.run has the files. resume_from_checkpoint overrides RESUME."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
@@ -2494,6 +2494,8 @@ class Run:
 
 # ================================================================ turns
 
+from concurrent.futures import ThreadPoolExecutor
+
 
 def most_turns():
     """How many turns of the policy an episode may have."""
@@ -2563,36 +2565,45 @@ def ask_environment(episodes, model, tokenizer):
     ends = end_ids(model, tokenizer).tolist()
 
     def ask(episode):
-        asked = conversation(episode.row["prompt"])
-        messages = asked + episode.messages
+        """The environment's text, or None: the end."""
+        messages = conversation(episode.row["prompt"]) + episode.messages
         name = plain_name(ENVIRONMENT)
         try:
-            with time_limit():
-                said = messages.pop()["content"]
-                text = ENVIRONMENT(copy.deepcopy(messages), said, episode.row["answer"])
+            said = messages.pop()["content"]
+            text = ENVIRONMENT(copy.deepcopy(messages), said, episode.row["answer"])
         except Exception as error:
             error.add_note(f"(raised by ENVIRONMENT, {name})")
             raise
-        if text is None:
-            return None, []
-        if not isinstance(text, str):
+        if not isinstance(text, (str, type(None))):
             must = "must return a text, or None where the episode ends"
             raise UserError(f"ENVIRONMENT ({name}) {must}; it returned {repr(text)[:80]}")
+        return text
+
+    def ask_together(some):
+        """Texts of ENVIRONMENT_THREADS episodes, all asked at once: the process's one alarm is then the limit
+        of each call. One thread is the main one, where alone signals work."""
+        with time_limit(), ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool:
+            return list((pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some))
+
+    parts = [episodes[i:i + ENVIRONMENT_THREADS] for i in range(0, len(episodes), ENVIRONMENT_THREADS)]
+    texts = [text for some in map_over_ranks(parts, ask_together) for text in some]
+    going_on = []
+    for episode, text in zip(episodes, texts):
+        if text is None:
+            continue
+        asked = conversation(episode.row["prompt"])
         # some tokenizers begin a text with a space of their own, but not after a special token
         tail = tokenizer.eos_token + turn_text(tokenizer, asked, text, ends, episode.ids[-1])
-        return text, tokenizer(tail, add_special_tokens=False)["input_ids"][1:]
-
-    going_on = []
-    for episode, (text, ids) in zip(episodes, map_over_ranks(episodes, ask)):
+        ids = tokenizer(tail, add_special_tokens=False)["input_ids"][1:]
         context = len(episode.row["ids"]) + len(episode.ids) + len(ids)
-        if text is not None and context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
+        if context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
             episode.truncated = True
-        elif text is not None:
-            episode.ids += ids
-            for values in (episode.mask, episode.logprobs, episode.entropies):
-                values += [0.0] * len(ids)
-            episode.messages.append({"role": ENVIRONMENT_ROLE, "content": text})
-            going_on.append(episode)
+            continue
+        episode.ids += ids
+        for values in (episode.mask, episode.logprobs, episode.entropies):
+            values += [0.0] * len(ids)
+        episode.messages.append({"role": ENVIRONMENT_ROLE, "content": text})
+        going_on.append(episode)
     return going_on
 
 

@@ -111,7 +111,7 @@ def plant(mutant):
         return "STALE"
     planted = text.replace(old, new)
     try:
-        compile(planted, file, "exec")
+        compile(planted if file.endswith(".py") else "", file, "exec")  # or a recipe in a page of docs/
     except SyntaxError:
         return "BROKEN"
     (COPY / file).write_text(planted)

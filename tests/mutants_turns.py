@@ -1,7 +1,9 @@
 """Mutants of the turns. The program that plants them is mutants.py."""
 
 PPO, GRPO = "ppo/ppo.py", "grpo/grpo.py"
+COOKBOOK = "docs/cookbook.md"
 T = "tests/test_turns.py::test_"
+CALLS = T + "calls_are_run_and_what_is_wrong_with_them_is_their_answer"
 
 MUTANTS = [
     # what is trained and counted
@@ -82,5 +84,28 @@ MUTANTS = [
      "torch.rand(len(prompts) * GROUP_SIZE, most_turns(), MAX_NEW_TOKENS).transpose(0, 1)",
      T + "the_first_turn_has_the_random_numbers_of_a_run_without_turns"),
     (GRPO, '            error.add_note(f"(raised by ENVIRONMENT, {name})")', "            pass",
-     T + "what_an_environment_raises_is_named"),
+     T + "what_an_environment_raises_is_named[1]"),
+
+    # tools
+    (COOKBOOK, "(?:</tool_call>|\\Z)", "</tool_call>", CALLS),
+    (COOKBOOK, " for call in calls) if calls else None", " for call in calls) or None", CALLS),
+    (COOKBOOK, 'if asked["name"] not in named:', "if False:", CALLS),
+    (COOKBOOK, "return value if isinstance(value, str) else json.dumps(value)", "return json.dumps(value)",
+     CALLS),
+    (COOKBOOK, "functools.partial(plain, tools=schemas)", "plain",
+     T + "tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool"),
+    (COOKBOOK, "for tool in TOOLS if tool.__name__ not in shown]:", "for tool in []]:",
+     T + "a_template_that_shows_no_tools_is_refused"),
+
+    # episodes that ask at once
+    (GRPO, "(pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some)", "map(ask, some)",
+     T + "so_many_episodes_ask_at_once_as_there_are_threads"),
+    (GRPO, "(pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some)", "pool.map(ask, some)",
+     T + "one_thread_is_the_main_one"),
+    (GRPO, "ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool", "ThreadPoolExecutor(3) as pool",
+     T + "so_many_episodes_ask_at_once_as_there_are_threads"),
+    (GRPO, "with time_limit(), ThreadPoolExecutor(", "with ThreadPoolExecutor(",
+     T + "each_call_of_an_environment_has_its_own_time_limit[2-2]"),
+    (GRPO, "parts = [episodes[i:i + ENVIRONMENT_THREADS] for i in",
+     "parts = [episodes] or [None for i in", T + "each_call_of_an_environment_has_its_own_time_limit[2-2]"),
 ]

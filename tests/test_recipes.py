@@ -12,23 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import ROOT, load_script, small
-
-
-def recipe(page, name):
-    """The text of the fenced block after <!-- recipe: NAME --> in docs/PAGE."""
-    after = (ROOT / "docs" / page).read_text().split(f"<!-- recipe: {name} -->\n")[1]
-    return re.match(r"```\w+\n(.*?)```", after, re.DOTALL)[1]
+from bench import learning_curves
+from bench.learning_curves import recipe
+from conftest import ROOT, Program, load_script, small
 
 
 def patched(path, name, **constants):
-    """A trainer's module with a recipe's lines: those after '-' make place for those after '+'."""
-    text = (ROOT / path).read_text()
+    """A trainer's module with a recipe's lines."""
     page = path.split("/")[1].replace(".py", ".md")
-    for hunk in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", recipe(page, name), re.MULTILINE):
-        old, new = (re.sub("^[-+]", "", lines, flags=re.MULTILINE) for lines in hunk)
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
+    text = learning_curves.patched((ROOT / path).read_text(), recipe(page, name))
     module = types.ModuleType("patched")
     module.__file__ = str(ROOT / path)
     exec(compile(text, path, "exec"), vars(module))
@@ -158,6 +150,17 @@ def test_a_prompt_that_is_solved_is_not_asked_again(tmp_path):
     assert len(first) == 8 and second == sorted(set(first) - set(solved))
     ids = {row["id"] for row in trainer.train_rows if row["prompt"] in solved}
     assert set(trainer.state.solved) == ids
+
+
+def test_learning_curves_makes_a_program_of_a_recipe(tmp_path):
+    for name in ("maxrl", "gdpo"):
+        (tmp_path / name).mkdir()
+        program = learning_curves.with_recipe(ROOT / "grpo/grpo.py", name, tmp_path / name)
+        ends = {"maxrl": "    train_main()\n", "gdpo": "grpo.run_main(GDPOTrainer)\n"}
+        assert program.read_text().endswith(ends[name])
+    words = ["CLIP_RANGE=-1", f"OUTPUT_DIR={tmp_path / 'run'}"]
+    end = Program(program, *words, cwd=tmp_path, environment={}).wait()
+    assert end.returncode == 2 and "CLIP_RANGE = -1.0 is out of range" in end.stderr
 
 
 # ---------------------------------------------------------------- rewards that wait

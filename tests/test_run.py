@@ -20,6 +20,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from bench.learning_curves import recipe
 from conftest import (
     ROOT, TINY, TRAINERS, assert_same_state, load_script, policy_with_two_ends, read, reward_batch,
     run_script, small, untimed, words_of)
@@ -777,13 +778,22 @@ def test_early_stopping_and_plateau_count_evaluations_without_a_better_reward(pp
     assert json.loads((tmp_path / "run/best/metrics.json").read_text())["step"] == 1
 
 
-def test_wandb_offline_writes_a_real_run(tmp_path):
+def test_wandb_offline_writes_a_real_run_and_the_cookbooks_table_has_the_samples(tmp_path):
     pytest.importorskip("wandb")
     out = tmp_path / "run"
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    done = run_script("ppo/ppo.py", f"OUTPUT_DIR={out}", "MAX_STEPS=1", "USE_WANDB=True", **offline)
+    script = tmp_path / "table.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'ppo')!r})\n"
+                      + recipe("cookbook.md", "wandb table"))
+    words = words_of("ppo/ppo.py", f"OUTPUT_DIR={out}", "LOG_SAMPLES=2")
+    done = Program(script, *words, cwd=ROOT, environment=offline).wait()
     assert done.returncode == 0, done.stderr
     assert list(out.glob("wandb/offline-run-*/run-*.wandb"))[0].stat().st_size > 1000
+    file, = out.glob("wandb/offline-run-*/files/media/table/samples_2_*.table.json")
+    table = json.loads(file.read_text())
+    samples = read(out / "logs/samples.jsonl")
+    assert len(samples) == 4 and table["columns"] == list(samples[0])
+    assert table["data"] == [list(sample.values()) for sample in samples]
 
 
 # ---------------------------------------------------------------- what every trainer does: see mutants.py
@@ -1082,9 +1092,9 @@ def test_the_guides_scenarios(name, tmp_path, started, monkeypatch):
 
 def test_the_readmes_custom_reward_recipe_runs(ppo, tmp_path):
     script = ppo(REWARD_MODEL=str(TINY / "reward_model"), MAX_STEPS=1)
-    recipe = documentation().split("<!-- recipe: custom reward -->\n```python\n")[1].split("```")[0]
+    text = recipe("cookbook.md", "custom reward")
     space = {"ppo": script}
-    exec(recipe.replace("import ppo\n", ""), space)
+    exec(text.replace("import ppo\n", ""), space)
     space["MyTrainer"]().train()
     step = read(tmp_path / "run/logs/metrics.jsonl")[1]
     assert {"reward/reward_model", "reward/length_penalty", "reward/diversity"} <= step.keys()

@@ -1,16 +1,21 @@
 """Turns: what an environment says is read and never trained; what the policy said stays as it was sampled."""
 import json
+import re
 import shutil
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench.learning_curves import recipe
 from conftest import (
     NATS, ROOT, TINY, Program, assert_same_state, load_script, read, small, untimed, words_of)
 from test_chats import with_template
 from test_processes import Processes, assert_same_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
 
 GRPO = load_script("grpo/grpo.py")
 CHATML = """{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token + '\n' }}{% endfor %}
@@ -425,14 +430,22 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle(tmp_
     assert said_by(lambda *asked: "a", tokenizer).ids == [9, 1, 3]
 
 
-def said_by(environment, tokenizer, said="x", role="user"):
-    """An episode of one turn that the environment was asked to go on with."""
-    GRPO.ENVIRONMENT, GRPO.ENVIRONMENT_ROLE = environment, role
-    episode = SimpleNamespace(
+def episode_that_said(said):
+    return SimpleNamespace(
         row={"ids": [5], "prompt": "Tom", "answer": None}, ids=[9, 1], mask=[1.0, 1.0], truncated=False,
         logprobs=[0.0, 0.0], entropies=[0.0, 0.0], messages=[{"role": "assistant", "content": said}])
+
+
+def asked_on(environment, tokenizer, episodes, role="user"):
+    """The episodes that go on when the environment was asked."""
+    GRPO.ENVIRONMENT, GRPO.ENVIRONMENT_ROLE = environment, role
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=1), device="cpu")
-    assert GRPO.ask_environment([episode], model, tokenizer) == [episode]
+    return GRPO.ask_environment(episodes, model, tokenizer)
+
+
+def said_by(environment, tokenizer, said="x", role="user"):
+    """An episode of one turn that the environment was asked to go on with."""
+    episode, = asked_on(environment, tokenizer, [episode_that_said(said)], role)
     return episode
 
 
@@ -456,14 +469,60 @@ def test_the_first_turn_has_the_random_numbers_of_a_run_without_turns(grpo):
     assert first[0] == first[1] == first[2]
 
 
-def test_each_call_of_an_environment_has_its_own_time_limit(grpo, monkeypatch):
+def test_so_many_episodes_ask_at_once_as_there_are_threads(monkeypatch):
+    """Eight calls by four threads take two waits: each waits for three others, and no fifth is under way."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
+    monkeypatch.setattr(GRPO, "ENVIRONMENT_THREADS", 4)
+    others = threading.Barrier(4, timeout=5)
+    under_way = []
+    most = []
+
+    def waits(messages, response, answer):
+        under_way.append(response)
+        most.append(len(under_way))
+        others.wait()
+        time.sleep(0.01 * (8 - int(response)))  # the last to be asked answers first
+        under_way.remove(response)
+        return f"{response}+"
+
+    episodes = [episode_that_said(str(i)) for i in range(8)]
+    going_on = asked_on(waits, tokenizer, episodes)
+    assert max(most) == 4 and len(most) == 8
+    assert [e.messages[1]["content"] for e in going_on] == [f"{i}+" for i in range(8)]
+
+
+def test_threads_change_no_byte_of_the_episodes(grpo):
+    def jittered(messages, response, answer):
+        time.sleep(0.002 * (len(response) % 4))
+        return again(messages, response, answer)
+
+    _, _, one = conversed(grpo, ENVIRONMENT=jittered)
+    _, _, five = conversed(grpo, ENVIRONMENT=jittered, ENVIRONMENT_THREADS=5)
+    assert one.columns == five.columns and one.responses == five.responses
+    for key in ("response_ids", "response_mask", "logprobs", "entropies", "truncated"):
+        assert torch.equal(getattr(one, key), getattr(five, key)), key
+
+
+def test_one_thread_is_the_main_one(grpo):
+    found = set()
+
+    def where(messages, response, answer):
+        found.add(threading.current_thread() is threading.main_thread())
+
+    conversed(grpo, ENVIRONMENT=where)
+    assert found == {True}
+
+
+@pytest.mark.parametrize("threads, waits", [(1, 3), (2, 2), (8, 1)])
+def test_each_call_of_an_environment_has_its_own_time_limit(grpo, monkeypatch, threads, waits):
     limits = []
     script, trainer, _ = conversed(grpo, rows=1)
     monkeypatch.setattr(script.faulthandler, "dump_traceback_later", lambda *a, **k: limits.append(a))
     asked = []
     script.ENVIRONMENT = lambda *some: asked.append(some)
+    script.ENVIRONMENT_THREADS = threads
     script.converse(trainer.actor, trainer.tokenizer, trainer.train_rows[:3], None)
-    assert len(limits) == len(asked) == 3
+    assert len(limits) == waits and len(asked) == 3
 
 
 def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
@@ -480,6 +539,85 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
     assert "Changed" in ended[0].stdout and "ENVIRONMENT" not in ended[0].stdout
 
 
+# ---------------------------------------------------------------- tools: a recipe of docs/cookbook.md
+
+# in the shape of Qwen2.5's
+WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages -%}
+{{ m['role'] + ':' + m['content'] + eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+
+
+def tool_trainer(grpo, folder, **constants):
+    """(What the recipe defines, its trainer's class over a small module)."""
+    script = grpo(ACTOR_MODEL=folder, MAX_PROMPT_TOKENS=460, MAX_CONTEXT_TOKENS=512, **constants)
+    space = {"grpo": script, "__name__": "recipe"}
+    exec(recipe("cookbook.md", "tools").replace("import grpo\n", ""), space)
+    return SimpleNamespace(**space)
+
+
+@pytest.mark.parametrize("response, text", [
+    ('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"),
+    ('So\n<tool_call>\n{"name": "multiply",\n"arguments": {"a": 2, "b": 3}}\n</tool_call> and <tool_call>'
+     '{"name": "say", "arguments": {"word": "yes"}}', "6\nyes"),
+    ('<tool_call>{"name": "fails", "arguments": {}}</tool_call>',
+     "Error: ZeroDivisionError: division by zero"),
+    ('<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+     "Error: there is no tool 'divide'; there are multiply, fails, say, nothing"),
+    ("<tool_call>multiply(6, 7)</tool_call>",
+     "Error: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ("<tool_call>[1]</tool_call>", "Error: TypeError: list indices must be integers or slices, not str"),
+    ('<tool_call>{"name": "multiply"}</tool_call>', "Error: KeyError: 'arguments'"),
+    ('<tool_call>{"name": "nothing", "arguments": {}}</tool_call>', ""),
+    ("#### 42", None),
+])
+def test_calls_are_run_and_what_is_wrong_with_them_is_their_answer(grpo, response, text):
+    tools = tool_trainer(grpo, str(TINY / "policy"))
+
+    def fails():
+        return 1 / 0
+
+    def say(word):
+        return word
+
+    def nothing():
+        return ""
+
+    tools.TOOLS += [fails, say, nothing]
+    assert tools.run_tools([{"role": "user", "content": "6 * 7?"}], response, "42") == text
+
+
+def test_a_call_with_wrong_arguments_is_told(grpo):
+    tools = tool_trainer(grpo, str(TINY / "policy"))
+    call = '<tool_call>{"name": "multiply", "arguments": {"c": 1}}</tool_call>'
+    assert re.match(r"Error: TypeError: multiply\(\) .*'c'", tools.run_tools([], call, None))
+
+
+def test_tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool(grpo, tmp_path):
+    folder = with_template(tmp_path / "tools", template=WITH_TOOLS)
+    tools = tool_trainer(grpo, folder)
+    trainer = tools.ToolTrainer()
+    schema = get_json_schema(tools.multiply)
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    row = trainer.train_rows[0]
+    shown = f"{json.dumps(schema)}\nuser:{row['prompt']}<eos>assistant:"
+    assert row["ids"] == trainer.tokenizer(shown, add_special_tokens=False)["input_ids"]
+    episode = episode_that_said('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>')
+    assert tools.grpo.ask_environment([episode], trainer.actor, trainer.tokenizer) == [episode]
+    assert episode.messages[-1] == {"role": "tool", "content": "42"}
+    added = trainer.tokenizer("tool:42<eos>assistant:", add_special_tokens=False)["input_ids"]
+    assert episode.ids == [9, 1, *added] and episode.mask == [1.0, 1.0] + [0.0] * len(added)
+    trainer.tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.chat_template == trainer.tokenizer.chat_template
+
+
+def test_a_template_that_shows_no_tools_is_refused(grpo):
+    tools = tool_trainer(grpo, str(TINY / "policy"))
+    says = "chat template does not show the tool multiply: take a model"
+    with pytest.raises(tools.grpo.UserError, match=says):
+        tools.ToolTrainer()
+
+
 # ---------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize("constants, says", [
@@ -488,6 +626,7 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
     ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than .* one turn .*288: raise it"),
     ({"MAX_CONTEXT_TOKENS": 4096}, "MAX_CONTEXT_TOKENS = 4096: ACTOR_MODEL reads 512 at most"),
     ({"MAX_TURNS": 0}, "MAX_TURNS = 0 is out of range"),
+    ({"ENVIRONMENT_THREADS": 0}, "ENVIRONMENT_THREADS = 0 is out of range"),
     ({"REWARD_MODEL": 400, "MAX_CONTEXT_TOKENS": 401}, "MAX_CONTEXT_TOKENS = 401: REWARD_MODEL reads 400 "),
 ])
 def test_what_turns_cannot_do_is_refused_at_the_start(grpo, constants, says, tmp_path):
@@ -517,20 +656,24 @@ def test_an_environment_that_returns_no_text_is_told(grpo, value):
     assert type(caught.value).__name__ == "UserError"
 
 
-def test_what_an_environment_raises_is_named(grpo):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_an_environment_raises_is_named(grpo, threads):
     def broken(messages, response, answer):
         return 1 / 0
 
     with pytest.raises(ZeroDivisionError) as caught:
-        conversed(grpo, ENVIRONMENT=broken)
+        conversed(grpo, ENVIRONMENT=broken, ENVIRONMENT_THREADS=threads)
     assert caught.value.__notes__ == ["(raised by ENVIRONMENT, broken)"]
 
 
 def test_an_environment_that_hangs_ends_the_program(tmp_path):
+    """The second of three calls at once."""
     script = tmp_path / "hangs.py"
     script.write_text(
-        f"import sys, time\nsys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
-        "grpo.ENVIRONMENT = lambda *asked: time.sleep(60)\ngrpo.train_main()\n")
+        f"import itertools, sys, time\nsys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
+        "count = itertools.count()\n"
+        "grpo.ENVIRONMENT = lambda *asked: time.sleep(60 * (next(count) == 1))\n"
+        "grpo.ENVIRONMENT_THREADS = 3\ngrpo.train_main()\n")
     words = words_of("grpo/grpo.py", "REWARD_TIMEOUT=1", f"OUTPUT_DIR={tmp_path / 'run'}")
     end = Program(script, *words, cwd=ROOT, environment={}).wait()
     assert end.returncode == 1 and "Timeout (0:00:01)!" in end.stderr
