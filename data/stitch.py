@@ -63,7 +63,8 @@ def main(rec, folder, words):
             settings[key] = float(text)
         except ValueError:
             raise rec.UserError(f"{word}: {key} takes a number, such as {settings[key]}") from None
-    if not (0 <= settings["CHANCE"] <= 1 and 0 <= settings["SIBLINGS"] < 1e9 and 1 <= settings["PASSES"] < 1e6):
+    chance, siblings, passes = settings.values()
+    if not (0 <= chance <= 1 and 0 <= siblings < 1e9 and 1 <= passes < 1e6):
         raise rec.UserError("CHANCE is 0 to 1, SIBLINGS 0 or more, PASSES 1 or more")
     rec.apply_overrides([word for word in words if word not in mine])
     rec.check_constants()
@@ -92,6 +93,6 @@ def main(rec, folder, words):
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or "=" in sys.argv[1]:
-        print("stitch.py: the first word is the folder to write: stitch.py FOLDER CHANCE=0.8", file=sys.stderr)
+        print("stitch.py: the first word is the folder to write: FOLDER CHANCE=0.8", file=sys.stderr)
         sys.exit(2)
     run(main, Path(sys.argv[1]), sys.argv[2:])

@@ -110,10 +110,13 @@ MINE_BATCH_SIZE = 100  # queries mined together; a kill while mining loses at mo
 
 # Reward
 REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
+HARD_WEIGHT = 1.0  # what the mode's hard, right or wrong, is multiplied by
+SOFT_WEIGHT = 1.0  # and its soft, the accuracy
 HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
 SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
 
 # Network
+POINTER_POLICY: str | None = None  # a policy/ of an earlier run, which mines and is trained; None: a new one
 HIDDEN_SIZE = 64
 LAYERS = 0  # of cross-attention from the query to its pool
 HEADS = 4
@@ -175,6 +178,7 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "HARD_WEIGHT SOFT_WEIGHT": (0, 1e6),
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
     "CLASSIFIER_C": (0, 1e6),
     "DROPOUT": (0, 0.9),
@@ -226,8 +230,10 @@ def adapt_kl_coef(coef, kl, target):
 
 
 def shaped_rewards(candidates):
-    """r of one query's lists by REWARD_MODE."""
-    return rewards_by_mode(candidates, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
+    """r of one query's lists by REWARD_MODE, of hard and soft by their weights."""
+    weights = {"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT}
+    weighted = [c | {key: c[key] and w * c[key] for key, w in weights.items()} for c in candidates]
+    return rewards_by_mode(weighted, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
 
 
 # ================================================================ the pointer network
@@ -414,11 +420,12 @@ class ICLTrainer:
         return load_reader(READER, self.demos, self.device)
 
     def load_policy(self):
-        """From the checkpoint when there is one, else new; the reference is what GRPO starts from."""
+        """From the checkpoint, else POINTER_POLICY, else new; the reference is what GRPO starts from."""
         at = self.run.checkpoint
         sizes = self.corpus.sizes
-        self.policy = load_pointer(at / "policy", sizes) if at else new_pointer(sizes)
-        self.reference = load_pointer(at / "reference", sizes) if at else new_pointer(sizes)
+        folders = (at / "policy", at / "reference") if at else (POINTER_POLICY, POINTER_POLICY)
+        models = [load_pointer(folder, sizes) if folder else new_pointer(sizes) for folder in folders]
+        self.policy, self.reference = models
         self.policy.to(self.device)
         self.reference.to(self.device).eval().requires_grad_(False)
 
@@ -2499,7 +2506,8 @@ _READING = """
 # And which lists there are: parts of one file are never mined under two settings
 _MINING = _READING + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
-    LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE SEED""".split()
+    LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE POINTER_POLICY HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE
+    SEED""".split()
 
 
 def list_facts(queries, shots):

@@ -4,6 +4,10 @@ ICL = "rce/rce_icl.py"
 REWARDS = "rewards/__init__.py"
 IN_ICL = "tests/test_icl.py::test_"
 
+BEFORE = IN_ICL + "what_the_test_questions_are_changes_nothing_before_the_test"
+OF_BEST = IN_ICL + "the_test_is_of_best_though_the_run_went_on"
+LINES = IN_ICL + "the_terminal_names_the_best_of_the_others"
+
 MUTANTS = [
     # the pointer network
     (ICL, "        return gate * state + (1 - gate) * chosen\n", "        return state\n",
@@ -148,6 +152,37 @@ MUTANTS = [
     (ICL, "found = torch.full((self.answer_of.max().item() + 1,), -1.0)",
      "found = torch.zeros((self.answer_of.max().item() + 1,))",
      IN_ICL + "an_answer_that_no_kept_row_has_is_the_least_likely_and_one_alone_is_certain"),
+    # the test's texts and worths before the test, figures, an earlier policy, weights of hard and soft
+    (ICL, "        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n",
+     "        queries = self.splits[\"test\"]\n"
+     "        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n", BEFORE),
+    (ICL, "return load_reader(READER, self.demos, self.device)",
+     "return load_reader(READER, self.demos + self.splits[\"test\"], self.device)", BEFORE),
+    (ICL, "            queries = self.splits[\"validation\"] + self.splits[\"train\"][:MINE_QUERIES]\n",
+     "            queries = [*self.splits[\"validation\"], *self.splits[\"train\"][:MINE_QUERIES]]\n"
+     "            self.reader.prior |= {query[\"answer\"]: 1.0 for query in self.splits[\"test\"]}\n",
+     BEFORE),
+    (ICL, "        arrays = [scaled(embedder.vectors(rows)) for rows in (every, shown)]",
+     "        arrays = [scaled(v - v.mean(0)) for v in map(embedder.vectors, (every, shown))]", BEFORE),
+    (ICL, "policies = {\"RCE\": load_pointer(trainer.run.folder / \"best/policy\", trainer.corpus.sizes)}",
+     "policies = {\"RCE\": trainer.policy}", OF_BEST),
+    (ICL, "x[0] for x in trainer.pick(queries, shots, policy)]",
+     "x[0] for x in trainer.pick(queries, shots)]", OF_BEST),
+    (ICL, "if k != \"oracle\" and not k.startswith(\"RCE\")}", "if not k.startswith(\"RCE\")}", LINES),
+    (ICL, "        best = max(means, key=means.get)\n        low, high",
+     "        best = \"similarity\"\n        low, high", LINES),
+    (ICL, "gap = means[\"oracle\"] - means[\"similarity\"]", "gap = means[\"oracle\"] - means[name]",
+     IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand"),
+    (ICL, "best += [max(c[\"soft\"] or 0.0 for c in candidates)]",
+     "best += [min(c[\"soft\"] or 0.0 for c in candidates)]",
+     IN_ICL + "validation_queries_and_flat_ones_are_not_trained_on"),
+    (ICL, "if at else (POINTER_POLICY, POINTER_POLICY)", "if at else (None, None)",
+     IN_ICL + "an_earlier_policy_mines_and_is_trained_on"),
+    (ICL, "MINE_BATCH_SIZE POINTER_POLICY HIDDEN_SIZE", "MINE_BATCH_SIZE HIDDEN_SIZE",
+     IN_ICL + "an_earlier_policy_mines_and_is_trained_on"),
+    (ICL, "{\"hard\": HARD_WEIGHT, \"soft\": SOFT_WEIGHT}",
+     "{\"hard\": SOFT_WEIGHT, \"soft\": HARD_WEIGHT}",
+     IN_ICL + "hard_and_soft_have_weights_of_their_own"),
     # best/ leaves similarity for a clear gain
     (ICL, "gain.mean() - gain.std() / len(gain) ** 0.5", "gain.mean()",
      IN_ICL + "best_leaves_similarity_for_a_clear_gain_alone"),
@@ -216,7 +251,7 @@ MUTANTS = [
      IN_ICL + "grpo_begins_with_an_optimizer_of_its_own_and_the_best_policy_not_the_last"),
     (ICL, "        if self.state.stage == \"grpo\":\n            self.freeze()\n", "",
      IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one"),
-    (ICL, "load_pointer(at / \"reference\", sizes) if at else", "",
+    (ICL, "(at / \"policy\", at / \"reference\") if at", "(at / \"policy\", None) if at",
      IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one"),
     (ICL, "        if not new and digest != self.state.candidates:", "        if False:",
      IN_ICL + "candidates_that_changed_under_a_run_are_refused"),

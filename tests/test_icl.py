@@ -1153,6 +1153,7 @@ def test_validation_queries_and_flat_ones_are_not_trained_on(trained):
     asked = {row["id"] for row in trainer.train_rows}
     assert groups[-1].query["id"] not in asked
     assert asked == {g.query["id"] for g in groups[12:-1]}
+    assert trainer.oracle == np.mean([max(c["soft"] for c in g.candidates) for g in groups[:12]])
     held_out = [row["held_out"] for row in trainer.train_rows]
     assert 0 < sum(held_out) < len(held_out) / 3  # a tenth of 40, drawn by each query's own stream
 
@@ -1485,6 +1486,67 @@ def test_the_test_compares_at_each_number_of_shots(trained):
     for at in found["shots"].values():
         assert list(at["accuracy"]) == wanted and at["accuracy"]["oracle"] == max(at["accuracy"].values())
         assert set(at["intervals_of_gains"]) == set(wanted) - {"RCE + GRPO"}
+
+
+def test_the_test_is_of_best_though_the_run_went_on(icl, monkeypatch):
+    """best/ is similarity, since no later policy is said to be better."""
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.evaluate = lambda: {"clear_gain": float(-trainer.run.step)}
+    trainer.train()
+    shots = json.loads((trainer.run.folder / "eval_test.json").read_text())["shots"]
+    assert trainer.run.step > 0 and trainer.policy.choice_weights[0, 1:].any()
+    for at in shots.values():
+        assert at["accuracy"]["RCE"] == at["accuracy"]["similarity"] and at["gain_over_similarity"] == 0
+        assert at["intervals_of_gains"]["similarity"] == [0, 0]
+
+
+def test_what_the_test_questions_are_changes_nothing_before_the_test(icl, world, tmp_path):
+    """Two runs with the same file of training rows and test files of other texts and answers, of one name."""
+    found = []
+    spec = {"path": f"{tmp_path}/test.csv", "type": "csv", "input": "text", "output": "category"}
+    other = "text,category\nwhy now,fees_topic\ncash,xyz\n"
+    for n, text in enumerate(((world / "test.csv").read_text(), other)):
+        (tmp_path / "test.csv").write_text(text)
+        script = icl(OUTPUT_DIR=str(tmp_path / f"run{n}"), TEST_DATASET=spec)
+        trainer = script.ICLTrainer()
+        trainer.test = lambda: None
+        trainer.train()
+        files = ["candidates.json", "best/policy/model.safetensors"]
+        metrics = untimed(trainer.run.folder / "logs/metrics.jsonl")
+        found.append((metrics, [(trainer.run.folder / name).read_bytes() for name in files]))
+    assert found[0] == found[1]
+
+
+def test_an_earlier_policy_mines_and_is_trained_on(icl, trained, tmp_path):
+    script, trainer, folder = trained
+    earlier = str(folder / "best/policy")
+    new = icl(POINTER_POLICY=earlier, STAGE="mine", HIDDEN_SIZE=16).ICLTrainer()
+    wanted = script.load_pointer(earlier, trainer.corpus.sizes).state_dict()
+    for model in (new.policy, new.reference):
+        assert all(torch.equal(weights, wanted[name]) for name, weights in model.state_dict().items())
+    new.train()
+    _, facts = script.read_json(new.run.folder / "candidates.json")
+    assert facts["POINTER_POLICY"] == earlier
+
+
+def test_hard_and_soft_have_weights_of_their_own():
+    candidates = [{"hard": 1, "soft": 0.6, "gt_prob": 0.3}, {"hard": 0, "soft": 0.0, "gt_prob": 0.1}]
+    script = load_script(FILE, REWARD_MODE="hard_plus_soft", HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
+    assert script.shaped_rewards(candidates) == pytest.approx([3.3, 0.0])
+    script = load_script(FILE, HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
+    assert script.shaped_rewards(candidates) == pytest.approx([6.3, 0.1])
+    candidates[0]["soft"] = None  # a file's that has no such mark
+    assert script.shaped_rewards(candidates) == pytest.approx([6.3, 0.1])
+
+
+def test_the_terminal_names_the_best_of_the_others(icl):
+    script = icl()
+    right = {"similarity": 1, "kNN": 3, "classifier": 2, "RCE": 4, "oracle": 5}
+    results = {2: {name: np.array([1.0] * n + [0.0] * (5 - n)) for name, n in right.items()}}
+    text = script.test_lines(script.test_figures(results, "RCE"))
+    assert "RCE at 2 shots: +0.200 over kNN, the best of the others" in text
+    assert "75% of the way from similarity to the oracle" in text
 
 
 def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):

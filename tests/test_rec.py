@@ -553,7 +553,7 @@ ODD_WORDS = [
 
 
 @pytest.mark.parametrize("file, words, sentence", ODD_WORDS, ids=range(len(ODD_WORDS)))
-def test_the_programs_beside_it_end_with_one_sentence_too(tmp_path, monkeypatch, capsys, file, words, sentence):
+def test_programs_beside_it_end_with_one_sentence(tmp_path, monkeypatch, capsys, file, words, sentence):
     monkeypatch.syspath_prepend(ROOT / Path(file).parent)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [file, *words])
