@@ -1489,13 +1489,19 @@ def test_the_test_compares_at_each_number_of_shots(trained):
 
 
 def test_the_test_is_of_best_though_the_run_went_on(icl, monkeypatch):
-    """best/ is similarity, since no later policy is said to be better."""
+    """best/ is similarity, since no later policy is said to be better; the last shows the least similar."""
     script = icl()
     trainer = script.ICLTrainer()
     trainer.evaluate = lambda: {"clear_gain": float(-trainer.run.step)}
+
+    def test():
+        trainer.policy.choice_weights.data[:] = torch.tensor([-1.0, 0, 0, 0, 0])
+        script.test_policies(trainer)
+
+    trainer.test = test
     trainer.train()
     shots = json.loads((trainer.run.folder / "eval_test.json").read_text())["shots"]
-    assert trainer.run.step > 0 and trainer.policy.choice_weights[0, 1:].any()
+    assert trainer.run.step > 0 and shots["1"]["accuracy"]["similarity"] > 0.3
     for at in shots.values():
         assert at["accuracy"]["RCE"] == at["accuracy"]["similarity"] and at["gain_over_similarity"] == 0
         assert at["intervals_of_gains"]["similarity"] == [0, 0]
