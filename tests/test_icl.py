@@ -1269,9 +1269,11 @@ def test_an_update_takes_its_own_constants(icl, monkeypatch):
     optimizer = trainer.optimizers["policy"]
     assert found["learning_rate"] == pytest.approx(7e-3 / 5) == optimizer.param_groups[0]["lr"]
     assert optimizer.param_groups[0]["weight_decay"] == 0.03 and norms == [0.6]
+    assert not trainer.policy.choice_weights.grad.any()  # no query was held out for them
 
     trainer.state.stage = "grpo"
     assert trainer.update(batch)["learning_rate"] == pytest.approx(2e-4 / 5)
+    assert trainer.policy.choice_weights.grad.any()
     assert trainer.make_optimizer(0.5).param_groups[0]["lr"] == 0.5
     trainer.state.kl_coef = script.KL_COEF
     inputs = *batch.inputs, batch.pointers
