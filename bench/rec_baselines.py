@@ -6,21 +6,16 @@
 Beside the baselines of grpo_rec.py's table: counts that know of the exposure bias, the scores of "counts"
 divided by the item's popularity to a power. Every power is shown, none is chosen.
 """
-import importlib.util
 import sys
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "data"))
+from sasrec import run  # noqa: E402
+
 POWERS = (0.25, 0.5, 0.75, 1.0)
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("grpo_rec", ROOT / "grpo/grpo_rec.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Debiased:
@@ -47,9 +42,9 @@ def value_of(rec, values, lists, rows):
     return sum(found) / len(found)
 
 
-def main(words):
-    rec = load_script()
+def main(rec, words):
     rec.apply_overrides(words)
+    rec.check_constants()
     catalogue = rec.Catalogue(print)
     train_rows, valid_rows, test_rows = rec.load_splits(catalogue, print)
     paths = paths_of(rec, catalogue)
@@ -78,4 +73,4 @@ def main(words):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main, sys.argv[1:])

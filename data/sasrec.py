@@ -27,6 +27,19 @@ def load_script():
     return module
 
 
+def run(main, *arguments):
+    """main(grpo_rec's module, *arguments); what a user can mend is one sentence and exit code 2."""
+    rec = load_script()
+    try:
+        main(rec, *arguments)
+    except Exception as error:
+        text = rec.sentence_of(error)
+        if text is None:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+        sys.exit(2)
+
+
 class SASRec(torch.nn.Module):
     def __init__(self, items, longest, width=64, layers=2, heads=2, dropout=0.3):
         super().__init__()
@@ -105,9 +118,11 @@ def train(rec, train_rows, valid_rows, items):
     return model, best
 
 
-def main(words):
-    rec = load_script()
+def main(rec, words):
     rec.apply_overrides(words)
+    rec.check_constants()
+    if rec.SASREC_FILE is None:
+        raise rec.UserError("SASREC_FILE = None: name the file that is to be written")
     catalogue = rec.Catalogue(print)
     train_rows, valid_rows, test_rows = rec.load_splits(catalogue, print)
     torch.manual_seed(rec.SEED)
@@ -122,4 +137,4 @@ def main(words):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main, sys.argv[1:])

@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from sasrec import load_script, sequences_of
+from sasrec import run, sequences_of
 
 CHANCE = 0.8
 SIBLINGS = 1.0
@@ -54,12 +54,20 @@ def stitch(source, places, chance, weight, longest, draw):
     return stitched
 
 
-def main(folder, words):
+def main(rec, folder, words):
     settings = {"CHANCE": CHANCE, "SIBLINGS": SIBLINGS, "PASSES": PASSES}
     mine = [word for word in words if word.partition("=")[0] in settings]
-    settings |= {key: float(value) for key, value in (word.split("=") for word in mine)}
-    rec = load_script()
+    for word in mine:
+        key, _, text = word.partition("=")
+        try:
+            settings[key] = float(text)
+        except ValueError:
+            raise rec.UserError(f"{word}: {key} takes a number, such as {settings[key]}") from None
+    chance, siblings, passes = settings.values()
+    if not (0 <= chance <= 1 and 0 <= siblings < 1e9 and 1 <= passes < 1e6):
+        raise rec.UserError("CHANCE is 0 to 1, SIBLINGS 0 or more, PASSES 1 or more")
     rec.apply_overrides([word for word in words if word not in mine])
+    rec.check_constants()
     catalogue = rec.Catalogue(print)
     train_rows, valid_rows, _ = rec.load_splits(catalogue, print)
     sequences = sequences_of(train_rows)
@@ -85,5 +93,6 @@ def main(folder, words):
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or "=" in sys.argv[1]:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]), sys.argv[2:])
+        print("stitch.py: the first word is the folder to write: FOLDER CHANCE=0.8", file=sys.stderr)
+        sys.exit(2)
+    run(main, Path(sys.argv[1]), sys.argv[2:])

@@ -2,11 +2,12 @@
 
 For a query x a list of SHOTS demonstrations d_1 .. d_S is chosen out of a pool, in order, so that a reader
 that sees them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after
-the other, by similarity and what it learns of the candidate's answer a_j, which the reader sees too:
+the other, by similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
 
     h_0 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
-    score of j = u_t cos(x, j) + v_t cos(h_t, k_j) + [a_j is shown already] (w_t + z_t cos(x, j))
-    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE      at the start u_t = 1, others 0: similarity
+    score of j = u_t cos(x, j) + c_t log p(a_j | x) + v_t cos(h_t, k_j) + s_j (w_t + z_t cos(x, j))
+    s_j = a_j's share of the similarity that is shown already     at the start u_t = 1, others 0: similarity
+    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE
 
     1. mine      lists from the policy's beams and samples, from retrieval and at random; members of the best
                  by gt_prob (the probability the reader gives to the gold answers) are asked alone, the right
@@ -21,7 +22,8 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - pi_old is what GRPO starts from, not the policy that mined before RCE; no dropout in either;
 - every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
-- the policy has similarity's weight; mined lists are recombined ("local"); docs/rce_icl.md has the rest.
+- the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
+- mined lists are recombined ("local"); best/ leaves similarity for a clear gain. More: docs/rce_icl.md.
 
     python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
@@ -110,15 +112,20 @@ MINE_BATCH_SIZE = 100  # queries mined together; a kill while mining loses at mo
 
 # Reward
 REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
+HARD_WEIGHT = 1.0  # what the mode's hard, right or wrong, is multiplied by
+SOFT_WEIGHT = 1.0  # and its soft, the accuracy
 HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
 SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
 
 # Network
+POINTER_POLICY: str | None = None  # a policy/ of an earlier run, which mines and is trained; None: a new one
 HIDDEN_SIZE = 64
 LAYERS = 0  # of cross-attention from the query to its pool
 HEADS = 4
 POINTER_TEMPERATURE = 0.1  # > 0
 DROPOUT = 0.3  # 0 to 0.9, in RCE alone
+CLASSIFIER_C = 10.0  # of the logistic regression of answers on vectors that the policy reads; 0: none
+WEIGHT_QUERIES = 0.1  # 0 to 1: the share of queries that train the terms' weights, and not the network
 
 # RCE
 RCE_EPOCHS = 5
@@ -173,8 +180,11 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "HARD_WEIGHT SOFT_WEIGHT": (0, 1e6),
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
+    "CLASSIFIER_C": (0, 1e6),
     "DROPOUT": (0, 0.9),
+    "WEIGHT_QUERIES": (1e-6, 1),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train"],
     "GOLDS": ["aliases", "annotators"],
@@ -222,8 +232,10 @@ def adapt_kl_coef(coef, kl, target):
 
 
 def shaped_rewards(candidates):
-    """r of one query's lists by REWARD_MODE."""
-    return rewards_by_mode(candidates, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
+    """r of one query's lists by REWARD_MODE, of hard and soft by their weights."""
+    weights = {"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT}
+    weighted = [c | {key: c[key] and w * c[key] for key, w in weights.items()} for c in candidates]
+    return rewards_by_mode(weighted, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
 
 
 # ================================================================ the pointer network
@@ -231,7 +243,7 @@ def shaped_rewards(candidates):
 
 class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
-    query_size = candidate_size = hidden_size = layers = heads = choices = 1
+    query_size = candidate_size = hidden_size = layers = heads = 1
     dropout = 0.0
     pointer_temperature = 1.0
 
@@ -254,38 +266,50 @@ class Pointer(PreTrainedModel):
             torch.nn.MultiheadAttention(hidden, config.heads, **options) for _ in range(config.layers))
         self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
         self.gate = torch.nn.Linear(2 * hidden, hidden)
-        self.dropout = torch.nn.Dropout(config.dropout)
-        # What similarity, the network's cosine, an answer that is shown already and its similarity weigh at
-        # each choice, in units that the network's rate moves fast enough. A new policy is similarity
-        self.choice_weights = torch.nn.Parameter(torch.tensor([[1 / 30, 0.0, 0.0, 0.0]] * config.choices))
+        # What similarity, the classifier, the network's cosine, the share shown and its similarity weigh at
+        # the first choice and at later ones, in units that the network's rate moves fast enough. A new policy
+        # is similarity
+        self.choice_weights = torch.nn.Parameter(torch.tensor([[1 / 30, 0, 0, 0, 0]] * 2))
         self.post_init()
 
     def _init_weights(self, module):
         """torch's own initialisation stays."""
 
-    def encode(self, queries, vectors, pool, similarity):
-        """State (queries, 1, H) and, of the candidates, keys (queries, pool, H), similarity and row, both
-        (queries, 1, pool). Queries (queries, d); pools are rows of `vectors` (rows, d') by pool (queries,
-        pool), -1 after a shorter one, and similarity (queries, pool). Rows are projected once."""
+    def encode(self, queries, vectors, pool, known, held_out=None):
+        """State (queries, 1, H) and, of the candidates, keys (queries, pool, H), known (queries, 2, pool) and
+        rows (queries, 1, pool), and held_out. Queries (queries, d); pools are rows of `vectors` (rows, d') by
+        pool (queries, pool), -1 after a shorter one; known: similarity, classifier."""
         rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
-        keys = self.dropout(self.candidate_norm(self.candidate_projection(vectors[rows])))[where]
-        state = self.dropout(self.query_norm(self.query_projection(5 * queries)))[:, None]
+        keys = self.candidate_norm(self.candidate_projection(vectors[rows]))[where]
+        state = self.query_norm(self.query_projection(5 * queries))[:, None]
         for attention, norm in zip(self.attention, self.attention_norm):
             seen = attention(state, keys, keys, key_padding_mask=pool < 0, need_weights=False)[0]
             state = norm(state + seen)
-        return state, (keys, similarity[:, None], torch.where(pool < 0, -1, where)[:, None])
+        return state, (keys, known, torch.where(pool < 0, -1, where)[:, None], held_out)
 
     def choice_logprobs(self, state, candidates, taken, count):
-        """Log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are -1e9."""
-        keys, similarity, rows = candidates
+        """Log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are -1e9. In
+        RCE the terms' weights learn from the queries held out, (queries,), the network from the others, with
+        weight 1 and no classifier: else they trust what it knows by heart, and it leaves all to that."""
+        keys, known, rows, held_out = candidates
+        similarity, classifier = known[:, :1], known[:, 1:]
         cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
-        terms = [similarity, cosines]
-        if count:  # rows of `vectors` that are chosen; 0 is a place for the others
-            chosen = (rows + 1).expand_as(taken).masked_fill(~taken, 0)
-            shown = torch.zeros(*taken.shape[:2], int(rows.max()) + 2, device=taken.device)
-            shown = shown.scatter(2, chosen, 1.0).gather(2, (rows + 1).expand_as(taken))
+        weights = 30 * self.choice_weights[min(count, 1)][:, None, None, None]
+        if held_out is not None:
+            held_out = held_out[:, None, None]
+            cosines = torch.where(held_out, cosines.detach(), cosines)
+            of_others = weights.detach().clone()
+            of_others[1] = 0.0
+            of_others[2] = 1.0
+            weights = torch.where(held_out, weights, of_others)
+        terms = [similarity, classifier, cosines]
+        if count:  # answers, rows of `vectors`, by the similarity that is shown of each; a filler has none
+            answers = rows.clamp(min=0).expand_as(taken)
+            votes = (similarity.clamp(min=0) + 1e-3) * (taken & (rows >= 0))
+            shown = torch.zeros(*taken.shape[:2], int(rows.max()) + 1, device=taken.device)
+            shown = shown.scatter_add(2, answers, votes).gather(2, answers)
+            shown = shown / votes.sum(-1, keepdim=True).clamp(min=1e-3)  # none where only padding is taken
             terms += [shown, shown * similarity]
-        weights = 30 * self.choice_weights[min(count, len(self.choice_weights) - 1)]
         scores = sum(w * term for w, term in zip(weights, terms)) / self.config.pointer_temperature
         return scores.masked_fill(taken, -1e9).log_softmax(-1)
 
@@ -296,10 +320,10 @@ class Pointer(PreTrainedModel):
         gate = torch.sigmoid(self.gate(torch.cat([state, chosen], -1)))
         return gate * state + (1 - gate) * chosen
 
-    def forward(self, queries, vectors, pool, similarity, pointers, encoded=None):
+    def forward(self, queries, vectors, pool, known, pointers, held_out=None):
         """Log-probabilities of all candidates at each choice, (queries, lists, choices, pool), of lists that
-        are given: pointers (queries, lists, choices), -1 after a list's end. encoded: what encode() gave."""
-        state, candidates = encoded or self.encode(queries, vectors, pool, similarity)
+        are given: pointers (queries, lists, choices), -1 after a list's end; held_out: choice_logprobs()."""
+        state, candidates = self.encode(queries, vectors, pool, known, held_out)
         lists = pointers.shape[1]
         taken = (pool < 0)[:, None]
         steps = [self.choice_logprobs(state, candidates, taken, 0).expand(-1, lists, -1)]  # all begin alike
@@ -314,11 +338,11 @@ class Pointer(PreTrainedModel):
             steps.append(F.pad(logprobs, (0, 0, 0, lists - most)))
         return torch.stack(steps, 2)
 
-    def search(self, queries, vectors, pool, similarity, shots, beams=1, encoded=None):
+    def search(self, queries, vectors, pool, known, shots, beams=1, encoded=None):
         """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and their
         log-probabilities (queries, beams), below -1e8 where a pool has no more lists. One beam: greedy."""
         check_room(pool, shots)
-        state, candidates = encoded or self.encode(queries, vectors, pool, similarity)
+        state, candidates = encoded or self.encode(queries, vectors, pool, known)
         size = pool.shape[1]
         taken = (pool < 0)[:, None]
         lists = torch.zeros(len(pool), 1, 0, dtype=torch.long, device=pool.device)
@@ -337,11 +361,11 @@ class Pointer(PreTrainedModel):
             state = self.advance(of_parents(state), candidates, choice)
         return lists, scores
 
-    def sample(self, queries, vectors, pool, similarity, uniform, temperature=1.0, encoded=None):
+    def sample(self, queries, vectors, pool, known, uniform, temperature=1.0, encoded=None):
         """Lists drawn with uniform numbers (queries, lists, choices, pool) at a temperature, as Gumbel's
         maximum: pointers (queries, lists, choices)."""
         check_room(pool, uniform.shape[2])
-        state, candidates = encoded or self.encode(queries, vectors, pool, similarity)
+        state, candidates = encoded or self.encode(queries, vectors, pool, known)
         state = state.expand(-1, uniform.shape[1], -1)
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
@@ -368,7 +392,7 @@ class ICLTrainer:
         self.device = find_device()
         made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
         made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
-        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, ["pick_accuracy"], True)
+        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, ["clear_gain"], True)
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
         names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
@@ -398,11 +422,12 @@ class ICLTrainer:
         return load_reader(READER, self.demos, self.device)
 
     def load_policy(self):
-        """From the checkpoint when there is one, else new; the reference is what GRPO starts from."""
+        """From the checkpoint, else POINTER_POLICY, else new; the reference is what GRPO starts from."""
         at = self.run.checkpoint
         sizes = self.corpus.sizes
-        self.policy = load_pointer(at / "policy", sizes) if at else new_pointer(sizes)
-        self.reference = load_pointer(at / "reference", sizes) if at else new_pointer(sizes)
+        folders = (at / "policy", at / "reference") if at else (POINTER_POLICY, POINTER_POLICY)
+        models = [load_pointer(folder, sizes) if folder else new_pointer(sizes) for folder in folders]
+        self.policy, self.reference = models
         self.policy.to(self.device)
         self.reference.to(self.device).eval().requires_grad_(False)
 
@@ -471,7 +496,9 @@ class ICLTrainer:
                 group.query["pool"] = group.pool  # given candidates have pools of their own
                 best += [max(c["soft"] or 0.0 for c in candidates)] if candidates else []
             elif shaped and not is_flat(shaped):
+                drawn = torch.rand(1, generator=query_stream(group.query, "weights")).item()
                 self.train_rows.append({
+                    "held_out": drawn < WEIGHT_QUERIES,
                     "id": group.query["id"], "query": group.query, "pool": group.pool,
                     "candidates": candidates, "rewards": shaped})
         self.oracle = float(np.mean(best)) if best else math.nan
@@ -535,7 +562,8 @@ class ICLTrainer:
         with self.run.timed("update"):
             self.policy.train(in_rce)  # dropout in RCE alone
             inputs = *batch.inputs, batch.pointers
-            every = self.policy(*inputs)  # (queries, lists, choices, pool)
+            held_out = torch.tensor([row["held_out"] for row in batch.rows], device=self.device)
+            every = self.policy(*inputs, held_out if in_rce else None)  # (queries, lists, choices, pool)
             logprobs = list_logprobs(every, batch.pointers)
             if in_rce:
                 loss = rce_loss(logprobs, batch.weights)
@@ -647,11 +675,19 @@ class ICLTrainer:
         return np.array([answer_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
 
     def evaluate(self):
-        """Metrics of the greedy pick on the validation queries. Override to add yours."""
+        """Metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
+        clear_gain, the gain over similarity less one standard error of the paired difference (0 at step 0):
+        a few queries' noise does not choose a policy. Override to add yours."""
         queries = self.splits["validation"]
+        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]
         picked = [lists[0] for lists in self.pick(queries, SHOTS)]
-        found = [self.accuracy_of(queries, [numbers[:n + 1] for numbers in picked]) for n in range(SHOTS)]
-        metrics = {"pick_accuracy": float(np.mean(found))}
+        found = []
+        for lists in (similar, picked):
+            each = [self.accuracy_of(queries, [x[:n + 1] for x in lists]) for n in range(SHOTS)]
+            found.append(np.mean(each, 0))  # (queries,)
+        gain = found[1] - found[0]
+        clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
+        metrics = {"pick_accuracy": float(found[1].mean()), "clear_gain": float(clear_gain)}
         if math.isfinite(self.oracle):
             metrics["oracle_accuracy"] = self.oracle
         return metrics
@@ -1933,7 +1969,7 @@ def new_pointer(sizes):
     """A policy whose weights the run's generator draws."""
     return Pointer(PointerConfig(
         query_size=sizes[0], candidate_size=sizes[1], hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS,
-        choices=SHOTS, dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
+        dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
 
 
 def load_pointer(folder, sizes):
@@ -2141,6 +2177,11 @@ class Corpus:
         self.vectors = vectors.to(device)  # one row for all demonstrations of one answer
         self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
+        answers, answer_of = np.unique([demo["answer"] for demo in demos], return_inverse=True)
+        self.answer_of = torch.tensor(answer_of)
+        self.classifies = CLASSIFIER_C > 0 and 1 < len(answers) <= 500
+        self.classifiers = {}  # by the fold that each was not fitted on
+        self.log_likelihoods = {}  # by the query's id
 
     def embed_query(self, text):
         """The vector of a new query."""
@@ -2166,12 +2207,50 @@ class Corpus:
         """Cosines of a query and demonstrations, (numbers,)."""
         return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
 
+    def most_similar(self, query, count):
+        """Numbers of the pool's most similar rows, the most similar first: what a new policy picks."""
+        pool = self.pool_of(query)
+        return pool[self.similarity(query, pool).argsort(descending=True, stable=True)[:count]].tolist()
+
+    def log_likelihood(self, query, numbers):
+        """A tenth of log p(answer | query) of demonstrations, (numbers,), -1 at least, by a logistic
+        regression of all demonstrations' answers on their vectors; for a query that is one of them by that of
+        four fifths without it, so that none is told its own answer. 0 without a classifier."""
+        if not self.classifies or not len(numbers):
+            return torch.zeros(len(numbers))
+        if query["id"] not in self.log_likelihoods:
+            number = self.number.get(what_is_asked(query))
+            fold = None if number is None else number % 5
+            if fold not in self.classifiers:
+                kept = [n for n, asked in enumerate(self.asked.tolist()) if fold is None or asked % 5 != fold]
+                vectors, answers = self.demo_vectors[kept], self.answer_of[kept]
+                self.classifiers[fold] = fit_classifier(vectors.numpy(), answers.numpy())
+            model = self.classifiers[fold]
+            found = torch.full((self.answer_of.max().item() + 1,), -1.0)
+            logprobs = model.predict_log_proba(query["vector"][None])[0]
+            found[model.classes_] = torch.tensor(logprobs, dtype=torch.float32).div(10).clamp(min=-1)
+            self.log_likelihoods[query["id"]] = found
+        return self.log_likelihoods[query["id"]][self.answer_of[numbers]]
+
     def inputs(self, queries, pools):
         """What the policy reads of queries and their pools: Pointer.encode()'s arguments."""
         vectors = torch.tensor(np.stack([query["vector"] for query in queries]))
         rows = stack_pools([self.vector_of[pool] for pool in pools])
-        similarity = pad_columns([self.similarity(query, pool) for query, pool in zip(queries, pools)])
-        return vectors.to(self.device), self.vectors, rows.to(self.device), similarity.to(self.device)
+        known = []
+        for query, pool in zip(queries, pools):
+            known.append((self.similarity(query, pool), self.log_likelihood(query, pool)))
+        known = torch.stack([pad_columns(columns) for columns in zip(*known)], 1)
+        return vectors.to(self.device), self.vectors, rows.to(self.device), known.to(self.device)
+
+
+def fit_classifier(vectors, answers):
+    """predict_log_proba() of answers, numbers; where there is one alone it is certain."""
+    from sklearn.dummy import DummyClassifier
+    from sklearn.linear_model import LogisticRegression
+
+    several = len(set(answers.tolist())) > 1
+    model = LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several else DummyClassifier()
+    return model.fit(vectors, answers)
 
 
 def what_is_asked(example):
@@ -2428,7 +2507,8 @@ _READING = """
 # And which lists there are: parts of one file are never mined under two settings
 _MINING = _READING + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
-    LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE SEED""".split()
+    LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE POINTER_POLICY HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE
+    SEED""".split()
 
 
 def list_facts(queries, shots):
@@ -2621,10 +2701,10 @@ def baseline_accuracies(trainer, models, queries, shots):
     named = {"no demonstrations": [], "random": [], "similarity": []}
     for query in queries:
         pool = trainer.corpus.pool_of(query)
-        order = trainer.corpus.similarity(query, pool).argsort(descending=True, stable=True)
-        drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))
-        for lists, chosen in zip(named.values(), (order[:0], drawn[:shots], order[:shots])):
-            lists.append(pool[chosen].tolist())
+        drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))[:shots]
+        named["no demonstrations"].append([])
+        named["random"].append(pool[drawn].tolist())
+        named["similarity"].append(trainer.corpus.most_similar(query, shots))
     for name, model in models.items():
         named[name] = ranked(trainer, model, queries, shots)
     if models:

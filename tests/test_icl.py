@@ -84,24 +84,25 @@ def trained(world, tmp_path_factory):
 
 
 def pointer(script, queries=3, pool=7, seed=0, layers=2):
-    """A policy, and (queries, vectors, pool, similarity) that it reads."""
+    """A policy, and (queries, vectors, pool, known) that it reads."""
     torch.manual_seed(seed)
     policy = script.Pointer(script.PointerConfig(
-        query_size=5, candidate_size=6, hidden_size=8, layers=layers, heads=2, choices=2, dropout=0.3,
+        query_size=5, candidate_size=6, hidden_size=8, layers=layers, heads=2, dropout=0.3,
         pointer_temperature=0.1)).eval()
-    policy.choice_weights.data = torch.tensor([[1.0, 3, 0, 0], [-1, 2, 2, 1]]) / 90
+    policy.choice_weights.data = torch.tensor([[1.0, 2, 3, 0, 0], [-1, 1, 2, 2, 1]]) / 90
     pools = torch.stack([torch.randperm(20)[:pool] % 5 for _ in range(queries)])  # answers occur twice
-    return policy, (torch.randn(queries, 5), torch.randn(20, 6), pools, torch.rand(queries, pool))
+    known = torch.rand(queries, 2, pool) * torch.tensor([1.0, -1.0])[:, None]
+    return policy, (torch.randn(queries, 5), torch.randn(20, 6), pools, known)
 
 
 # ---------------------------------------------------------------- the pointer network
 
 def test_log_probabilities_equal_a_step_by_step_computation():
     script = load_script(FILE)
-    policy, (queries, vectors, pool, similarity) = pointer(script)
+    policy, (queries, vectors, pool, known) = pointer(script)
     pointers = torch.tensor([[[0, 3, 6], [6, 3, 0]], [[1, 2, 4], [5, 0, 1]], [[2, 6, 1], [3, 4, 5]]])
     with torch.no_grad():
-        found = script.list_logprobs(policy(queries, vectors, pool, similarity, pointers), pointers)
+        found = script.list_logprobs(policy(queries, vectors, pool, known, pointers), pointers)
     p = {name: x.detach() for name, x in policy.named_parameters()}
 
     def norm(x, name):
@@ -129,10 +130,12 @@ def test_log_probabilities_equal_a_step_by_step_computation():
             weights = 30 * p["choice_weights"][min(count, 1)]
             cosines = torch.stack([torch.cosine_similarity(state, keys[j], dim=0) for j in left])
             shown = set(range(7)) - set(left)
-            agrees = torch.tensor([float(any(pool[q, i] == pool[q, j] for i in shown)) for j in left])
-            similar = similarity[q, left]
-            scores = weights[0] * similar + weights[1] * cosines
-            scores = (scores + agrees * (weights[2] + weights[3] * similar)) / 0.1
+            votes = {i: max(0.0, known[q, 0, i].item()) + 1e-3 for i in shown}
+            of_answer = [sum(votes[i] for i in shown if pool[q, i] == pool[q, j]) for j in left]
+            share = torch.tensor(of_answer) / max(1e-9, sum(votes.values()))
+            similar, classifier = known[q][:, left]
+            scores = weights[0] * similar + weights[1] * classifier + weights[2] * cosines
+            scores = (scores + share * (weights[3] + weights[4] * similar)) / 0.1
             total += scores.log_softmax(0)[left.index(choice)].item()
             left.remove(choice)
             both = torch.cat([state, keys[choice]])
@@ -196,16 +199,16 @@ def test_samples_follow_the_policys_probabilities_and_never_repeat_a_choice():
 
 def test_a_shorter_pool_has_the_log_probabilities_it_has_alone():
     script = load_script(FILE)
-    policy, (queries, vectors, pool, similarity) = pointer(script, queries=2)
+    policy, (queries, vectors, pool, known) = pointer(script, queries=2)
     ragged = pool.clone()
     ragged[0, 4:] = -1
     pointers = torch.tensor([[[1, 3]], [[5, 6]]])
-    together = script.list_logprobs(policy(queries, vectors, ragged, similarity, pointers), pointers)[0]
-    inputs = queries[:1], vectors, pool[:1, :4], similarity[:1, :4]
+    together = script.list_logprobs(policy(queries, vectors, ragged, known, pointers), pointers)[0]
+    inputs = queries[:1], vectors, pool[:1, :4], known[:1, :, :4]
     alone = script.list_logprobs(policy(*inputs, pointers[:1]), pointers[:1])[0]
     assert together.item() == pytest.approx(alone.item(), abs=1e-5)
     with torch.no_grad():
-        lists, _ = policy.search(queries, vectors, ragged, similarity, 4)
+        lists, _ = policy.search(queries, vectors, ragged, known, 4)
     assert sorted(lists[0, 0].tolist()) == [0, 1, 2, 3]
 
 
@@ -216,6 +219,66 @@ def test_choices_after_a_lists_end_count_nothing():
     found = script.list_logprobs(policy(*inputs, pointers), pointers)
     one = script.list_logprobs(policy(*inputs, pointers[:, 1:, :1]), pointers[:, 1:, :1])
     assert found[:, 1].tolist() == pytest.approx(one[:, 0].tolist(), abs=1e-5)
+
+
+def test_the_weights_learn_from_queries_held_out_and_the_network_from_the_others():
+    script = load_script(FILE)
+    policy, inputs = pointer(script)
+    pointers = torch.tensor([[[0, 3], [6, 2]]] * 3)
+    plain = script.list_logprobs(policy(*inputs, pointers), pointers)
+    held_out = torch.tensor([True, False, True])
+    found = script.list_logprobs(policy(*inputs, pointers, held_out), pointers)
+    assert torch.equal(found[held_out], plain[held_out])
+    for n, weights_learn in ((0, True), (1, False)):
+        policy.zero_grad()
+        found[n].sum().backward(retain_graph=True)
+        moved = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+        assert moved == {"choice_weights"} if weights_learn else "choice_weights" not in moved
+        assert weights_learn or {"query_projection.0.weight", "gate.weight"} <= moved
+    policy.choice_weights.data[:, 1:3] = torch.tensor([0.0, 1 / 30])  # what the others see: no classifier
+    alone = script.list_logprobs(policy(*inputs, pointers), pointers)
+    assert alone[1].tolist() == pytest.approx(found[1].tolist(), abs=1e-5)
+
+
+def test_the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same(icl, world, tmp_path):
+    from sklearn.linear_model import LogisticRegression
+
+    rows = (world / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([*rows, *rows[1:9]]) + "\n")  # eight questions twice
+    script = icl(TRAIN_DATASET={
+        "path": f"{tmp_path}/train.csv", "type": "csv", "input": "text", "output": "category"})
+    trainer = script.ICLTrainer()
+    corpus, answers = trainer.corpus, [demo["answer"] for demo in trainer.demos]
+    asked = [script.what_is_asked(demo) for demo in trainer.demos]
+    numbers = torch.tensor([0, 3, 5])
+    twice = next(q for q in trainer.splits["train"] if asked.count(script.what_is_asked(q)) == 2)
+    for query in (twice, trainer.splits["test"][0]):
+        found = corpus.log_likelihood(query, numbers)
+        number = corpus.number.get(script.what_is_asked(query))
+        kept = [n for n in range(len(asked)) if number is None or corpus.asked[n] % 5 != number % 5]
+        assert script.what_is_asked(query) not in [asked[n] for n in kept]
+        model = LogisticRegression(C=10, max_iter=1000).fit(
+            corpus.demo_vectors[kept].numpy(), [answers[n] for n in kept])
+        column = dict(zip(model.classes_, model.predict_log_proba(query["vector"][None])[0]))
+        wanted = [max(-1, column[answers[n]] / 10) for n in numbers]
+        assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+    queries, pools = [twice], [corpus.pool_of(twice)]
+    known = corpus.inputs(queries, pools)[3]
+    assert known[0, 0].tolist() == corpus.similarity(twice, pools[0]).tolist()
+    assert known[0, 1].tolist() == corpus.log_likelihood(twice, pools[0]).tolist()
+    script = icl(CLASSIFIER_C=0.0)
+    assert not script.ICLTrainer().corpus.log_likelihood(twice, numbers).any()
+
+
+def test_an_answer_that_no_kept_row_has_is_the_least_likely_and_one_alone_is_certain(icl):
+    script = icl()
+    corpus = script.ICLTrainer().corpus
+    query = corpus.demos[0]
+    fold = corpus.number[script.what_is_asked(query)] % 5
+    corpus.answer_of = (corpus.asked % 5 == fold).long()
+    other = int((corpus.asked % 5 == fold).nonzero()[1])
+    same = int((corpus.asked % 5 != fold).nonzero()[0])
+    assert corpus.log_likelihood(query, torch.tensor([other, same])).tolist() == [-1, 0]
 
 
 # ---------------------------------------------------------------- the maths
@@ -602,8 +665,8 @@ def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidat
 def test_a_masked_candidate_is_never_chosen(icl):
     """Where all are masked all are alike, and a masked one was chosen."""
     script = icl(RANDOM=0, RETRIEVED=0)
-    policy, (queries, vectors, _, similarity) = pointer(script, queries=2)
-    inputs = queries, vectors, torch.tensor([[4, 3, 9], [6, 5, -1]]), similarity[:, :3]
+    policy, (queries, vectors, _, known) = pointer(script, queries=2)
+    inputs = queries, vectors, torch.tensor([[4, 3, 9], [6, 5, -1]]), known[:, :, :3]
     lists, scores = policy.search(*inputs, 2, beams=6)
     assert (scores[0] > -1e8).sum() == 6 and (scores[1] > -1e8).sum() == 2
     assert all(set(row) == {0, 1} for row in lists[1, :2].tolist())
@@ -1090,6 +1153,9 @@ def test_validation_queries_and_flat_ones_are_not_trained_on(trained):
     asked = {row["id"] for row in trainer.train_rows}
     assert groups[-1].query["id"] not in asked
     assert asked == {g.query["id"] for g in groups[12:-1]}
+    assert trainer.oracle == np.mean([max(c["soft"] for c in g.candidates) for g in groups[:12]])
+    held_out = [row["held_out"] for row in trainer.train_rows]
+    assert 0 < sum(held_out) < len(held_out) / 3  # a tenth of 40, drawn by each query's own stream
 
 
 def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
@@ -1154,11 +1220,11 @@ def test_the_networks_constants_are_handed_to_it_and_to_one_that_is_loaded(icl, 
     policy = script.new_pointer((5, 6))
     got = policy.config
     assert (got.query_size, got.candidate_size, got.hidden_size, got.layers, got.heads) == (5, 6, 12, 2, 3)
-    assert (got.dropout, got.pointer_temperature, policy.dropout.p) == (0.15, 0.7, 0.15)
+    assert (got.dropout, got.pointer_temperature, policy.query_projection[2].p) == (0.15, 0.7, 0.15)
     policy.save_pretrained(tmp_path / "policy")
     script = icl(**{**shape, "DROPOUT": 0.4, "POINTER_TEMPERATURE": 0.9})
     again = script.load_pointer(tmp_path / "policy", (5, 6))
-    assert (again.dropout.p, again.config.pointer_temperature) == (0.4, 0.9)
+    assert (again.query_projection[2].p, again.config.pointer_temperature) == (0.4, 0.9)
 
 
 def test_both_stages_have_their_own_rate_and_schedule(trained):
@@ -1187,7 +1253,7 @@ def test_an_update_takes_its_own_constants(icl, monkeypatch):
     groups = trainer.miner.mine(trainer.splits["train"][:9], 2)
     trainer.oracle = math.nan
     trainer.train_rows = [
-        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
+        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates, "held_out": False,
          "rewards": [n % 3 + c["gt_prob"] for n, c in enumerate(g.candidates)]} for g in groups]
     norms = []
     one = torch.ones(())
@@ -1203,9 +1269,11 @@ def test_an_update_takes_its_own_constants(icl, monkeypatch):
     optimizer = trainer.optimizers["policy"]
     assert found["learning_rate"] == pytest.approx(7e-3 / 5) == optimizer.param_groups[0]["lr"]
     assert optimizer.param_groups[0]["weight_decay"] == 0.03 and norms == [0.6]
+    assert not trainer.policy.choice_weights.grad.any()  # no query was held out for them
 
     trainer.state.stage = "grpo"
     assert trainer.update(batch)["learning_rate"] == pytest.approx(2e-4 / 5)
+    assert trainer.policy.choice_weights.grad.any()
     assert trainer.make_optimizer(0.5).param_groups[0]["lr"] == 0.5
     trainer.state.kl_coef = script.KL_COEF
     inputs = *batch.inputs, batch.pointers
@@ -1268,6 +1336,7 @@ def test_one_file_is_enough_a_fifth_of_it_is_held_out(icl, world, tmp_path, caps
 
 def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
 
     fitted = []
     fit = TfidfVectorizer.fit_transform
@@ -1278,6 +1347,15 @@ def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     trainer.corpus.embedder = None
     trainer.corpus.embed_query("card")
     assert fitted == [[demo["text"] for demo in trainer.demos]] * 2
+    vectors = []
+    fit_logistic = LogisticRegression.fit
+    monkeypatch.setattr(
+        LogisticRegression, "fit", lambda self, x, y: vectors.extend(x) or fit_logistic(self, x, y))
+    for query in trainer.splits["train"] + trainer.splits["test"]:
+        trainer.corpus.log_likelihood(query, torch.tensor([0]))
+    script.fit_baselines(trainer)
+    known = {demo["vector"].tobytes() for demo in trainer.demos}
+    assert {vector.astype(np.float32).tobytes() for vector in vectors} <= known and len(vectors) > len(known)
     prior = {demo["answer"] for demo in trainer.demos}
     assert set(trainer.reader.prior) == prior and sum(trainer.reader.prior.values()) == pytest.approx(1)
 
@@ -1287,13 +1365,36 @@ def test_the_policy_that_is_kept_is_chosen_on_validation_queries_alone(icl):
     trainer = script.ICLTrainer()
     trainer.oracle = 0.75
     asked = []
-    trainer.accuracy_of = lambda queries, lists: asked.append((queries, lists)) or np.array([0.0, 1.0])
-    assert trainer.evaluate() == {"pick_accuracy": 0.5, "oracle_accuracy": 0.75}
-    (queries, one), (_, lists) = asked
-    assert queries == trainer.splits["validation"] and {len(x) for x in lists} == {2}
-    assert one == [x[:1] for x in lists]
+    marks = iter([[0.0, 0, 1, 1], [0, 0, 1, 0], [1, 0, 1, 1], [1, 0, 1, 1]])  # similarity's, the policy's
+    trainer.accuracy_of = lambda queries, lists: asked.append((queries, lists)) or np.array(next(marks))
+    found = trainer.evaluate()
+    # Means over two shots: 0, 0, 1, .5 and 1, 0, 1, 1; paired differences 1, 0, 0, .5: mean .375, error .207
+    assert found["clear_gain"] == pytest.approx(0.375 - np.std([1, 0, 0, 0.5]) / 2)
+    assert (found["pick_accuracy"], found["oracle_accuracy"]) == (0.75, 0.75)
+    (_, first), (_, similar), (queries, one), (_, lists) = asked
+    assert all(asked_of is trainer.splits["validation"] for asked_of, _ in asked)
+    assert {len(x) for x in (*similar, *lists)} == {2}
+    assert (first, one) == ([x[:1] for x in similar], [x[:1] for x in lists])
+    assert similar == [trainer.corpus.most_similar(query, 2) for query in queries]
     pools = [set(trainer.corpus.pool_of(query).tolist()) for query in queries]
     assert all(set(x) <= pool for x, pool in zip(lists, pools))
+
+
+@pytest.mark.parametrize("right, wrong, kept", [(2, 1, 0), (2, 0, 1)])
+def test_best_leaves_similarity_for_a_clear_gain_alone(icl, right, wrong, kept):
+    """Of 12 questions three differ and one more is right: .083 less .142; or two more: .167 less .108."""
+    script = icl(SHOTS=1, EVAL_SHOTS=(1,))
+    trainer = script.ICLTrainer()
+    trainer.oracle = math.nan
+    similar, picked = np.zeros(12), np.zeros(12)
+    picked[:right] = 1
+    similar[11:11 + wrong] = 1
+    marks = iter([similar, similar, similar, picked])  # step 0, step 1
+    trainer.accuracy_of = lambda queries, lists: next(marks)
+    trainer.run.write_metrics = lambda *_: None
+    for trainer.run.step in (0, 1):
+        trainer.run.evaluate(trainer.evaluate)
+    assert json.loads((trainer.run.folder / "best/metrics.json").read_text())["step"] == kept
 
 
 def test_each_baseline_shows_the_rows_that_its_name_says(icl):
@@ -1387,6 +1488,73 @@ def test_the_test_compares_at_each_number_of_shots(trained):
     for at in found["shots"].values():
         assert list(at["accuracy"]) == wanted and at["accuracy"]["oracle"] == max(at["accuracy"].values())
         assert set(at["intervals_of_gains"]) == set(wanted) - {"RCE + GRPO"}
+
+
+def test_the_test_is_of_best_though_the_run_went_on(icl, monkeypatch):
+    """best/ is similarity, since no later policy is said to be better; the last shows the least similar."""
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.evaluate = lambda: {"clear_gain": float(-trainer.run.step)}
+
+    def test():
+        trainer.policy.choice_weights.data[:] = torch.tensor([-1.0, 0, 0, 0, 0])
+        script.test_policies(trainer)
+
+    trainer.test = test
+    trainer.train()
+    shots = json.loads((trainer.run.folder / "eval_test.json").read_text())["shots"]
+    assert trainer.run.step > 0 and shots["1"]["accuracy"]["similarity"] > 0.3
+    for at in shots.values():
+        assert at["accuracy"]["RCE"] == at["accuracy"]["similarity"] and at["gain_over_similarity"] == 0
+        assert at["intervals_of_gains"]["similarity"] == [0, 0]
+
+
+def test_what_the_test_questions_are_changes_nothing_before_the_test(icl, world, tmp_path):
+    """Two runs with the same file of training rows and test files of other texts and answers, of one name."""
+    found = []
+    spec = {"path": f"{tmp_path}/test.csv", "type": "csv", "input": "text", "output": "category"}
+    other = "text,category\nwhy now,fees_topic\ncash,xyz\n"
+    for n, text in enumerate(((world / "test.csv").read_text(), other)):
+        (tmp_path / "test.csv").write_text(text)
+        script = icl(OUTPUT_DIR=str(tmp_path / f"run{n}"), TEST_DATASET=spec)
+        trainer = script.ICLTrainer()
+        trainer.test = lambda: None
+        trainer.train()
+        files = ["candidates.json", "best/policy/model.safetensors"]
+        metrics = untimed(trainer.run.folder / "logs/metrics.jsonl")
+        found.append((metrics, [(trainer.run.folder / name).read_bytes() for name in files]))
+    assert found[0] == found[1]
+
+
+def test_an_earlier_policy_mines_and_is_trained_on(icl, trained, tmp_path):
+    script, trainer, folder = trained
+    earlier = str(folder / "best/policy")
+    new = icl(POINTER_POLICY=earlier, STAGE="mine", HIDDEN_SIZE=16).ICLTrainer()
+    wanted = script.load_pointer(earlier, trainer.corpus.sizes).state_dict()
+    for model in (new.policy, new.reference):
+        assert all(torch.equal(weights, wanted[name]) for name, weights in model.state_dict().items())
+    new.train()
+    _, facts = script.read_json(new.run.folder / "candidates.json")
+    assert facts["POINTER_POLICY"] == earlier
+
+
+def test_hard_and_soft_have_weights_of_their_own():
+    candidates = [{"hard": 1, "soft": 0.6, "gt_prob": 0.3}, {"hard": 0, "soft": 0.0, "gt_prob": 0.1}]
+    script = load_script(FILE, REWARD_MODE="hard_plus_soft", HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
+    assert script.shaped_rewards(candidates) == pytest.approx([3.3, 0.0])
+    script = load_script(FILE, HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
+    assert script.shaped_rewards(candidates) == pytest.approx([6.3, 0.1])
+    candidates[0]["soft"] = None  # a file's that has no such mark
+    assert script.shaped_rewards(candidates) == pytest.approx([6.3, 0.1])
+
+
+def test_the_terminal_names_the_best_of_the_others(icl):
+    script = icl()
+    right = {"similarity": 1, "kNN": 3, "classifier": 2, "RCE": 4, "oracle": 5}
+    results = {2: {name: np.array([1.0] * n + [0.0] * (5 - n)) for name, n in right.items()}}
+    text = script.test_lines(script.test_figures(results, "RCE"))
+    assert "RCE at 2 shots: +0.200 over kNN, the best of the others" in text
+    assert "75% of the way from similarity to the oracle" in text
 
 
 def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):

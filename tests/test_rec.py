@@ -4,12 +4,14 @@ import itertools
 import json
 import math
 import random
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -500,7 +502,7 @@ def test_stitched_rows_are_written_beside_what_was_held_out(rec, tmp_path, monke
 
     world = {**write_world(tmp_path / "world"), "VALID_FILE": None, "MAX_HISTORY": 5, "GROUP_SIZE": 3}
     words = [f"{key}={value}" for key, value in world.items()]
-    stitch.main(tmp_path / "stitched", ["CHANCE=0.5", "PASSES=3", *words])
+    stitch.run(stitch.main, tmp_path / "stitched", ["CHANCE=0.5", "PASSES=3", *words])
     files = {f"{name.upper()}_FILE": str(tmp_path / f"stitched/{name}.csv") for name in ("train", "valid")}
     plain = rec(VALID_FILE=None).RecTrainer()
     trainer = rec(**files).RecTrainer()
@@ -518,7 +520,7 @@ def test_the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity(tmp
     import rec_baselines
 
     world = {**write_world(tmp_path / "world"), "MAX_HISTORY": 5, "GROUP_SIZE": 3, "SASREC_FILE": None}
-    rec_baselines.main([f"{key}={value}" for key, value in world.items()])
+    rec_baselines.run(rec_baselines.main, [f"{key}={value}" for key, value in world.items()])
     lines = [line for line in capsys.readouterr().out.splitlines() if "value" in line]
     found = dict(line.rsplit("  value ", 1) for line in lines)
     powers = [f"counts / popularity^{x}" for x in ("0.25", "0.5", "0.75", "1")]
@@ -537,6 +539,31 @@ def test_the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity(tmp
     assert debiased.scores([[0]]).tolist() == [[2.0, 4.0, 1.0]]
 
 
+ODD_WORDS = [
+    ("bench/rec_baselines.py", ["TRAIN_FILE=nowhere.csv"], "TRAIN_FILE = 'nowhere.csv'"),
+    ("bench/rec_baselines.py", ["TRAIN_FILES=x.csv"], "did you mean TRAIN_FILE?"),
+    ("bench/rec_baselines.py", ["GROUP_SIZE=0"], "GROUP_SIZE = 0 is out of range"),
+    ("data/sasrec.py", ["INDEX_FILE=nowhere.json"], "INDEX_FILE = 'nowhere.json'"),
+    ("data/sasrec.py", ["SASREC_FILE=None"], "SASREC_FILE = None: name the file"),
+    ("data/stitch.py", ["TRAIN_FILE=x.csv"], "the first word is the folder to write"),
+    ("data/stitch.py", ["out", "CHANCE=often"], "CHANCE=often: CHANCE takes a number, such as 0.8"),
+    ("data/stitch.py", ["out", "CHANCE=1.5"], "CHANCE is 0 to 1"),
+    ("data/stitch.py", ["out", "TEST_FILE=nowhere.csv"], "TEST_FILE = 'nowhere.csv'"),
+]
+
+
+@pytest.mark.parametrize("file, words, sentence", ODD_WORDS, ids=range(len(ODD_WORDS)))
+def test_programs_beside_it_end_with_one_sentence(tmp_path, monkeypatch, capsys, file, words, sentence):
+    monkeypatch.syspath_prepend(ROOT / Path(file).parent)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [file, *words])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / file), run_name="__main__")
+    text = capsys.readouterr().err
+    assert end.value.code == 2 and sentence in text
+    assert text.startswith(f"{Path(file).name}: ") and text.count("\n") == 1
+
+
 @pytest.fixture
 def sasrec_words(tmp_path, monkeypatch):
     """Words of a small world whose SASREC_FILE data/sasrec.py has made, of a pass; constants of the same."""
@@ -546,7 +573,7 @@ def sasrec_words(tmp_path, monkeypatch):
     monkeypatch.setattr(sasrec, "EPOCHS", 3)
     world = {**write_world(tmp_path / "sasrec"), "MAX_HISTORY": 5, "GROUP_SIZE": 3,
              "SASREC_FILE": f"{tmp_path}/sasrec.npz", "COLLABORATIVE_WEIGHT": 1.0}
-    sasrec.main([f"{key}={value}" for key, value in world.items()])
+    sasrec.run(sasrec.main, [f"{key}={value}" for key, value in world.items()])
     return world
 
 
