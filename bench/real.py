@@ -50,8 +50,8 @@ RUNS = {  # name: (trainer, its constants)
         *SUMS, "REWARD_MODEL=None", "GRADIENT_ACCUMULATION_STEPS=1", "GROUP_EPOCHS=1", "LEARNING_RATE=1e-5",
         "CRITIC_LEARNING_RATE=2e-5", "LAM=1.0"]),
     "rce": ("rce/rce.py", [
-        *SUMS, "HARD_REWARD=last_number", "EVAL_SAMPLES=1", "MINE_PROMPTS=64", "ROUNDS=2", "NUM_EPOCHS=1",
-        "LEARNING_RATE=1e-5"]),
+        *SUMS, "HARD_REWARD=last_number", "SOFT_REWARD=last_number", "EVAL_SAMPLES=1", "MINE_PROMPTS=48",
+        "ROUNDS=1", "NUM_EPOCHS=2", "LEARNING_RATE=1e-5", "EVAL_EVERY_N_STEPS=0"]),
     "rag": ("ppo/ppo_rag.py", [
         'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
         "SAMPLE=200", "VALIDATION_QUESTIONS=40", "TEST_QUESTIONS=60", f"GENERATOR={SMOLLM2}",

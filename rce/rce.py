@@ -2788,9 +2788,9 @@ def check_logprobs(candidates):
 
 def take_parts(c, parts):
     """Enter the reward's parts, {name: value}, into a candidate; its hard and soft reward are two of them."""
-    for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
-        if name not in parts:
-            raise UserError(f"{constant} = {name!r} is no part of the reward: it has {', '.join(parts)}")
+    names = {"HARD_REWARD": HARD_REWARD, "SOFT_REWARD": SOFT_REWARD}
+    if missing := [f"{constant} = {name!r}" for constant, name in names.items() if name not in parts]:
+        raise UserError(f"{', '.join(missing)}: no part of the reward, which has {', '.join(parts)}")
     c.update({f"reward/{name}": value for name, value in parts.items()})
     soft = parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":

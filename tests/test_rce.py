@@ -548,8 +548,8 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
         (lambda p, r, a: [math.nan] * len(r), {}, "finite"),
         (
             lambda p, r, a: [1.0] * len(r),
-            {"SOFT_REWARD": "rouge"},
-            "SOFT_REWARD = 'rouge' is no part of the reward: it has mine",
+            {"HARD_REWARD": "exact", "SOFT_REWARD": "rouge"},
+            "HARD_REWARD = 'exact', SOFT_REWARD = 'rouge': no part of the reward, which has mine",
         ),
         (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"),
         (
