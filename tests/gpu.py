@@ -44,8 +44,8 @@ COUNTED = {  # as test_pretend_gpu.py counts
     "RESUME": "no", "REWARD_FUNCTIONS": [("rouge_l", 1.0)]}
 MINED = {"rce": {"MINE_PROMPTS": 64, "ROUNDS": 1}}
 PRETENDED = {  # units, waits, kernels
-    "ppo": {"rollout": (126, 7, 31423), "update": (4, 4, 2895)},
-    "grpo": {"rollout": (126, 7, 31423), "update": (2, 3, 1665)}}
+    "ppo": {"rollout": (126, 7, 31423), "update": (4, 4, 2897)},
+    "grpo": {"rollout": (126, 7, 31423), "update": (2, 3, 1669)}}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
