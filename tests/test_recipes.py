@@ -263,14 +263,14 @@ def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_do
 
 
 def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
-    """With a stand-in for the package: n + n, where a wrong answer that is even is worth a tenth."""
+    """With a stand-in for the package: n - 2 n, where a wrong answer that is even is worth a tenth."""
     def create_dataset(task, size, seed, **settings):
         def entry(n):
-            return {"question": f"{n} + {n} =", "answer": str(2 * n), "metadata": {"n": n + seed}}
+            return {"question": f"{n} - {2 * n} =", "answer": str(-n), "metadata": {"n": n, "seed": seed}}
         return [entry(n) for n in range(size)]
 
     def score(answer, entry):
-        assert entry["metadata"]["n"] == int(entry["answer"]) // 2 + 2
+        assert entry["metadata"]["n"] == -int(entry["answer"]) and entry["metadata"]["seed"] == 2
         return 1.0 if answer == entry["answer"] else 0.1 if answer and int(answer) % 2 == 0 else 0.0
 
     package = types.SimpleNamespace(create_dataset=create_dataset, get_score_answer_fn=lambda task: score)
@@ -280,10 +280,14 @@ def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_pa
     text = recipe("cookbook.md", "reasoning-gym").replace("import grpo\n", "")
     exec(text, {"grpo": module, "__name__": "recipe"})
     rows = module.load_rows(module.EVAL_DATASETS, "EVAL_DATASETS")
-    assert len(rows) == 200 and rows[3]["prompt"] == "3 + 3 =" and rows[3]["answer"] == "6"
+    turns = [(turn["role"], turn["content"]) for turn in rows[3]["prompt"]]
+    assert len(rows) == 200 and rows[3]["answer"] == "-3"
+    assert turns == [
+        ("user", "0 - 0 ="), ("assistant", "0"), ("user", "1 - 2 ="), ("assistant", "-1"), ("user", "2 - 4 ="),
+        ("assistant", "-2"), ("user", "3 - 6 ="), ("assistant", "-3"), ("user", "3 - 6 =")]
     assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
-    columns = {"entry": [row["columns"]["entry"] for row in rows[:4]], "metadata": [None] * 4}
-    said = ["#### 0", "#### 4", "I do not know", "3+3=6\n#### 6"]
+    columns = {"entry": [row["columns"]["entry"] for row in rows[:4]]}
+    said = ["0 - 0 = 0", "it is -4.", "I do not know", "3 - 6 = -3"]
     (function, weight), = module.REWARD_FUNCTIONS
     scores = module.call_reward("solved", function, ["?"] * 4, said, [None] * 4, columns)
     assert scores.tolist() == pytest.approx([1, 0.1, 0, 1]) and weight == 1
