@@ -110,7 +110,8 @@ def get():
     make_intents()
     make_news()
     make_shop()
-    print(f"made {SMOLLM2}, {MINILM} and, in {ROOT}/data/real, sums_*.jsonl, banking_*.csv, news_*.csv, shop/")
+    others = "sums_*.jsonl, banking_*.csv, news_*.csv and shop/"
+    print(f"made {SMOLLM2}, {MINILM} and, in {ROOT}/data/real, {others}")
 
 
 def make_sums():

@@ -283,8 +283,9 @@ def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_pa
     turns = [(turn["role"], turn["content"]) for turn in rows[3]["prompt"]]
     assert len(rows) == 200 and rows[3]["answer"] == "-3"
     assert turns == [
-        ("user", "0 - 0 ="), ("assistant", "0"), ("user", "1 - 2 ="), ("assistant", "-1"), ("user", "2 - 4 ="),
-        ("assistant", "-2"), ("user", "3 - 6 ="), ("assistant", "-3"), ("user", "3 - 6 =")]
+        ("user", "0 - 0 ="), ("assistant", "0"), ("user", "1 - 2 ="), ("assistant", "-1"),
+        ("user", "2 - 4 ="), ("assistant", "-2"), ("user", "3 - 6 ="), ("assistant", "-3"),
+        ("user", "3 - 6 =")]
     assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
     columns = {"entry": [row["columns"]["entry"] for row in rows[:4]]}
     said = ["0 - 0 = 0", "it is -4.", "I do not know", "3 - 6 = -3"]

@@ -293,7 +293,7 @@ def test_bench_reals_shop_has_40_items(tmp_path, monkeypatch):
     real = load_script("bench/real.py")
     monkeypatch.setattr(real, "SHOP", tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.delitem(sys.modules, "make_rec", raising=False)  # its constants are changed: a copy of this test's
+    monkeypatch.delitem(sys.modules, "make_rec", raising=False)  # its constants are changed
     real.make_shop()
     del sys.modules["make_rec"]
     assert len(json.loads((tmp_path / "index.json").read_text())) == 40
