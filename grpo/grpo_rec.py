@@ -270,7 +270,7 @@ class RecTrainer:
             epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
             stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
         self.best = None, None  # for recommend(): its value and the model
-        self.run.register(self.state, self.models, self.optimizers, self.tokenizer, merged)
+        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
         self.plan_steps()
@@ -411,7 +411,7 @@ class RecTrainer:
                 def score(rows):
                     return item_logprobs(self.reference, self.trie, batch, rows, TEMPERATURE)[0]
 
-                with without_adapter(self.reference):
+                with without_adapter(self.reference) if LORA_RANK else nullcontext():
                     batch.ref_logprobs = score_batch(score, self.reference, batch)
 
     def rewards_of(self, rows, items):
@@ -641,7 +641,7 @@ class RecTrainer:
         if self.state.stage == "rl":
             policies["grpo"] = self.best_policy()
         for name, model in policies.items():
-            with without_adapter(model):
+            with without_adapter(model) if LORA_RANK else nullcontext():
                 lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
         figures = {}
         by_row = {}
@@ -666,23 +666,17 @@ class RecTrainer:
 
 
 # ==== block: language models
-# Loading, sampling, scoring, and the one optimizer step they all share. The plain ways come first; what is
-# faster and not as plain comes last and says what it measured. Edit it freely in a copy of your own; the
-# repository keeps it byte-identical in every trainer of language models (tests/blocks.py).
-import copy
+# Loading, sampling, scoring, and the one optimizer step they all share. What is faster and not as plain, or
+# for large models alone, stands in the blocks after it. Edit it freely in a copy of your own; the repository
+# keeps blocks byte-identical in all trainers that have them (tests/blocks.py).
 import inspect
 import math
-import warnings
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
@@ -718,138 +712,25 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     if "attend" in globals() and model.config._attn_implementation == "sdpa" and attention_windows(model):
         model.set_attn_implementation("shared_prompts")
     model.eval()  # and it stays so: dropout is off in rollout and update alike
-    return shard(model, device) if globals().get("SHARD") == "fsdp2" else model.to(device)
+    return shard(model, device) if is_sharded() else model.to(device)
 
 
 def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
-    """The model that is trained: that of a checkpoint's folder `saved`, or of path. With LORA_RANK path's
-    weights are frozen, in DTYPE, and an adapter on them is trained, and a new head."""
-    if not LORA_RANK:
-        return load_model(auto_class, saved or path, constant, device, new_head and not saved)
-    if globals().get("SHARD") == "fsdp2":
-        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
-    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
-    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    add_adapter(model, new_head, saved)
-    return model
+    """The model that is trained: that of a checkpoint's folder `saved`, or of path; with LORA_RANK an
+    adapter on it, and a new head."""
+    if LORA_RANK:
+        return load_adapted(auto_class, path, constant, device, saved, new_head)
+    return load_model(auto_class, saved or path, constant, device, new_head and not saved)
 
 
-def add_adapter(model, new_head, saved):
-    """Freeze the model and put an adapter on it, in float32: the saved one, or one that changes nothing yet.
-    A new head is trained whole."""
-    import peft
-
-    targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
-    config = peft.LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
-        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
-        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
-    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
-    try:
-        model.add_adapter(config)
-    except (ValueError, UserWarning) as error:
-        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
-    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
-    for target in [] if targets == LORA_TARGETS else targets:
-        if not any(name.endswith(f".{target}") for name in adapted):
-            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
-    if saved:
-        then = load_pretrained(peft.LoraConfig, saved, "RESUME")
-        same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
-        if not same or sorted(then.target_modules) != config.target_modules:
-            raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
-        state = load_file(saved / "adapter_model.safetensors")
-        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
-        peft.set_peft_model_state_dict(model, state)
+def is_sharded():
+    """Whether each process has its part of every model; not every trainer can."""
+    return globals().get("SHARD") == "fsdp2"
 
 
-@contextmanager
-def without_adapter(model):
-    """Inside the block the model is what it was before it got an adapter, if it has one."""
-    adapted = hasattr(model, "peft_config")
-    if adapted:
-        model.disable_adapters()
-    yield
-    if adapted:
-        model.enable_adapters()
-
-
-def merged(model):
-    """A copy of a model with its adapter added to the weights, in float32: plain from_pretrained() loads it.
-    A model without an adapter is itself."""
-    if not hasattr(model, "peft_config"):
-        return model
-    copied = copy.deepcopy(model).float()
-    for name, layer in list(copied.named_modules()):
-        if hasattr(layer, "get_delta_weight"):
-            layer.merge()
-            copied.set_submodule(name, layer.get_base_layer())
-    copied._hf_peft_config_loaded = False
-    del copied.peft_config
-    return copied
-
-
-def shard(model, device):
-    """Each process keeps its part of every parameter, gradient and optimizer state (FSDP2): the layers' other
-    parts come when one is read, in the update."""
-    mesh = init_device_mesh(device.type, (world_size(),))
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is done in place
-    for part in (*(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model):
-        fully_shard(part, mesh=mesh)  # in float32: autocast narrows
-        part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the whole step's tokens already
-        part.set_force_sum_reduction_for_comms(True)
-    with torch.no_grad():  # or the first layer that is read would take itself for the whole model
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
-    model.reset_iter_state()
-    model.register_state_dict_post_hook(gather)
-    return model
-
-
-def gather(module, state, *_):
-    """A hook: state_dict() of a sharded model or its optimizer has full tensors, on the CPU of the first
-    process, which writes them; all processes call it."""
-    for key, x in state.items():
-        if isinstance(x, dict):
-            state[key] = dict(x)  # an optimizer's own would lose its state
-            gather(None, state[key])
-        elif isinstance(x, DTensor):
-            x = x.full_tensor()
-            state[key] = x.cpu() if rank() == 0 else None
-    for key, source in getattr(module, "all_tied_weights_keys", {}).items():
-        state[key] = state[source]
-
-
-def deal_moments(optimizer, saved):
-    """A hook: load_state_dict() takes what gather() gave, each process its part."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, state in saved["state"].items():
-        p = parameters[number]
-        for key, x in state.items():
-            if isinstance(p, DTensor) and x.shape == p.shape:
-                x = x.to(p.device)
-                state[key] = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
-
-
-@contextmanager
 def unsharded(*models):
-    """Inside the block each process has all parameters of sharded models, and may read and sample with them
-    as often as it likes: nothing waits for another process. Models that are not sharded stay as they are."""
-    models = [m for m in models if isinstance(m, FSDPModule) and not getattr(m, "is_unsharded", False)]
-    for model in models:
-        model.is_unsharded = True
-        model.set_reshard_after_forward(False)
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.unshard()
-    yield
-    for model in models:
-        model.reset_iter_state()  # a prefetch that is left over would wait for the others
-        model.set_reshard_after_forward(True)
-        model.is_unsharded = False
+    """A block in which each process has the whole of these models, and may sample as often as it likes."""
+    return gathered(*models) if is_sharded() else nullcontext()
 
 
 def load_tokenizer(path, constant):
@@ -1129,7 +1010,8 @@ class Decoder:
         self.positions = upload([len(p) for p in prompts], model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
         self.cache = None
-        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
+        last = upload([-1], ids.device)  # -1 alone gives a view: a frozen head takes up to 350 times as long
+        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask, last)
         layers = getattr(self.cache, "layers", [])
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
@@ -1138,9 +1020,9 @@ class Decoder:
         self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
         self.select_rows(upload([i // group_size for i in range(len(prompts) * group_size)], ids.device))
 
-    def read(self, ids, positions, mask):
+    def read(self, ids, positions, mask, kept=1):
         cache = {"past_key_values": self.cache, "cache_params": self.cache}
-        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": kept}
         out = call_model(self.model, ids, **options, **cache, use_cache=True)
         self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
@@ -1261,45 +1143,6 @@ def logits_of_rows(model, batch, rows):
     return logits_at(model, ids, (row, predicted_at)), (row, token)
 
 
-_RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
-
-
-def logits_of_groups(model, batch, rows):
-    """As logits_of_rows(), neighbouring rows of one prompt in one sequence: the prompt once, then their
-    responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
-    dimensions, its prompt and its own response alone."""
-    device = model.device
-    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i + 1 row i
-    places = []  # of each token: its row, the sequence, where it is predicted, and itself
-    last = None
-    for i, row in enumerate(listed(rows)):
-        prompt, response, sampled = batch.token_lists[row]
-        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
-        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
-            last = prompt
-            sequences.append((list(prompt), list(range(first)), [0] * first))
-        ids, positions, owner = sequences[-1]
-        places += [(i, len(sequences) - 1, (len(ids) + t if t else first) - 1, t) for t in sampled]
-        ids += response[:more]
-        positions += range(first, first + more)
-        owner += [i + 1] * more
-    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
-    ids, positions, owner = (
-        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1)))
-    back = positions[:, :, None] - positions[:, None]  # from a query to a key
-    seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
-    masks = {}
-    for kind, window in attention_windows(model).items():
-        hidden = ~seen | (back >= (window or math.inf))
-        zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    masks = masks if len(masks) > 1 else masks.popitem()[1]
-    row, sequence, predicted_at, token = upload(places, device).T
-    options = {"attention_mask": masks, "position_ids": positions}
-    return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
-
-
 def attention_windows(model):
     """{kind of layer: how many of the keys before it a query sees, None: all}, by the config; {} where it has
     other kinds, or a window that no layer is said to have."""
@@ -1389,8 +1232,8 @@ def make_optimizer(model, learning_rate):
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    optimizer.register_state_dict_post_hook(gather)
-    optimizer.register_load_state_dict_pre_hook(deal_moments)
+    if is_sharded():
+        shard_state(optimizer)
     return optimizer
 
 
@@ -1424,7 +1267,7 @@ def summed(models, parts, metrics):
     _max the greatest. Meanwhile layers recompute their activations with GRADIENT_CHECKPOINTING."""
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
     layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    sharded = any(isinstance(model, FSDPModule) for model in models)  # FSDP2 adds up in each backward pass
+    sharded = is_sharded()  # FSDP2 adds up in each backward pass
     for parameter in parameters:  # even where nothing comes: momentum moves the weights
         parameter.grad = None if sharded else torch.zeros_like(parameter)
     for layer in layers:
@@ -1478,7 +1321,7 @@ def clip_and_step(optimizers, loss, run, ids):
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        norms.append((norm.full_tensor() if is_sharded() else norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
@@ -1597,7 +1440,7 @@ def check_models(readers, rows, pad_id):
             for parameter in zeros:
                 parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
             wrong = wrong or compare(logits_of_rows)
-            model.shares_prompts = not compare(logits_of_groups)
+            model.shares_prompts = "logits_of_groups" in globals() and not compare(logits_of_groups)
             for parameter in zeros:
                 parameter.zero_()
         if wrong:
@@ -1681,14 +1524,134 @@ AttentionMaskInterface.register("shared_prompts", mask_of_prompts)
 # ==== end of block: faster decoding
 
 
+# ==== block: faster scoring
+# In scoring and update a prompt is read once with all its responses. Delete this block in a copy of your
+# own, and each response is read with its prompt.
+import math
+
+import torch
+
+
+_RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
+
+
+def logits_of_groups(model, batch, rows):
+    """As logits_of_rows(), neighbouring rows of one prompt in one sequence: the prompt once, then their
+    responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
+    dimensions, its prompt and its own response alone."""
+    device = model.device
+    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i + 1 row i
+    places = []  # of each token: its row, the sequence, where it is predicted, and itself
+    last = None
+    for i, row in enumerate(listed(rows)):
+        prompt, response, sampled = batch.token_lists[row]
+        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
+        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
+            last = prompt
+            sequences.append((list(prompt), list(range(first)), [0] * first))
+        ids, positions, owner = sequences[-1]
+        places += [(i, len(sequences) - 1, (len(ids) + t if t else first) - 1, t) for t in sampled]
+        ids += response[:more]
+        positions += range(first, first + more)
+        owner += [i + 1] * more
+    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
+    ids, positions, owner = (
+        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1)))
+    back = positions[:, :, None] - positions[:, None]  # from a query to a key
+    seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
+    masks = {}
+    for kind, window in attention_windows(model).items():
+        hidden = ~seen | (back >= (window or math.inf))
+        zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
+    masks = masks if len(masks) > 1 else masks.popitem()[1]
+    row, sequence, predicted_at, token = upload(places, device).T
+    options = {"attention_mask": masks, "position_ids": positions}
+    return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
+# ==== end of block: faster scoring
+
+
+# ==== block: adapters
+# LoRA: small matrices are trained beside a model's frozen weights. Delete this block in a copy of your own
+# that leaves LORA_RANK at 0.
+import copy
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def load_adapted(auto_class, path, constant, device, saved, new_head):
+    """The model of path, frozen and in DTYPE, with an adapter on it in float32: the saved one, or one that
+    changes nothing yet. A new head is trained whole."""
+    if is_sharded():
+        raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
+    import peft
+
+    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
+    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
+    targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
+    config = peft.LoraConfig(
+        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
+        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
+        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+    warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
+    try:
+        model.add_adapter(config)
+    except (ValueError, UserWarning) as error:
+        raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
+    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
+    for target in [] if targets == LORA_TARGETS else targets:
+        if not any(name.endswith(f".{target}") for name in adapted):
+            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
+    if saved:
+        then = load_pretrained(peft.LoraConfig, saved, "RESUME")
+        same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
+        if not same or sorted(then.target_modules) != config.target_modules:
+            raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
+        state = load_file(saved / "adapter_model.safetensors")
+        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
+        peft.set_peft_model_state_dict(model, state)
+    return model
+
+
+@contextmanager
+def without_adapter(model):
+    """Inside the block the model is what it was before it got an adapter, if it has one."""
+    adapted = hasattr(model, "peft_config")
+    if adapted:
+        model.disable_adapters()
+    yield
+    if adapted:
+        model.enable_adapters()
+
+
+def merged(model):
+    """A model's copy with its adapter added to the weights, in float32: plain from_pretrained() loads it."""
+    copied = copy.deepcopy(model).float()
+    for name, layer in list(copied.named_modules()):
+        if hasattr(layer, "get_delta_weight"):
+            layer.merge()
+            copied.set_submodule(name, layer.get_base_layer())
+    copied._hf_peft_config_loaded = False
+    del copied.peft_config
+    return copied
+# ==== end of block: adapters
+
+
 # ==== block: data and rewards
-# Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
-# copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
+# Rows from files and the hub; calling reward functions and checking what they return.
 import copy
 import faulthandler
 import inspect
 import json
-import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -1698,8 +1661,7 @@ import torch
 
 
 def load_rows(datasets, constant, limit=None):
-    """Rows {"id", "prompt", "answer", "columns"} of all data sets: a prompt is a text or a list of messages,
-    an answer a text, a list of texts or None; columns are all of the files', None where a row lacks one."""
+    """Rows {"id", "prompt": text or chat, "answer": text, texts or None, "columns"} of all data sets."""
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
@@ -1757,8 +1719,7 @@ def look_up(record, path, where):
 def read_as(kind, value, where):
     """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
-        items = value if isinstance(value, list) and value else [value]
-        return [read_as("text", item, where) for item in items]
+        return [read_as("text", x, where) for x in (value if isinstance(value, list) and value else [value])]
     if not isinstance(value, (str, int, float)) or value != value:  # NaN
         raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
     return str(value)
@@ -1793,8 +1754,7 @@ def next_rows(rows, state, count):
     """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
         state.epoch += 1
-        generator = torch.Generator().manual_seed(SEED + state.epoch)
-        state.order = torch.randperm(len(rows), generator=generator)
+        state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
     chosen = state.order[state.cursor:state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
@@ -1859,7 +1819,7 @@ def check_scores(name, values, count, each="response"):
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        scores = torch.tensor(math.nan)
+        scores = torch.tensor(torch.nan)
     if scores.shape != (count,) or not scores.isfinite().all():
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
         raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
@@ -1888,8 +1848,7 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
 
 # ==== block: the run
-# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
-# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
 import ast
 import difflib
 import hashlib
@@ -2346,14 +2305,13 @@ class Run:
         except filelock.Timeout:
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
+    def register(self, state, models, optimizers, tokenizer):
         """What a checkpoint holds: state, a namespace of plain values and tensors; models and optimizers by
-        folder; the tokenizer, if any. A resumed run's become what it holds. best/ keeps merged(policy)."""
+        folder; the tokenizer, if any. A resumed run's become what it holds."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
         self.tokenizer = tokenizer
-        self.merged = merged
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
@@ -2483,7 +2441,7 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.merged(self.models["policy"])
+            policy = merged(self.models["policy"]) if globals().get("LORA_RANK") else self.models["policy"]
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
                 write_whole(self.folder / "best", fill)

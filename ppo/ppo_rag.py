@@ -497,13 +497,11 @@ class RAGTrainer:
 
 
 # ==== block: data and rewards
-# Rows from files and the hub; calling reward functions and checking what they return. Edit it freely in a
-# copy of your own; the repository keeps it byte-identical in every trainer that has it (tests/blocks.py).
+# Rows from files and the hub; calling reward functions and checking what they return.
 import copy
 import faulthandler
 import inspect
 import json
-import math
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -513,8 +511,7 @@ import torch
 
 
 def load_rows(datasets, constant, limit=None):
-    """Rows {"id", "prompt", "answer", "columns"} of all data sets: a prompt is a text or a list of messages,
-    an answer a text, a list of texts or None; columns are all of the files', None where a row lacks one."""
+    """Rows {"id", "prompt": text or chat, "answer": text, texts or None, "columns"} of all data sets."""
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
@@ -572,8 +569,7 @@ def look_up(record, path, where):
 def read_as(kind, value, where):
     """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
     if kind == "texts":
-        items = value if isinstance(value, list) and value else [value]
-        return [read_as("text", item, where) for item in items]
+        return [read_as("text", x, where) for x in (value if isinstance(value, list) and value else [value])]
     if not isinstance(value, (str, int, float)) or value != value:  # NaN
         raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
     return str(value)
@@ -608,8 +604,7 @@ def next_rows(rows, state, count):
     """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
         state.epoch += 1
-        generator = torch.Generator().manual_seed(SEED + state.epoch)
-        state.order = torch.randperm(len(rows), generator=generator)
+        state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
     chosen = state.order[state.cursor:state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
@@ -674,7 +669,7 @@ def check_scores(name, values, count, each="response"):
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        scores = torch.tensor(math.nan)
+        scores = torch.tensor(torch.nan)
     if scores.shape != (count,) or not scores.isfinite().all():
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
         raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
@@ -703,8 +698,7 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
 
 # ==== block: the run
-# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals. Edit
-# it freely in a copy of your own; the repository keeps it byte-identical in every trainer (tests/blocks.py).
+# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
 import ast
 import difflib
 import hashlib
@@ -1161,14 +1155,13 @@ class Run:
         except filelock.Timeout:
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
-    def register(self, state, models, optimizers, tokenizer, merged=lambda policy: policy):
+    def register(self, state, models, optimizers, tokenizer):
         """What a checkpoint holds: state, a namespace of plain values and tensors; models and optimizers by
-        folder; the tokenizer, if any. A resumed run's become what it holds. best/ keeps merged(policy)."""
+        folder; the tokenizer, if any. A resumed run's become what it holds."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
         self.tokenizer = tokenizer
-        self.merged = merged
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
@@ -1298,7 +1291,7 @@ class Run:
             self.halvings += 1
         if value > self.best_value or self.later_of_equal and value == self.best_value:
             self.best_value = value
-            policy = self.merged(self.models["policy"])
+            policy = merged(self.models["policy"]) if globals().get("LORA_RANK") else self.models["policy"]
             fill = partial(self.fill_best, metrics, policy, policy.state_dict())
             if rank() == 0:
                 write_whole(self.folder / "best", fill)

@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("language models", "faster decoding", "data and rewards", "the run", "mining and check-up")
+LESS = ("faster decoding", "faster scoring", "adapters", "sharding")  # a copy may delete any of them
+ALL = ("data and rewards", "the run")
+MINING = ("mining and check-up",)
 HAVE = {  # which blocks a trainer must have; one that is not named here has what it has
-    "ppo/ppo.py": NAMES[:4],
-    "grpo/grpo.py": NAMES[:4],
-    "rce/rce.py": NAMES,
-    "ppo/ppo_rag.py": NAMES[2:4],
-    "grpo/grpo_rec.py": NAMES[:4],
-    "rce/rce_icl.py": NAMES[2:],
+    "ppo/ppo.py": ("language models", *LESS, *ALL),
+    "grpo/grpo.py": ("language models", *LESS, *ALL),
+    "rce/rce.py": ("language models", *LESS, *ALL, *MINING),
+    "ppo/ppo_rag.py": ALL,
+    "grpo/grpo_rec.py": ("language models", *LESS[:3], *ALL),
+    "rce/rce_icl.py": (*ALL, *MINING),
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)
 

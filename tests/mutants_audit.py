@@ -57,7 +57,8 @@ MUTANTS = [
     (PPO, "value if isinstance(value, list) and value else [value]",
      "value if isinstance(value, list) else [value]",
      IN_RUN + "an_answer_that_is_no_text_is_named_with_its_line"),
-    (PPO, "where) for item in items]", "where) for item in items[:1]]",
+    (PPO, "where) for x in (value if isinstance(value, list) and value else [value])]",
+     "where) for x in (value[:1] if isinstance(value, list) and value else [value])]",
      IN_RUN + "an_answer_that_is_no_text_is_named_with_its_line"),
 
     # resampling within the epochs
@@ -71,10 +72,10 @@ MUTANTS = [
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
     (GRPO, "math.ceil((-self.state.cursor % count) / per_step)", "(-self.state.cursor % count) // per_step",
      IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs"),
-    (GRPO, "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer, merged)\n"
+    (GRPO, "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n"
      "        self.plan_steps(self.run.step)\n",
      "        self.plan_steps(self.run.step)\n"
-     "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer, merged)\n",
+     "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n",
      IN_GRPO + "a_run_that_resampled_resumes_to_the_same_end"),
 
     # gspo in bfloat16

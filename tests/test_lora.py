@@ -188,7 +188,7 @@ def test_best_is_merged_and_plain_and_nothing_is_merged_in_place(six, tmp_path):
     before = {name: x.clone() for name, x in six.actor.state_dict().items()}
     assert not (six.out / "best/policy/adapter_config.json").exists()
     assert (six.out / "best/policy/model.safetensors").exists()
-    six.trainer.run.fill_best({}, six.trainer.run.merged(six.actor), None, tmp_path)
+    six.trainer.run.fill_best({}, six.module.merged(six.actor), None, tmp_path)
     names = {path.name for path in (tmp_path / "policy").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert "adapter_config.json" not in names
@@ -308,6 +308,22 @@ def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
     with pytest.raises(Exception, match=says) as error:
         make("grpo/grpo.py", tmp_path / "run", **constants)
     assert type(error.value).__name__ == "UserError" and "\n" not in str(error.value)
+
+
+def test_a_frozen_head_reads_no_view_of_the_prompts(grpo):
+    """torch multiplies a view (rows, 1, width) with a matrix that needs no gradient row by row, each time
+    with a copy of it: SmolLM2's head took 8 s and 3.6 GB for 64 prompts, and .02 s without the view."""
+    module = grpo(LORA_RANK=4)
+    model = module.load_trained(
+        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu"))
+    head = model.get_output_embeddings()
+    read = []
+    head.register_forward_pre_hook(lambda _, args: read.append((args[0].shape[:2], args[0].is_contiguous())))
+    with torch.no_grad():
+        decoder = module.Decoder(model, [[5] * 7, [6] * 4], 2, 0)
+        decoder.next(torch.tensor([7, 8, 7, 9]))
+    assert not head.weight.requires_grad
+    assert read == [((2, 1), True), ((4, 1), True)]
 
 
 def test_sharding_is_refused(grpo):
