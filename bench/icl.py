@@ -94,7 +94,7 @@ def main():
             with tempfile.TemporaryDirectory() as out:
                 shutil.copytree(folder, f"{out}/run", ignore=shutil.ignore_patterns("test_cand*", "*.png"))
                 own = {
-                    "SEED": constants["SEED"], "MINE_QUERIES": constants["MINE_QUERIES"],
+                    **{key: constants[key] for key in ("SEED", "MINE_QUERIES", "CANDIDATES")},
                     "OUTPUT_DIR": f"{out}/run", "RESUME": "yes", "GRPO_EPOCHS": EPOCHS,
                     "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 0}
                 trainer = make_trainer(load({**own, **changed}), faults)

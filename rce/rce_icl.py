@@ -128,9 +128,9 @@ CLASSIFIER_C = 10.0  # of the logistic regression of answers on vectors that the
 WEIGHT_QUERIES = 0.1  # 0 to 1: the share of queries that train the terms' weights, and not the network
 
 # RCE
-RCE_EPOCHS = 5
+RCE_EPOCHS = 10
 BATCH_SIZE = 32  # queries an optimizer step
-TAU = 0.5  # > 0; small: only the best lists, large: all alike
+TAU = 0.2  # > 0; small: only the best lists, large: all alike
 TAU_END: float | None = None  # TAU goes there by equal factors over the epochs; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore (within the query)
 LEARNING_RATE = 3e-3
@@ -2229,10 +2229,10 @@ class Corpus:
         """What the policy reads of queries and their pools: Pointer.encode()'s arguments."""
         vectors = torch.tensor(np.stack([query["vector"] for query in queries]))
         rows = stack_pools([self.vector_of[pool] for pool in pools])
-        known = []
         for query, pool in zip(queries, pools):
-            known.append((self.similarity(query, pool), self.log_likelihood(query, pool)))
-        known = torch.stack([pad_columns(columns) for columns in zip(*known)], 1)
+            if "known" not in query or query["known"][0] is not pool:
+                query["known"] = pool, self.similarity(query, pool), self.log_likelihood(query, pool)
+        known = torch.stack([pad_columns([q["known"][i] for q in queries]) for i in (1, 2)], 1)
         return vectors.to(self.device), self.vectors, rows.to(self.device), known.to(self.device)
 
 
