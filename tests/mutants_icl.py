@@ -9,6 +9,8 @@ OF_BEST = IN_ICL + "the_test_is_of_best_though_the_run_went_on"
 LINES = IN_ICL + "the_terminal_names_the_best_of_the_others"
 
 MUTANTS = [
+    (ICL, 'if "known" not in query or query["known"][0] is not pool:', 'if "known" not in query:',
+     IN_ICL + "the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same"),
     # the pointer network
     (ICL, "        return gate * state + (1 - gate) * chosen\n", "        return state\n",
      IN_ICL + "log_probabilities_equal_a_step_by_step_computation"),

@@ -262,10 +262,10 @@ def test_the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same(icl, w
         column = dict(zip(model.classes_, model.predict_log_proba(query["vector"][None])[0]))
         wanted = [max(-1, column[answers[n]] / 10) for n in numbers]
         assert found.tolist() == pytest.approx(wanted, abs=1e-6)
-    queries, pools = [twice], [corpus.pool_of(twice)]
-    known = corpus.inputs(queries, pools)[3]
-    assert known[0, 0].tolist() == corpus.similarity(twice, pools[0]).tolist()
-    assert known[0, 1].tolist() == corpus.log_likelihood(twice, pools[0]).tolist()
+    for pool in (corpus.pool_of(twice), corpus.pool_of(twice).flip(0)):  # what is kept is of one pool alone
+        known = corpus.inputs([twice], [pool])[3]
+        assert known[0, 0].tolist() == corpus.similarity(twice, pool).tolist()
+        assert known[0, 1].tolist() == corpus.log_likelihood(twice, pool).tolist()
     script = icl(CLASSIFIER_C=0.0)
     assert not script.ICLTrainer().corpus.log_likelihood(twice, numbers).any()
 
