@@ -93,10 +93,10 @@ def main():
         for name, (changed, faults) in VARIANTS.items():
             with tempfile.TemporaryDirectory() as out:
                 shutil.copytree(folder, f"{out}/run", ignore=shutil.ignore_patterns("test_cand*", "*.png"))
+                same = "SEED", "MINE_QUERIES", "CANDIDATES", "RCE_EPOCHS", "TAU"
                 own = {
-                    **{key: constants[key] for key in ("SEED", "MINE_QUERIES", "CANDIDATES")},
-                    "OUTPUT_DIR": f"{out}/run", "RESUME": "yes", "GRPO_EPOCHS": EPOCHS,
-                    "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 0}
+                    **{key: constants[key] for key in same}, "OUTPUT_DIR": f"{out}/run", "RESUME": "yes",
+                    "GRPO_EPOCHS": EPOCHS, "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 0}
                 trainer = make_trainer(load({**own, **changed}), faults)
                 trainer.run.say = lambda *text, **options: None
                 trainer.train()

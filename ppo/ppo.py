@@ -313,7 +313,7 @@ class PPOTrainer:
         with self.run.timed("score"):
             scores, batch.parts = self.rewards_of(batch)
             batch.dense = scores[:, :batch.logprobs.shape[1]] if scores.dim() == 2 else None  # (rows, R)
-            batch.scores = a_response(scores) - MISSING_EOS_PENALTY * batch.truncated  # as evaluate() does
+            batch.scores = scores.view(len(scores), -1).sum(1) - MISSING_EOS_PENALTY * batch.truncated
             batch.values = score_batch(partial(response_values, self.critic, batch), self.critic, batch)
             batch.ref_logprobs = batch.logprobs
             if self.reference:
@@ -441,7 +441,7 @@ class PPOTrainer:
             metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
             metrics["accuracy_sampled"] = self.accuracy(sampled).mean().item()
         scores, parts = self.rewards_of(sampled)
-        scores = a_response(scores) - MISSING_EOS_PENALTY * sampled.truncated
+        scores = scores.view(len(scores), -1).sum(1) - MISSING_EOS_PENALTY * sampled.truncated
         return {**metrics, **response_metrics(sampled, scores, parts)}
 
     def accuracy(self, batch):
@@ -484,7 +484,7 @@ class PPOTrainer:
 import inspect
 import math
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -822,8 +822,7 @@ class Decoder:
         self.positions = upload([len(p) for p in prompts], model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
         self.cache = None
-        last = upload([-1], ids.device)  # -1 alone gives a view: a frozen head takes up to 350 times as long
-        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask, last)
+        self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
         layers = getattr(self.cache, "layers", [])
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
@@ -832,9 +831,9 @@ class Decoder:
         self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
         self.select_rows(upload([i // group_size for i in range(len(prompts) * group_size)], ids.device))
 
-    def read(self, ids, positions, mask, kept=1):
+    def read(self, ids, positions, mask):
         cache = {"past_key_values": self.cache, "cache_params": self.cache}
-        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": kept}
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
         out = call_model(self.model, ids, **options, **cache, use_cache=True)
         self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
@@ -1133,7 +1132,7 @@ def clip_and_step(optimizers, loss, run, ids):
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        norms.append((norm.full_tensor() if is_sharded() else norm).item())
+        norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
@@ -1162,15 +1161,10 @@ def headline(run, actor, train_rows, eval_rows):
     return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
-def a_response(scores):
-    """Scores (rows,) of scores a response or a token: (rows,) or (rows, R)."""
-    return scores.reshape(len(scores), -1).sum(1)
-
-
 def response_metrics(batch, scores, parts):
     """Means over responses: of the scores and their parts, lengths, how many were cut."""
     return {
-        "reward": a_response(scores).mean().item(),
+        "reward": scores.mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
         "response_length": batch.response_mask.sum(1).mean().item(),
         "truncated_fraction": batch.truncated.float().mean().item()}
@@ -1422,6 +1416,8 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if head := model.get_output_embeddings():  # or a view, as generate() reads, takes up to 350 times as long
+        head.register_forward_pre_hook(lambda module, inputs: inputs[0].contiguous())
     config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
     if saved:
         then = load_pretrained(peft.LoraConfig, saved, "RESUME")

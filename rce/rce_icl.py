@@ -128,9 +128,9 @@ CLASSIFIER_C = 10.0  # of the logistic regression of answers on vectors that the
 WEIGHT_QUERIES = 0.1  # 0 to 1: the share of queries that train the terms' weights, and not the network
 
 # RCE
-RCE_EPOCHS = 10
+RCE_EPOCHS = 5
 BATCH_SIZE = 32  # queries an optimizer step
-TAU = 0.2  # > 0; small: only the best lists, large: all alike
+TAU = 0.5  # > 0; small: only the best lists, large: all alike
 TAU_END: float | None = None  # TAU goes there by equal factors over the epochs; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore (within the query)
 LEARNING_RATE = 3e-3

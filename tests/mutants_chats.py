@@ -60,6 +60,7 @@ MUTANTS = [
      IN_DENSE + "only_rewards_a_token_tell_two_tokens_apart"),
     (PPO, "    if scores.shape != (count,) or", "    if scores.dim() != 1 or",
      IN_DENSE + "a_list_that_does_not_fit_its_response_is_a_sentence"),
-    (PPO, '"reward": a_response(scores).mean().item(),', '"reward": scores.mean().item(),',
+    (PPO, "scores = scores.view(len(scores), -1).sum(1) - MISSING_EOS_PENALTY * sampled.truncated",
+     "scores = scores.view(len(scores), -1)[:, 0] - MISSING_EOS_PENALTY * sampled.truncated",
      IN_DENSE + "a_run_logs_the_sums"),
 ]

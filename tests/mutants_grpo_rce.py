@@ -290,7 +290,7 @@ MUTANTS = [
     (GRPO, "return (batch.weights[rows] * self.token_losses(", "return (self.token_losses(",
      IN_GRPO + "rows_that_are_masked_out_are_left_out_whatever_the_loss"),
     (GRPO, "[row for row in rows for _ in range(group_size)]", "rows * group_size",
-     IN_GRPO + "every_loss_trains_and_the_first_ratio_is_one[dapo]"),
+     IN_GRPO + "flat_groups_make_place_for_further_prompts"),
     (GRPO, "torch.nn.utils.rnn.pad_sequence(rows, True)",
      'torch.nn.utils.rnn.pad_sequence(rows, True, padding_side="left")',
      IN_GRPO + "flat_groups_make_place_for_further_prompts"),

@@ -60,7 +60,7 @@ MUTANTS = [
     (PPO, 'task_type="TOKEN_CLS" if new_head else "CAUSAL_LM"', 'task_type="CAUSAL_LM"',
      IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
 
-    (GRPO, ".clamp(min=0), self.mask, last)", ".clamp(min=0), self.mask)",
+    (GRPO, "lambda module, inputs: inputs[0].contiguous())", "lambda module, inputs: inputs[0])",
      IN_LORA + "a_frozen_head_reads_no_view_of_the_prompts"),
 
     # what is refused

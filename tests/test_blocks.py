@@ -14,8 +14,8 @@ LENGTHS = [
     ("grpo/grpo_rec.py", 667), ("rce/rce_icl.py", 731)]
 # Lines of a block today; a further promise finds its lines inside. Aims: 760, 190, 680, 130, within 5%
 MOST = {
-    "language models": 783, "data and rewards": 199, "the run": 714, "mining and check-up": 126,
-    "faster decoding": 72, "faster scoring": 46, "adapters": 72, "sharding": 77}
+    "language models": 782, "data and rewards": 199, "the run": 714, "mining and check-up": 126,
+    "faster decoding": 72, "faster scoring": 46, "adapters": 74, "sharding": 77}
 
 
 def upper_part(text):
@@ -60,13 +60,16 @@ EACH = [(path, blocks.LESS) for path in TRAINERS] + [("grpo/grpo.py", (name,)) f
 
 def one_step(file, path, out):
     """What a step of a trainer's file, or of a copy of it, says and learns."""
-    module = load_script(file, **small(path, MAX_STEPS=1, OUTPUT_DIR=str(out)))
+    learns = {"MISSING_EOS_PENALTY": 1.0} if path == "ppo/ppo.py" else {}  # other rewards are all 0 here
+    module = load_script(file, **small(path, MAX_STEPS=1, OUTPUT_DIR=str(out), **learns))
     trainer = getattr(module, TRAINERS[path])()
     trainer.run.draw_plots = lambda: None
     trainer.train()
     said = [sample["response"] for sample in read(out / "logs/samples.jsonl")]
-    ways = hasattr(module, "attend"), trainer.actor.shares_prompts
-    return said, trainer.actor.state_dict(), ways
+    norms = [record["grad_norm"] for record in read(out / "logs/metrics.jsonl") if record["phase"] == "train"]
+    assert norms and all(norms)
+    weights = {name: model.state_dict() for name, model in trainer.models.items()}
+    return said, weights, (hasattr(module, "attend"), trainer.actor.shares_prompts)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,7 @@ def test_a_copy_without_the_blocks_that_may_go_trains_as_the_file_does(path, nam
     copy.write_text(text)
     (said, weights, ways), (same_said, same_weights, own) = whole(path), one_step(copy, path, tmp_path)
     assert said == same_said
-    assert_close(weights, same_weights, rtol=0, atol=1e-4)
+    assert_close(weights, same_weights, rtol=0, atol=3e-5)  # a step moves them by 1e-4 or more
     assert ways == (True, True) and own == ("faster decoding" not in names, "faster scoring" not in names)
 
 

@@ -299,7 +299,7 @@ def test_in_mining_the_reward_sees_the_chat_of_each_candidate(rce, tmp_path):
     trainer.train()
     assert {(chat, number) for _, chat, number, _ in seen} == {(str(n), n) for n in range(6)}
     assert all(prompt == "Tom has 1 apples." and has_ids for prompt, *_, has_ids in seen)
-    assert len(trainer.held_back) == 3
+    assert len(trainer.held_back) == 3 and trainer.held_back < {script.transcript(chat) for chat in chats}
     before = script.mining_facts()
     script.SYSTEM_PROMPT = "x"
     assert script.mining_facts() != before

@@ -215,10 +215,11 @@ def test_a_shorter_pool_has_the_log_probabilities_it_has_alone():
 def test_choices_after_a_lists_end_count_nothing():
     script = load_script(FILE)
     policy, inputs = pointer(script)
-    pointers = torch.tensor([[[0, 3], [2, -1]]] * 3)
+    pointers = torch.tensor([[[0, 3], [2, -1], [4, 1], [2, -1]]] * 3)  # before and after the last that goes on
     found = script.list_logprobs(policy(*inputs, pointers), pointers)
-    one = script.list_logprobs(policy(*inputs, pointers[:, 1:, :1]), pointers[:, 1:, :1])
-    assert found[:, 1].tolist() == pytest.approx(one[:, 0].tolist(), abs=1e-5)
+    one = script.list_logprobs(policy(*inputs, pointers[:, 1:2, :1]), pointers[:, 1:2, :1])
+    for n in (1, 3):
+        assert found[:, n].tolist() == pytest.approx(one[:, 0].tolist(), abs=1e-5)
 
 
 def test_the_weights_learn_from_queries_held_out_and_the_network_from_the_others():

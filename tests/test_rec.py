@@ -14,10 +14,12 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import blocks
 import numpy as np
 import pytest
 import torch
 from conftest import NATS, ROOT, assert_same_state, load_script, read, untimed
+from torch.testing import assert_close
 
 import rewards
 
@@ -64,8 +66,8 @@ def rec(tmp_path):
     """rec(KEY=value, ...): the module with a small world, writing below tmp_path."""
     world = write_world(tmp_path / "world")
 
-    def load(**constants):
-        module = load_script(FILE, **{**SMALL, **world, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+    def load(file=FILE, **constants):
+        module = load_script(file, **{**SMALL, **world, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
         module.draw_plot = no_plot
         return module
     return load
@@ -102,6 +104,25 @@ def every_logprob(trainer, ids, temperature=1.0):
             total += logits[allowed].log_softmax(-1)[allowed.index(code)].item()
         found[item] = total
     return found
+
+
+def test_a_copy_without_the_blocks_that_may_go_trains(rec, tmp_path):
+    """Its model is its own, random; load_model() has the guard for others."""
+    text = (ROOT / FILE).read_text()
+    for name, (begin, end) in reversed(blocks.places(FILE, text).items()):
+        if name in blocks.LESS:
+            text = text[:begin] + text[end:]
+    for folder in ("rewards", "data"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "mine.py").write_text(text)
+    found = []
+    for file in (FILE, tmp_path / "mine.py"):
+        module = rec(OUTPUT_DIR=f"{tmp_path}/{len(found)}", file=file)
+        trainer = module.RecTrainer()
+        trainer.train()
+        found.append({name: model.state_dict() for name, model in trainer.models.items()})
+    assert not hasattr(module, "attend") and not hasattr(module, "load_adapted")
+    assert_close(*found, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- the trie
