@@ -131,7 +131,6 @@ MUTANTS = [
      IN_MODELS + "bfloat16s_rounding_is_told_from_a_mistake_by_a_positions_mean"),
     (PPO, 'os.environ.get("RANK", "0") == "0":\n    print(', 'True:\n    print(',
      "tests/test_run.py::test_the_first_line_stands_before_torch_is_imported[ppo/ppo.py]"),
-    (GRPO, 'torch, models and data", flush=True)\nimport torch  # noqa: E402\n',
-     'torch, models and data", flush=True)\n',
+    (GRPO, 'if __name__ == "__main__" and', 'import torch\nif __name__ == "__main__" and',
      "tests/test_run.py::test_the_first_line_stands_before_torch_is_imported[grpo/grpo.py]"),
 ]
