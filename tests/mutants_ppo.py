@@ -144,7 +144,7 @@ MUTANTS = [
     (PPO, "            optimizer.step()\n", "            pass\n",
      IN_PPO + "one_by_eight_four_by_two_and_eight_by_one_are_the_same_run"),
     (PPO, "        optimizer.zero_grad()\n    run.count_skipped", "    run.count_skipped",
-     IN_PPO + "padding_changes_neither_gradients_nor_metrics"),
+     "tests/test_lora.py::test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[ppo]"),
     (PPO, "if name in missing else parameter.data.clone()", "if name in missing else parameter.data",
      IN_PPO + "weights_lie_where_no_file_put_them"),
 

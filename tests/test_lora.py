@@ -88,6 +88,7 @@ def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six)
         assert parameter.grad is None, name
     trained = adapter_of(six.actor)
     assert all("lora_" in name and p.dtype == torch.float32 and p.any() for name, p in trained.items())
+    assert all(p.grad is None for p in trained.values())  # a rollout has their memory
     held = six.trainer.optimizers["policy"].param_groups[0]["params"]
     assert [id(p) for p in held] == [id(p) for p in trained.values()]
     assert any("self_attn.q_proj" in name for name in trained) and not any("lm_head" in n for n in trained)
