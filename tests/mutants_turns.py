@@ -8,7 +8,7 @@ CALLS = T + "calls_are_run_and_what_is_wrong_with_them_is_their_answer"
 MUTANTS = [
     # what is trained and counted
     (GRPO, "for values in (episode.mask, episode.logprobs, episode.entropies):",
-     "episode.mask += [1.0] * len(ids)\n            for values in (episode.logprobs, episode.entropies):",
+     "episode.mask += [1.0] * len(ids)\n        for values in (episode.logprobs, episode.entropies):",
      T + "an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_between"),
     (GRPO, 'sampled = [[t for t, own in enumerate(mask) if own] for mask in column("mask")]',
      'sampled = [range(len(mask)) for mask in column("mask")]',

@@ -139,6 +139,7 @@ def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys, mon
     groups, proposed = tool.read_groups(tmp_path / "candidates.json")
     assert proposed == 60 and groups[0].pop()["source"] == ["beam"]
     assert [c["soft"] for c in groups[0]] == [c["soft"] for c in drawn(1)[0]]
+    (tmp_path / "training_config.json").write_text('{"constants": {"REWARD_MODE": "soft_only"}}')
     tool.main(str(tmp_path / "candidates.json"), "REWARD_MODE=hard_only")
     assert "REWARD_MODE = hard_only\n" in capsys.readouterr().out
 

@@ -1092,14 +1092,15 @@ def test_odd_input_is_one_sentence_and_a_run_stays(
     constants = {key: x.replace("{world}", str(world)) if key == "GENERATOR" else x
                  for key, x in constants.items()}
     data = with_lines(world, tmp_path / "data", **lines)
-    script = rag(**{"DATASET": data, "RESUME": "no", **constants})
+    answered = tmp_path / "answered"
+    script = rag(**{"DATASET": data, "RESUME": "no", "CACHE_DIR": str(answered), **constants})
     monkeypatch.setattr("sys.argv", ["ppo_rag.py"])
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         script.train_main()
     said = capsys.readouterr().err
     assert end.value.code == 2 and len(said.strip().splitlines()) == 1 and says in said
-    assert before.is_dir()
+    assert before.is_dir() and not list(answered.rglob("answers_*.jsonl"))  # told before the hours
 
 
 @pytest.mark.parametrize("lines", [
