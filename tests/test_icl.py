@@ -215,7 +215,7 @@ def test_a_shorter_pool_has_the_log_probabilities_it_has_alone():
 def test_choices_after_a_lists_end_count_nothing():
     script = load_script(FILE)
     policy, inputs = pointer(script)
-    pointers = torch.tensor([[[0, 3], [2, -1], [4, 1], [2, -1]]] * 3)  # before and after the last that goes on
+    pointers = torch.tensor([[[0, 3], [2, -1], [4, 1], [2, -1]]] * 3)  # before the last, after it
     found = script.list_logprobs(policy(*inputs, pointers), pointers)
     one = script.list_logprobs(policy(*inputs, pointers[:, 1:2, :1]), pointers[:, 1:2, :1])
     for n in (1, 3):

@@ -51,7 +51,8 @@ def free_port():
 
 class Processes:
     """count programs that torchrun would have begun: `file` with words, each `late` seconds after the one
-    before it, the first one last if that is below 0; environment is theirs beside that. As torchrun's agent does, this process holds their store."""
+    before it, rank 0 last if that is below 0; environment is theirs beside that. As torchrun's agent does,
+    this process holds their store."""
 
     def __init__(self, count, file, *words, late=0, **environment):
         port = free_port()
