@@ -14,7 +14,7 @@ LENGTHS = [
     ("grpo/grpo_rec.py", 667), ("rce/rce_icl.py", 731)]
 # Lines of a block today; a further promise finds its lines inside. Aims: 760, 190, 680, 130, within 5%
 MOST = {
-    "language models": 782, "data and rewards": 199, "the run": 714, "mining and check-up": 126,
+    "language models": 777, "data and rewards": 199, "the run": 714, "mining and check-up": 126,
     "faster decoding": 72, "faster scoring": 46, "adapters": 74, "sharding": 77}
 
 
