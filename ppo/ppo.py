@@ -63,8 +63,8 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data: rows of {"path", "type": "jsonl" | "parquet" | "hub", "input", "output"}; hub takes "name" and "split"
-# too. A column may be a path into nested records, such as "answers.text"; input a text or a list of messages
+# Data: rows of {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; hub takes "name" and
+# "split" too. A column may be a path into nested records, such as "answers.text"; input a text or messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -490,7 +490,7 @@ from types import SimpleNamespace
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -552,26 +552,9 @@ def load_tokenizer(path, constant):
     return tokenizer
 
 
-def load_reward_model(path, device):
-    """A one-label sequence classifier, frozen, and its tokenizer; (None, None) for None."""
-    if path is None:
-        return None, None
-    model = load_model(AutoModelForSequenceClassification, path, "REWARD_MODEL", device).requires_grad_(False)
-    if model.config.num_labels != 1 or not hasattr(model, "score"):
-        raise UserError(f"REWARD_MODEL = {path!r} must be a decoder with a classification head of one label")
-    return model, load_tokenizer(path, "REWARD_MODEL")
-
-
 def known_ids(model):
     """How many token ids model has an embedding for."""
     return len(model.get_input_embeddings().weight)
-
-
-def end_ids(model, tokenizer):
-    """The ids that end a response, a tensor: the tokenizer's and the generation config's, often several."""
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return upload(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
 
 
 def padding_id(model, tokenizer):
@@ -591,88 +574,6 @@ def positions_of(model):
             first = rope.get("original_max_position_embeddings")
             return first or getattr(config, "original_max_position_embeddings", None) or longest
     return longest if isinstance(longest, int) and longest > 0 else math.inf
-
-
-def conversation(prompt):
-    """The messages that a prompt is to the model: a chat's own, or its text in PROMPT_TEMPLATE; SYSTEM_PROMPT
-    goes first where there is no system message."""
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
-    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
-        return list(messages)
-    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
-
-
-def render(tokenizer, messages, where, go_on):
-    """Messages as text by the chat template; go_on: with what begins the assistant's next turn."""
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=go_on)
-    except Exception as error:  # a template may refuse roles, or their order, by any kind
-        why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
-        raise UserError(f"{where}: the chat template of {why}") from None
-
-
-def chat(tokenizer, prompt, where, response=None):
-    """The ids of a prompt, a text or a chat, or of one with its response, a text or turns, in the tokenizer's
-    chat template; a text can do without one. where: what an error names."""
-    prompt = read_prompt(prompt, where)
-    messages = conversation(prompt)
-    turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response or []
-    if tokenizer.chat_template:
-        text = render(tokenizer, messages + turns, where, response is None)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(messages) > 1 or not isinstance(prompt, str):
-        needs = f"messages and SYSTEM_PROMPT need a chat template, and {tokenizer.name_or_path!r} has none"
-        raise UserError(f"{where}: {needs}: put a file chat_template.jinja beside it")
-    ends = {"assistant": tokenizer.eos_token}
-    text = messages[0]["content"] + "".join(m["content"] + ends.get(m["role"], "") for m in turns)
-    ids = tokenizer(text)["input_ids"]
-    # Some tokenizers end every text: a response would begin after the end, or end twice
-    ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
-    said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
-    return ids[:-1] if ids[-len(ended):] == ended and not said else ids
-
-
-def encode(rows, constant, tokenizer, readers, say):
-    """Add the prompt's ids to each row ({"prompt", ...}); rows longer than MAX_PROMPT_TOKENS are left out,
-    and said so. readers: the models that read them, each by its constant, the actor first."""
-    known = known_ids(next(iter(readers.values())))
-    for row in rows:
-        where = f"{constant}: {row.get('id', 'the prompt')}"
-        row["ids"] = chat(tokenizer, row["prompt"], where)
-        row["columns"]["messages"] = conversation(row["prompt"])
-        if not row["ids"] or max(row["ids"]) >= known:
-            gives = f"its tokenizer gives no token, or the id {max(row['ids'], default=0)}"
-            raise UserError(f"{where}: {gives}; ACTOR_MODEL = {ACTOR_MODEL!r} knows {known} ids")
-    kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
-    if len(kept) < len(rows):
-        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
-        say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
-    needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
-    for name, model in readers.items():
-        if needed > positions_of(model):
-            have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
-            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: lower either")
-    return kept
-
-
-def encode_texts(prompts, answers, what, *readers):
-    """Rows of texts or chats that a caller gives, those that encode() keeps."""
-    answers = answers or [None] * len(prompts)
-    prompts = [read_prompt(prompt, what) for prompt in prompts]
-    rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
-    return encode(rows, what, *readers)
-
-
-def load_prompts(datasets, constant, limit, *readers):
-    """The rows of data sets that encode() keeps; those to train on must be some."""
-    if "{input}" not in PROMPT_TEMPLATE:
-        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, where the prompt goes")
-    rows = encode(load_rows(datasets, constant, limit), constant, *readers)
-    if not rows and constant == "TRAIN_DATASETS":
-        raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
-    return rows
 
 
 # ---------------------------------------------------------------- tensors
@@ -899,35 +800,6 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     return ids.masked_fill(over, pad_id), (~over).sum(1), logprobs, entropies
 
 
-def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
-    """generate() over lists of ids, as many rows at a time as a training batch has; uniform None is greedy. A
-    batch whose tensors are (rows, R): R is the longest response, response_mask is 1 up to its first EOS."""
-    size = max(1, BATCH_SIZE * GROUP_SIZE // group_size)  # prompts
-    eos_ids = end_ids(model, tokenizer)
-    pad_id = padding_id(model, tokenizer)
-
-    def some(i):
-        part = slice(i * group_size, (i + size) * group_size)
-        own = None if uniform is None else upload(uniform[part], model.device)
-        with autocast(model):
-            return generate(
-                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
-                eos_ids, pad_id)
-
-    with unsharded(model):
-        parts = map_over_ranks(range(0, len(prompts), size), some)
-    ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*parts))
-    rows = [row[:n] for n, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
-    batch = pack([p for p in prompts for _ in range(group_size)], rows, model.device)
-    width = batch.response_mask.shape[1]
-    batch.logprobs = logprobs[:, :width]
-    batch.entropies = entropies[:, :width]
-    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
-    batch.responses = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    batch.columns = {"response_ids": rows}  # for reward functions, beside the rows' own
-    return batch
-
-
 # ---------------------------------------------------------------- scoring
 
 def logits_at(model, ids, at, **options):
@@ -1014,24 +886,6 @@ def all_logprobs(model, batch, micros=None, distribution=None):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
     return score_batch(score, model, batch, micros)
-
-
-@torch.no_grad()
-def classify(model, tokenizer, prompts, responses):
-    """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
-    rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]
-    scores = torch.zeros(len(rows))
-    lengths = torch.tensor([len(row) for row in rows])
-    if lengths.max() > positions_of(model):
-        reads = f"reads {positions_of(model)} tokens at most; a prompt with its response has {lengths.max()}"
-        raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
-    for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
-        ids = upload(pad_right([rows[i] for i in chunk], 0), model.device)  # a causal model cannot see it
-        last = upload(torch.stack([torch.arange(len(chunk)), lengths[chunk] - 1]), model.device)
-        with autocast(model):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[tuple(last)]
-            scores[chunk] = model.score(hidden).squeeze(-1).float().cpu()
-    return scores
 
 
 # ---------------------------------------------------------------- the optimizer step
@@ -1161,29 +1015,6 @@ def headline(run, actor, train_rows, eval_rows):
     return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
 
 
-def response_metrics(batch, scores, parts):
-    """Means over responses: of the scores and their parts, lengths, how many were cut."""
-    return {
-        "reward": scores.mean().item(),
-        **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
-        "response_length": batch.response_mask.sum(1).mean().item(),
-        "truncated_fraction": batch.truncated.float().mean().item()}
-
-
-def sample_records(batch, advantages):
-    """LOG_SAMPLES of a step's rows for samples.jsonl; advantages (rows,)."""
-    records = []
-    for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
-        row = batch.rows[i]
-        response = batch.columns.get("turns", batch.responses)[i]
-        records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(response),
-            "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
-            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
-            "advantage": advantages[i].item()})
-    return records
-
-
 # ---------------------------------------------------------------- models are tried before they are used
 
 @torch.no_grad()
@@ -1256,12 +1087,238 @@ def check_models(readers, rows, pad_id):
 # ==== end of block: language models
 
 
+# ==== block: prompts and responses
+# Texts and chats from files to ids, the responses sampled to them, and what a reward model says of those.
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+
+def load_rows(datasets, constant, limit=None):
+    """Rows {"id", "prompt": text or chat, "answer": text, texts or None, "columns"} of all data sets."""
+    rows = []
+    for spec in datasets:
+        if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
+            raise UserError(f"{constant}: a data set has path, type, input (output, name, split): {spec!r}")
+        before = len(rows)
+        for number, record in read_records(spec, f"{constant}: {spec['path']}"):
+            where = f"{constant}: {spec['path']} line {number}"
+            row = {"id": f"{Path(spec['path']).name}:{number}", "answer": None, "columns": record}
+            row["prompt"] = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
+            if spec.get("output"):
+                answer = look_up(record, spec["output"], where)
+                if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+                    answer = answer[-1].get("content")  # of messages the last one's
+                kind = "texts" if isinstance(answer, list) else "text"
+                row["answer"] = read_as(kind, answer, f"{where}: {spec['output']!r}")
+            rows.append(row)
+        if len(rows) == before:
+            raise UserError(f"{constant}: {spec['path']}: the data set is empty")
+    lacking = {name: None for row in rows for name in row["columns"]}
+    return [{**row, "columns": lacking | row["columns"]} for row in rows[:limit]]
+
+
+def load_prompts(datasets, constant, limit, *readers):
+    """The rows of data sets that encode() keeps; those to train on must be some."""
+    if "{input}" not in PROMPT_TEMPLATE:
+        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, where the prompt goes")
+    rows = encode(load_rows(datasets, constant, limit), constant, *readers)
+    if not rows and constant == "TRAIN_DATASETS":
+        raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
+    return rows
+
+
+def read_prompt(value, where):
+    """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
+    if isinstance(value, str) and value.strip():
+        return value
+    # without the nulls that parquet and the hub fill in for keys that a message lacks
+    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    messages = json.loads(text, object_hook=lambda record: {
+        key: item for key, item in record.items() if item is not None})
+    right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+    for message in messages if right else []:
+        content = message.setdefault("content", "" if message.get("tool_calls") else None)
+        right = right and isinstance(message.get("role"), str) and isinstance(content, str)
+    if not right or messages[-1]["role"] == "assistant":
+        form = 'a text, or messages such as [{"role": "user", "content": "How many?"}], to be answered'
+        raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:160]}")
+    return messages
+
+
+def transcript(value):
+    """A prompt or response as a person reads it: of a chat every message."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(f"{m['role']}: {m['content']}{m.get('tool_calls', '')}" for m in value)
+
+
+def conversation(prompt):
+    """The messages that a prompt is to the model: a chat's own, or its text in PROMPT_TEMPLATE; SYSTEM_PROMPT
+    goes first where there is no system message."""
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": PROMPT_TEMPLATE.replace("{input}", prompt)}]
+    if SYSTEM_PROMPT is None or any(message["role"] in ("system", "developer") for message in messages):
+        return list(messages)
+    return [{"role": "system", "content": SYSTEM_PROMPT}, *messages]
+
+
+def render(tokenizer, messages, where, go_on):
+    """Messages as text by the chat template; go_on: with what begins the assistant's next turn."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=go_on)
+    except Exception as error:  # a template may refuse roles, or their order, by any kind
+        why = f"{tokenizer.name_or_path!r} does not take these messages ({first_line(error)})"
+        raise UserError(f"{where}: the chat template of {why}") from None
+
+
+def chat(tokenizer, prompt, where, response=None):
+    """The ids of a prompt, a text or a chat, or of one with its response, a text or turns, in the tokenizer's
+    chat template; a text can do without one. where: what an error names."""
+    prompt = read_prompt(prompt, where)
+    messages = conversation(prompt)
+    turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response or []
+    if tokenizer.chat_template:
+        text = render(tokenizer, messages + turns, where, response is None)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(messages) > 1 or not isinstance(prompt, str):
+        needs = f"messages and SYSTEM_PROMPT need a chat template, and {tokenizer.name_or_path!r} has none"
+        raise UserError(f"{where}: {needs}: put a file chat_template.jinja beside it")
+    ends = {"assistant": tokenizer.eos_token}
+    text = messages[0]["content"] + "".join(m["content"] + ends.get(m["role"], "") for m in turns)
+    ids = tokenizer(text)["input_ids"]
+    # Some tokenizers end every text: a response would begin after the end, or end twice
+    ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
+    said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
+    return ids[:-1] if ids[-len(ended):] == ended and not said else ids
+
+
+def encode(rows, constant, tokenizer, readers, say):
+    """Add the prompt's ids to each row ({"prompt", ...}); rows longer than MAX_PROMPT_TOKENS are left out,
+    and said so. readers: the models that read them, each by its constant, the actor first."""
+    known = known_ids(next(iter(readers.values())))
+    for row in rows:
+        where = f"{constant}: {row.get('id', 'the prompt')}"
+        row["ids"] = chat(tokenizer, row["prompt"], where)
+        row["columns"]["messages"] = conversation(row["prompt"])
+        if not row["ids"] or max(row["ids"]) >= known:
+            gives = f"its tokenizer gives no token, or the id {max(row['ids'], default=0)}"
+            raise UserError(f"{where}: {gives}; ACTOR_MODEL = {ACTOR_MODEL!r} knows {known} ids")
+    kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
+    if len(kept) < len(rows):
+        left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
+        say(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
+    needed = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
+    for name, model in readers.items():
+        if needed > positions_of(model):
+            have = f"a prompt of {constant} and MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {needed}"
+            raise UserError(f"{name} reads {positions_of(model)} tokens at most; {have}: lower either")
+    return kept
+
+
+def encode_texts(prompts, answers, what, *readers):
+    """Rows of texts or chats that a caller gives, those that encode() keeps."""
+    answers = answers or [None] * len(prompts)
+    prompts = [read_prompt(prompt, what) for prompt in prompts]
+    rows = [{"prompt": p, "answer": answer, "columns": {}} for p, answer in zip(prompts, answers)]
+    return encode(rows, what, *readers)
+
+
+def end_ids(model, tokenizer):
+    """The ids that end a response, a tensor: the tokenizer's and the generation config's, often several."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return upload(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
+
+
+def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
+    """generate() over lists of ids, as many rows at a time as a training batch has; uniform None is greedy. A
+    batch whose tensors are (rows, R): R is the longest response, response_mask is 1 up to its first EOS."""
+    size = max(1, BATCH_SIZE * GROUP_SIZE // group_size)  # prompts
+    eos_ids = end_ids(model, tokenizer)
+    pad_id = padding_id(model, tokenizer)
+
+    def some(i):
+        part = slice(i * group_size, (i + size) * group_size)
+        own = None if uniform is None else upload(uniform[part], model.device)
+        with autocast(model):
+            return generate(
+                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
+                eos_ids, pad_id)
+
+    with unsharded(model):
+        parts = map_over_ranks(range(0, len(prompts), size), some)
+    ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*parts))
+    rows = [row[:n] for n, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
+    batch = pack([p for p in prompts for _ in range(group_size)], rows, model.device)
+    width = batch.response_mask.shape[1]
+    batch.logprobs = logprobs[:, :width]
+    batch.entropies = entropies[:, :width]
+    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
+    batch.responses = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    batch.columns = {"response_ids": rows}  # for reward functions, beside the rows' own
+    return batch
+
+
+def load_reward_model(path, device):
+    """A one-label sequence classifier, frozen, and its tokenizer; (None, None) for None."""
+    if path is None:
+        return None, None
+    model = load_model(AutoModelForSequenceClassification, path, "REWARD_MODEL", device).requires_grad_(False)
+    if model.config.num_labels != 1 or not hasattr(model, "score"):
+        raise UserError(f"REWARD_MODEL = {path!r} must be a decoder with a classification head of one label")
+    return model, load_tokenizer(path, "REWARD_MODEL")
+
+
+@torch.no_grad()
+def classify(model, tokenizer, prompts, responses):
+    """A reward model's score of each prompt with its response, (rows,), read at the last real token."""
+    rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]
+    scores = torch.zeros(len(rows))
+    lengths = torch.tensor([len(row) for row in rows])
+    if lengths.max() > positions_of(model):
+        reads = f"reads {positions_of(model)} tokens at most; a prompt with its response has {lengths.max()}"
+        raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {reads}")
+    for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
+        ids = upload(pad_right([rows[i] for i in chunk], 0), model.device)  # a causal model cannot see it
+        last = upload(torch.stack([torch.arange(len(chunk)), lengths[chunk] - 1]), model.device)
+        with autocast(model):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[tuple(last)]
+            scores[chunk] = model.score(hidden).squeeze(-1).float().cpu()
+    return scores
+
+
+def response_metrics(batch, scores, parts):
+    """Means over responses: of the scores and their parts, lengths, how many were cut."""
+    return {
+        "reward": scores.mean().item(),
+        **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
+        "response_length": batch.response_mask.sum(1).mean().item(),
+        "truncated_fraction": batch.truncated.float().mean().item()}
+
+
+def sample_records(batch, advantages):
+    """LOG_SAMPLES of a step's rows for samples.jsonl; advantages (rows,)."""
+    records = []
+    for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
+        row = batch.rows[i]
+        response = batch.columns.get("turns", batch.responses)[i]
+        records.append({
+            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(response),
+            "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
+            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
+            "advantage": advantages[i].item()})
+    return records
+# ==== end of block: prompts and responses
+
+
 # ==== block: faster decoding
-# A prompt's keys and values are kept and read once for all its responses. Delete this block in a copy of your
-# own, and decoding is transformers' alone.
+# A prompt's keys and values are kept once for all its responses; in a copy without this block for each.
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 
 class SharedLayer(GrowingLayer):
@@ -1297,11 +1354,10 @@ class SharedLayer(GrowingLayer):
         self.bias = self.bias[prompts]
 
     def by_prompt(self, x):
-        """(rows, heads, n, width) to (heads, prompts, most * n, width), any row where a prompt lacks one."""
+        """(rows, heads, n, width) to (heads, prompts, most * n, width), padded with any rows."""
         return x.transpose(0, 1).index_select(1, self.rows_at).unflatten(1, (-1, self.most)).flatten(2, 3)
 
     def by_row(self, x):
-        """The inverse of by_prompt()."""
         return x.unflatten(2, (self.most, -1)).flatten(1, 2).index_select(1, self.slots).transpose(0, 1)
 
 
@@ -1319,14 +1375,8 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     return out.reshape(rows, 1, heads, -1), None
 
 
-def mask_of_prompts(*args, **options):
-    """transformers' sdpa mask, but padding is not asked whether there is any: a GPU waits for the answer."""
-    options["allow_is_causal_skip"] &= options["attention_mask"] is None
-    return sdpa_mask(*args, **options)
-
-
 AttentionInterface.register("shared_prompts", attend)
-AttentionMaskInterface.register("shared_prompts", mask_of_prompts)
+AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
 # ==== end of block: faster decoding
 
 
@@ -1533,59 +1583,39 @@ def gathered(*models):
 # ==== end of block: sharding
 
 
-# ==== block: data and rewards
-# Rows from files and the hub; calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
+# ==== block: records
+# Rows of files and of the hub, and their order in each epoch.
+import csv
+import io
 import json
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet
 import torch
 
 
-def load_rows(datasets, constant, limit=None):
-    """Rows {"id", "prompt": text or chat, "answer": text, texts or None, "columns"} of all data sets."""
-    rows = []
-    for spec in datasets:
-        if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
-            raise UserError(f"{constant}: a data set has path, type, input (output, name, split): {spec!r}")
-        before = len(rows)
-        for number, record in read_records(spec, f"{constant}: {spec['path']}"):
-            where = f"{constant}: {spec['path']} line {number}"
-            row = {"id": f"{Path(spec['path']).name}:{number}", "answer": None, "columns": record}
-            row["prompt"] = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
-            if spec.get("output"):
-                answer = look_up(record, spec["output"], where)
-                if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
-                    answer = answer[-1].get("content")  # of messages the last one's
-                kind = "texts" if isinstance(answer, list) else "text"
-                row["answer"] = read_as(kind, answer, f"{where}: {spec['output']!r}")
-            rows.append(row)
-        if len(rows) == before:
-            raise UserError(f"{constant}: {spec['path']}: the data set is empty")
-    lacking = {name: None for row in rows for name in row["columns"]}
-    return [{**row, "columns": lacking | row["columns"]} for row in rows[:limit]]
-
-
 def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set."""
+    """Yields (line number from 1, record) of one data set; a csv file's record has the line it ends on."""
     try:
         if spec["type"] == "jsonl":
-            records = Path(spec["path"]).read_bytes().split(b"\n")
+            records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
+        elif spec["type"] == "csv":
+            reader = csv.DictReader(io.StringIO(Path(spec["path"]).read_text("utf-8-sig")))
+            records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
-            records = pyarrow.parquet.read_table(spec["path"]).to_pylist()
+            records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
         else:
             import datasets  # slow
-            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+            split = spec.get("split", "train")
+            records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
-        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
-    for number, record in enumerate(records, 1):
+        line = f" line {reader.line_num}" if isinstance(error, csv.Error) else ""
+        raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
+    for number, record in records:
         try:
             if not isinstance(record, bytes):
+                if spec["type"] == "csv" and None in (*record, *record.values()):
+                    raise UserError(f"{where} line {number}: it has not as many fields as the head line")
                 yield number, record
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
@@ -1612,31 +1642,6 @@ def read_as(kind, value, where):
     return str(value)
 
 
-def read_prompt(value, where):
-    """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    if isinstance(value, str) and value.strip():
-        return value
-    # without the nulls that parquet and the hub fill in for keys that a message lacks
-    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    messages = json.loads(text, object_hook=lambda record: {
-        key: item for key, item in record.items() if item is not None})
-    right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    for message in messages if right else []:
-        content = message.setdefault("content", "" if message.get("tool_calls") else None)
-        right = right and isinstance(message.get("role"), str) and isinstance(content, str)
-    if not right or messages[-1]["role"] == "assistant":
-        form = 'a text, or messages such as [{"role": "user", "content": "How many?"}], to be answered'
-        raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:160]}")
-    return messages
-
-
-def transcript(value):
-    """A prompt or response as a person reads it: of a chat every message."""
-    if isinstance(value, str):
-        return value
-    return "\n".join(f"{m['role']}: {m['content']}{m.get('tool_calls', '')}" for m in value)
-
-
 def next_rows(rows, state, count):
     """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
@@ -1645,6 +1650,18 @@ def next_rows(rows, state, count):
     chosen = state.order[state.cursor:state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
+# ==== end of block: records
+
+
+# ==== block: rewards
+# Calling reward functions and checking what they return.
+import copy
+import faulthandler
+import inspect
+import sys
+from contextlib import contextmanager
+
+import torch
 
 
 def resolve_rewards(functions, constant):
@@ -1731,7 +1748,7 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: data and rewards
+# ==== end of block: rewards
 
 
 # ==== block: the run

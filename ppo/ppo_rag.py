@@ -496,59 +496,39 @@ class RAGTrainer:
         return self.qa.answer(question, action), action
 
 
-# ==== block: data and rewards
-# Rows from files and the hub; calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
+# ==== block: records
+# Rows of files and of the hub, and their order in each epoch.
+import csv
+import io
 import json
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet
 import torch
 
 
-def load_rows(datasets, constant, limit=None):
-    """Rows {"id", "prompt": text or chat, "answer": text, texts or None, "columns"} of all data sets."""
-    rows = []
-    for spec in datasets:
-        if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
-            raise UserError(f"{constant}: a data set has path, type, input (output, name, split): {spec!r}")
-        before = len(rows)
-        for number, record in read_records(spec, f"{constant}: {spec['path']}"):
-            where = f"{constant}: {spec['path']} line {number}"
-            row = {"id": f"{Path(spec['path']).name}:{number}", "answer": None, "columns": record}
-            row["prompt"] = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
-            if spec.get("output"):
-                answer = look_up(record, spec["output"], where)
-                if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
-                    answer = answer[-1].get("content")  # of messages the last one's
-                kind = "texts" if isinstance(answer, list) else "text"
-                row["answer"] = read_as(kind, answer, f"{where}: {spec['output']!r}")
-            rows.append(row)
-        if len(rows) == before:
-            raise UserError(f"{constant}: {spec['path']}: the data set is empty")
-    lacking = {name: None for row in rows for name in row["columns"]}
-    return [{**row, "columns": lacking | row["columns"]} for row in rows[:limit]]
-
-
 def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set."""
+    """Yields (line number from 1, record) of one data set; a csv file's record has the line it ends on."""
     try:
         if spec["type"] == "jsonl":
-            records = Path(spec["path"]).read_bytes().split(b"\n")
+            records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
+        elif spec["type"] == "csv":
+            reader = csv.DictReader(io.StringIO(Path(spec["path"]).read_text("utf-8-sig")))
+            records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
-            records = pyarrow.parquet.read_table(spec["path"]).to_pylist()
+            records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
         else:
             import datasets  # slow
-            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+            split = spec.get("split", "train")
+            records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
-        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
-    for number, record in enumerate(records, 1):
+        line = f" line {reader.line_num}" if isinstance(error, csv.Error) else ""
+        raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
+    for number, record in records:
         try:
             if not isinstance(record, bytes):
+                if spec["type"] == "csv" and None in (*record, *record.values()):
+                    raise UserError(f"{where} line {number}: it has not as many fields as the head line")
                 yield number, record
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
@@ -575,31 +555,6 @@ def read_as(kind, value, where):
     return str(value)
 
 
-def read_prompt(value, where):
-    """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    if isinstance(value, str) and value.strip():
-        return value
-    # without the nulls that parquet and the hub fill in for keys that a message lacks
-    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    messages = json.loads(text, object_hook=lambda record: {
-        key: item for key, item in record.items() if item is not None})
-    right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    for message in messages if right else []:
-        content = message.setdefault("content", "" if message.get("tool_calls") else None)
-        right = right and isinstance(message.get("role"), str) and isinstance(content, str)
-    if not right or messages[-1]["role"] == "assistant":
-        form = 'a text, or messages such as [{"role": "user", "content": "How many?"}], to be answered'
-        raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:160]}")
-    return messages
-
-
-def transcript(value):
-    """A prompt or response as a person reads it: of a chat every message."""
-    if isinstance(value, str):
-        return value
-    return "\n".join(f"{m['role']}: {m['content']}{m.get('tool_calls', '')}" for m in value)
-
-
 def next_rows(rows, state, count):
     """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
@@ -608,6 +563,18 @@ def next_rows(rows, state, count):
     chosen = state.order[state.cursor:state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
+# ==== end of block: records
+
+
+# ==== block: rewards
+# Calling reward functions and checking what they return.
+import copy
+import faulthandler
+import inspect
+import sys
+from contextlib import contextmanager
+
+import torch
 
 
 def resolve_rewards(functions, constant):
@@ -694,7 +661,7 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: data and rewards
+# ==== end of block: rewards
 
 
 # ==== block: the run
@@ -1958,8 +1925,6 @@ def write_json(path, value):
 def draw_learning(folder, title, table, figures):
     """rag_learning.png, from the logs: rewards, answers and actions over the updates with baselines and
     oracle as dashed lines; recall."""
-    from matplotlib.figure import Figure
-
     records = read_metrics(folder / "logs/metrics.jsonl")
     figure = Figure(figsize=(16, 11), layout="constrained")
     figure.suptitle(title)

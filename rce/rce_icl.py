@@ -419,7 +419,9 @@ class ICLTrainer:
 
     def load_reader(self):
         """Override to give a reader of your own: answers() and gold_probabilities() are all it needs."""
-        return load_reader(READER, self.demos, self.device)
+        if READER == "votes":
+            return VoteReader(self.demos)
+        return LanguageReader(READER, self.device)
 
     def load_policy(self):
         """From the checkpoint, else POINTER_POLICY, else new; the reference is what GRPO starts from."""
@@ -621,10 +623,7 @@ class ICLTrainer:
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
-        def fill(folder):
-            self.run.save_model(self.policy, folder / "policy")
-
-        write_whole(self.run.folder / "rce", fill)
+        write_whole(self.run.folder / "rce", lambda tmp: self.run.save_model(self.policy, tmp / "policy"))
         self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
         self.state.stage = "grpo"
         self.state.begin = self.run.step
@@ -729,59 +728,39 @@ class ICLTrainer:
         self.run.record(metrics, lists, samples, line, unit="lists")
 
 
-# ==== block: data and rewards
-# Rows from files and the hub; calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
+# ==== block: records
+# Rows of files and of the hub, and their order in each epoch.
+import csv
+import io
 import json
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet
 import torch
 
 
-def load_rows(datasets, constant, limit=None):
-    """Rows {"id", "prompt": text or chat, "answer": text, texts or None, "columns"} of all data sets."""
-    rows = []
-    for spec in datasets:
-        if not {"path", "type", "input"} <= set(spec) <= {"path", "type", "input", "output", "name", "split"}:
-            raise UserError(f"{constant}: a data set has path, type, input (output, name, split): {spec!r}")
-        before = len(rows)
-        for number, record in read_records(spec, f"{constant}: {spec['path']}"):
-            where = f"{constant}: {spec['path']} line {number}"
-            row = {"id": f"{Path(spec['path']).name}:{number}", "answer": None, "columns": record}
-            row["prompt"] = read_prompt(look_up(record, spec["input"], where), f"{where}: {spec['input']!r}")
-            if spec.get("output"):
-                answer = look_up(record, spec["output"], where)
-                if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
-                    answer = answer[-1].get("content")  # of messages the last one's
-                kind = "texts" if isinstance(answer, list) else "text"
-                row["answer"] = read_as(kind, answer, f"{where}: {spec['output']!r}")
-            rows.append(row)
-        if len(rows) == before:
-            raise UserError(f"{constant}: {spec['path']}: the data set is empty")
-    lacking = {name: None for row in rows for name in row["columns"]}
-    return [{**row, "columns": lacking | row["columns"]} for row in rows[:limit]]
-
-
 def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set."""
+    """Yields (line number from 1, record) of one data set; a csv file's record has the line it ends on."""
     try:
         if spec["type"] == "jsonl":
-            records = Path(spec["path"]).read_bytes().split(b"\n")
+            records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
+        elif spec["type"] == "csv":
+            reader = csv.DictReader(io.StringIO(Path(spec["path"]).read_text("utf-8-sig")))
+            records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
-            records = pyarrow.parquet.read_table(spec["path"]).to_pylist()
+            records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
         else:
             import datasets  # slow
-            records = datasets.load_dataset(spec["path"], spec.get("name"), split=spec.get("split", "train"))
+            split = spec.get("split", "train")
+            records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
-        raise UserError(f"{where}: cannot be read as {spec['type']} ({first_line(error)})") from None
-    for number, record in enumerate(records, 1):
+        line = f" line {reader.line_num}" if isinstance(error, csv.Error) else ""
+        raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
+    for number, record in records:
         try:
             if not isinstance(record, bytes):
+                if spec["type"] == "csv" and None in (*record, *record.values()):
+                    raise UserError(f"{where} line {number}: it has not as many fields as the head line")
                 yield number, record
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
@@ -808,31 +787,6 @@ def read_as(kind, value, where):
     return str(value)
 
 
-def read_prompt(value, where):
-    """A text, or a chat: a list of {"role", "content"} messages that ends with what is to be answered."""
-    if isinstance(value, str) and value.strip():
-        return value
-    # without the nulls that parquet and the hub fill in for keys that a message lacks
-    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    messages = json.loads(text, object_hook=lambda record: {
-        key: item for key, item in record.items() if item is not None})
-    right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    for message in messages if right else []:
-        content = message.setdefault("content", "" if message.get("tool_calls") else None)
-        right = right and isinstance(message.get("role"), str) and isinstance(content, str)
-    if not right or messages[-1]["role"] == "assistant":
-        form = 'a text, or messages such as [{"role": "user", "content": "How many?"}], to be answered'
-        raise UserError(f"{where}: a prompt is {form}, not {repr(value)[:160]}")
-    return messages
-
-
-def transcript(value):
-    """A prompt or response as a person reads it: of a chat every message."""
-    if isinstance(value, str):
-        return value
-    return "\n".join(f"{m['role']}: {m['content']}{m.get('tool_calls', '')}" for m in value)
-
-
 def next_rows(rows, state, count):
     """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
     if state.cursor == 0:
@@ -841,93 +795,7 @@ def next_rows(rows, state, count):
     chosen = state.order[state.cursor:state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-
-
-def resolve_rewards(functions, constant):
-    """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = []
-    for pair in functions:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
-        function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
-        if not callable(function):
-            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = plain_name(function)
-        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
-        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
-    return resolved
-
-
-@contextmanager
-def time_limit():
-    """Ends the program, and shows where it hangs, if what is inside takes longer than REWARD_TIMEOUT."""
-    if REWARD_TIMEOUT and sys.__stderr__:  # sys.stderr may be a notebook's, without a file
-        faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def call_reward(name, function, prompts, responses, answers, columns={}, width=None):
-    """Values of a reward function, (rows,); with a width (rows, width) if it returns a list per response, a
-    number per token. Its parameters after the first three get the columns of their names."""
-    signature = inspect.signature(function)
-    first = [*signature.parameters][:3]
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
-    named = {k: v for k, v in columns.items() if k not in first and (takes_all or k in signature.parameters)}
-    try:
-        signature.bind(prompts, responses, answers, **named)
-    except TypeError as error:
-        raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
-    try:
-        values = function(prompts, responses, answers, **named)
-    except Exception as error:
-        if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
-            raise UserError(str(error)) from None  # what its data must have
-        if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
-            error.add_note(f"(raised by the reward function {name})")
-        raise
-    if not width or not hasattr(values, "__len__") or len(values) != len(responses) or not any(
-            getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values):
-        return check_scores(name, values, len(responses))
-    token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
-    for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, :len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
-    return token_rewards
-
-
-def check_scores(name, values, count, each="response"):
-    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
-    try:
-        scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        scores = torch.tensor(torch.nan)
-    if scores.shape != (count,) or not scores.isfinite().all():
-        returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-        raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
-    return scores
-
-
-def dealt_rewards(trainer, name, function, batch, width=None):
-    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
-    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
-    size = BATCH_SIZE * GROUP_SIZE
-
-    def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
-        columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
-        trainer.reward_parts = {}
-        with time_limit():
-            scores = call_reward(name, function, *lists, columns, width)
-        parts = trainer.reward_parts.items()
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
-
-    scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
-    return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: data and rewards
+# ==== end of block: records
 
 
 # ==== block: the run
@@ -1775,7 +1643,6 @@ def check_up(groups, proposed, path, say):
 
 
 # ================================================================ data and embeddings
-import csv
 import hashlib
 from collections import Counter, defaultdict
 from functools import partial
@@ -1804,7 +1671,7 @@ def load_examples(spec, constant, split, limit=None):
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
     examples = []
-    for line, record in (read_csv_records if spec["type"] == "csv" else read_records)(spec, where):
+    for line, record in read_records(spec, where):
         at = f"{where} line {line}"
         text = read_as("text", look_up(record, spec["input"], at), f"{at}: {spec['input']!r}")
         golds = read_as("texts", look_up(record, spec["output"], at), f"{at}: {spec['output']!r}")
@@ -1822,22 +1689,6 @@ def load_examples(spec, constant, split, limit=None):
     if not examples:
         raise UserError(f"{where}: the data set is empty")
     return examples
-
-
-def read_csv_records(spec, where):
-    """(line number, record) of a csv file with a head line."""
-    if not Path(spec["path"]).is_file():
-        raise UserError(f"{where}: there is no such file")
-    with open(spec["path"], newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        try:
-            for record in reader:
-                if None in record or None in record.values():
-                    fields = "it has not as many fields as the head line"
-                    raise UserError(f"{where} line {reader.line_num}: {fields}")
-                yield reader.line_num, record
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise UserError(f"{where} line {reader.line_num + 1}: not a line of csv ({error})") from None
 
 
 def load_splits(say):
@@ -2145,11 +1996,6 @@ class LanguageReader:
         own = places >= -torch.tensor(lengths, device=ids.device)[:, None]
         ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
         return ((chosen * own).sum(1) + ends).tolist()
-
-
-def load_reader(name, demos, device):
-    """The reader that READER names."""
-    return VoteReader(demos) if name == "votes" else LanguageReader(name, device)
 
 
 # ================================================================ pools and mining
@@ -2761,8 +2607,6 @@ def test_lines(figures):
 
 def draw_results(figures, path, title):
     """icl_results.png: test accuracy by shots of the policy and what it is compared with."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 6), layout="constrained")
     axis = figure.subplots()
     shots = [int(key) for key in figures["shots"]]

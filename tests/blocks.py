@@ -12,15 +12,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LESS = ("faster decoding", "faster scoring", "adapters", "sharding")  # a copy may delete any of them
-ALL = ("data and rewards", "the run")
+CHATS = ("language models", "prompts and responses", *LESS)
+ALL = ("records", "rewards", "the run")
 MINING = ("mining and check-up",)
 HAVE = {  # which blocks a trainer must have; one that is not named here has what it has
-    "ppo/ppo.py": ("language models", *LESS, *ALL),
-    "grpo/grpo.py": ("language models", *LESS, *ALL),
-    "rce/rce.py": ("language models", *LESS, *ALL, *MINING),
+    "ppo/ppo.py": (*CHATS, *ALL),
+    "grpo/grpo.py": (*CHATS, *ALL),
+    "rce/rce.py": (*CHATS, *ALL, *MINING),
     "ppo/ppo_rag.py": ALL,
     "grpo/grpo_rec.py": ("language models", *LESS[:3], *ALL),
-    "rce/rce_icl.py": (*ALL, *MINING),
+    "rce/rce_icl.py": ("records", "the run", *MINING),
 }
 MARK = re.compile(r"^# ==== (block|end of block): (.*)$\n?", re.MULTILINE)
 

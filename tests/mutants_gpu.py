@@ -73,8 +73,6 @@ MUTANTS = [
     (GRPO, "keep = upload(left, device)", "keep = (~ended).nonzero().squeeze(-1)",
      TEST + "how_often_the_host_waits[grpo]"),
     (PPO, " if t + 1 < max_new_tokens else []\n", "\n", TEST + "how_often_the_host_waits[ppo]"),
-    (GRPO, '    options["allow_is_causal_skip"] &= options["attention_mask"] is None\n', "",
-     TEST + "how_often_the_host_waits[grpo]"),
     # kernels
     (PPO, "        if self.needs_mask:\n", "        if True:\n", TEST + "how_often_the_host_waits[ppo]"),
     (GRPO, "x.transpose(0, 1).index_select(1, self.rows_at)",

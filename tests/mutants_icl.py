@@ -158,8 +158,7 @@ MUTANTS = [
     (ICL, "        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n",
      "        queries = self.splits[\"test\"]\n"
      "        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n", BEFORE),
-    (ICL, "return load_reader(READER, self.demos, self.device)",
-     "return load_reader(READER, self.demos + self.splits[\"test\"], self.device)", BEFORE),
+    (ICL, "return VoteReader(self.demos)", 'return VoteReader(self.demos + self.splits["test"])', BEFORE),
     (ICL, "            queries = self.splits[\"validation\"] + self.splits[\"train\"][:MINE_QUERIES]\n",
      "            queries = [*self.splits[\"validation\"], *self.splits[\"train\"][:MINE_QUERIES]]\n"
      "            self.reader.prior |= {query[\"answer\"]: 1.0 for query in self.splits[\"test\"]}\n",

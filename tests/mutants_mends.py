@@ -5,6 +5,7 @@ RUN = "tests/test_run.py::test_"
 PROCESSES = "tests/test_processes.py::test_"
 DIFFERENT = PROCESSES + "processes_that_would_make_different_runs_end_with_a_sentence"
 BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future_given_up"
+CSV = RUN + "rows_of_a_csv_file_are_read_with_the_lines_they_end_on"
 PARTS = RUN + "parts_are_a_number_per_response"
 MUTANTS = [
     # several processes
@@ -58,7 +59,11 @@ MUTANTS = [
     # models
     (GRPO, "len(model.get_input_embeddings().weight)", "model.get_input_embeddings().num_embeddings",
      "tests/test_lora.py::test_untied_embeddings_may_have_an_adapter"),
-    # data and rewards
+    # records, rewards, prompts
+    (PPO, "None in (*record, *record.values())", "None in record", CSV),
+    (PPO, "None in (*record, *record.values())", "None in record.values()", CSV),
+    (PPO, "[(reader.line_num, record) for", "[(reader.line_num - 1, record) for", CSV),
+    (PPO, '.read_text("utf-8-sig")))', ".read_text()))", CSV),
     (PPO, " if count > 1 else", " if False else",
      RUN + "rewards_without_a_name_of_their_own_get_one_that_stays"),
     (PPO, 'k: check_scores(f"reward_parts[{k!r}]", v, len(scores))', "k: torch.as_tensor(v)", PARTS),

@@ -181,7 +181,8 @@ def test_a_bad_line_is_named(ppo, tmp_path, lines, says):
     "change, says",
     [
         ({"path": "/no/such/file"}, "No such file"),
-        ({"type": "csv"}, "cannot be read as csv"),
+        ({"type": "csv"}, "line 2: there is no value for column 'problem'"),
+        ({"type": "tsv"}, "cannot be read as tsv"),
         ({"input": "question"}, "no value for column 'question'"),
         ({"colour": "red"}, "colour"),
         ({"type": "parquet"}, "cannot be read as parquet"),
@@ -192,6 +193,22 @@ def test_a_bad_data_set_is_named(ppo, change, says):
     script = ppo(TRAIN_DATASETS=[{**good, **change}])
     with pytest.raises(script.UserError, match=says):
         script.PPOTrainer()
+
+
+def test_rows_of_a_csv_file_are_read_with_the_lines_they_end_on(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'\xef\xbb\xbfproblem,solution,level\r\n"How many,\r\nin all?",3,easy\r\nNow?,"4",\r\n')
+    data = [{"path": str(path), "type": "csv", "input": "problem", "output": "solution"}]
+    for script in map(load_script, TRAINERS):
+        first, second = script.load_rows(data, "TRAIN_DATASETS")
+        assert (first["id"], first["prompt"], first["answer"]) == ("rows.csv:3", "How many,\nin all?", "3")
+        assert (second["id"], second["columns"]["level"]) == ("rows.csv:4", "")
+        for odd in (b"one\n", b"one,2,easy,too much\n"):
+            (tmp_path / "odd.csv").write_bytes(path.read_bytes() + odd)
+            with pytest.raises(script.UserError, match="odd.csv line 5: it has not as many fields"):
+                script.load_rows([{**data[0], "path": str(tmp_path / "odd.csv")}], "TRAIN_DATASETS")
+        with pytest.raises(script.UserError, match="line 1: there is no value|line 3: there is no value"):
+            script.load_rows([{**data[0], "input": "question"}], "TRAIN_DATASETS")
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(ppo, capsys):

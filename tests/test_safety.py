@@ -353,7 +353,7 @@ def data_set(path, kind="jsonl"):
 def test_the_loader_takes_any_file(tmp_path_factory, parts, end, bom):
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" * bom + end.join(parts))
-    for kind in ("jsonl", "parquet"):
+    for kind in ("jsonl", "parquet", "csv"):
         try:
             rows = PPO.load_rows(data_set(path, kind), "TRAIN_DATASETS")
         except PPO.UserError as error:
