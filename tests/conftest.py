@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from program import Program, save_nothing
+from matplotlib.figure import Figure
+from program import Program, draw_no_pictures
 
 # Two tests run at a time (pytest.ini): threads of theirs would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,8 @@ TINY = ROOT / "data/tiny"
 TRAINERS = {"ppo/ppo.py": "PPOTrainer", "grpo/grpo.py": "GRPOTrainer", "rce/rce.py": "RCETrainer"}
 sys.path.insert(0, str(ROOT))
 _numbers = itertools.count()
+_PICTURES = {name: getattr(Figure, name) for name in ("savefig", "add_subplot")}
+draw_no_pictures()
 
 # Two ways through a model in float32 (packed or row by row, padded or not, another processor) add the same
 # hundreds of products in another order: 2**-23 of logits of some tens, over the layers, is some 1e-5 nats.
@@ -77,11 +80,17 @@ def run_script(path, *words, **environment):
 
 
 @pytest.fixture
+def drawing(monkeypatch):
+    """In this test pictures are drawn; in others they are empty files."""
+    for name, own in _PICTURES.items():
+        monkeypatch.setattr(Figure, name, own)
+
+
+@pytest.fixture
 def started(monkeypatch, capsys):
     """started("ppo/ppo.py", "KEY=value", ...): what run_script() gives, without the seconds that a process
     takes to begin; shrink=False leaves SMALL out."""
     def run(path, *words, shrink=True):
-        monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
         script = load_script(path)
         monkeypatch.setattr(sys, "argv", [path, *(words_of(path, *words) if shrink else words)])
         capsys.readouterr()

@@ -29,12 +29,17 @@ def draw_nothing(figure, *args, **options):
     return MagicMock()
 
 
+def draw_no_pictures():
+    """From here on pictures are empty files."""
+    from matplotlib.figure import Figure
+
+    Figure.savefig = save_nothing
+    Figure.add_subplot = draw_nothing
+
+
 def be_program(words, cwd, environment, outputs):
     """Turn this process into `python words[0] words[1] ...` whose pictures are empty files."""
-    import matplotlib.figure
-
-    matplotlib.figure.Figure.savefig = save_nothing
-    matplotlib.figure.Figure.add_subplot = draw_nothing
+    draw_no_pictures()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests run under nohup it is ignored
     os.environ.update(environment)
     os.chdir(cwd)

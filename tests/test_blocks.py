@@ -62,7 +62,6 @@ def one_step(file, path, out):
     learns = {"MISSING_EOS_PENALTY": 1.0} if path == "ppo/ppo.py" else {}  # other rewards are all 0 here
     module = load_script(file, **small(path, MAX_STEPS=1, OUTPUT_DIR=str(out), **learns))
     trainer = getattr(module, TRAINERS[path])()
-    trainer.run.draw_plots = lambda: None
     trainer.train()
     said = [sample["response"] for sample in read(out / "logs/samples.jsonl")]
     norms = [record["grad_norm"] for record in read(out / "logs/metrics.jsonl") if record["phase"] == "train"]

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from conftest import ROOT, load_script
-from program import save_nothing
 
 tool = load_script("tools/check_up.py")
 rce = load_script("rce/rce.py")
@@ -116,7 +115,7 @@ def test_the_verdict_names_what_to_do(mode, groups, says):
     assert tool.find_verdict(figures, mode).startswith(says)
 
 
-def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_path, capsys):
+def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_path, capsys, drawing):
     config = {"constants": {"REWARD_MODE": "soft_only", "SEED": 3}}
     (tmp_path / "training_config.json").write_text(json.dumps(config))
     for number, count in ((2, 9), (10, 8)):
@@ -130,8 +129,7 @@ def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_pat
     assert (tmp_path / "candidates_round_10.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys):
     lists = [{name: c.get(key) for key, name in icl._FIELDS.items()} for c in drawn(1)[0]]
     of_source = {"pointer": [3], "gen_method": "beam", "temperature": None, "vqa_correct": 1}
     records = [("7", {"pointer_candidates": [*lists, of_source], "proposed": 60})]

@@ -125,7 +125,6 @@ def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, t
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
     small = {"SFT_EPOCHS": 1, "HIDDEN_SIZE": 8, "LAYERS": 1, "MAX_HISTORY": 3, "EVAL_BEAMS": 20}
     module = load_script("grpo/grpo_rec.py", STAGE="sft", **small)
-    module.draw_plot = module.draw_learning = lambda *what: None
     module.apply_overrides((tmp_path / "mine/words.txt").read_text().split())
     trainer = module.RecTrainer()
     names = trainer.catalogue.items

@@ -33,10 +33,6 @@ def scored_batch(trainer, count=8):
     return batch
 
 
-def no_plots():
-    """They are most of a short run's time."""
-
-
 def flat_weights(model):
     """All weights as one vector, a copy."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -327,7 +323,6 @@ def test_dr_grpo_does_not_divide_by_a_std(grpo):
 def test_every_loss_trains_and_the_first_ratio_is_one(grpo, loss_type):
     sizes = dict(MAX_STEPS=2, BATCH_SIZE=12, GROUP_SIZE=4)
     trainer = grpo(LOSS_TYPE=loss_type, **sizes, EVAL_DATASETS=[]).GRPOTrainer()
-    trainer.run.draw_plots = no_plots
     before = [p.detach().clone() for p in trainer.actor.parameters()]
     trainer.train()
     records = read(trainer.run.logs["metrics.jsonl"].name)
@@ -555,7 +550,6 @@ def test_the_reference_follows_the_actor_when_asked(grpo):
             super().sync_reference()
 
     trainer = Spy()
-    trainer.run.draw_plots = no_plots
     first = flat_weights(trainer.reference)
     trainer.train()
     reference = flat_weights(trainer.reference)
@@ -641,7 +635,6 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
     # the policy of one run is the actor of the next
     again = grpo(OUTPUT_DIR=str(tmp_path / "next"), ACTOR_MODEL=str(out / "best/policy"), MAX_STEPS=1)
     trainer = again.GRPOTrainer()
-    trainer.run.draw_plots = no_plots
     trainer.train()
 
 
@@ -659,7 +652,6 @@ def flat_script(grpo, **constants):
     class Spy(script.GRPOTrainer):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
-            self.run.draw_plots = no_plots
 
         def rollout(self, prompts):
             taken.extend(row["id"] for row in prompts)
@@ -1013,7 +1005,6 @@ def test_an_epoch_gives_every_prompt_once_and_the_next_one_in_another_order(size
 def test_a_reference_that_follows_is_saved_and_comes_back(grpo, tmp_path):
     settings = dict(KL_COEF=0.1, REFERENCE_SYNC_STEPS=1, MAX_STEPS=1, LEARNING_RATE=1e-3, EVAL_DATASETS=[])
     trainer = grpo(**settings).GRPOTrainer()
-    trainer.run.draw_plots = no_plots
     first = flat_weights(trainer.reference)
     trainer.train()
     saved = flat_weights(trainer.reference)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
-from program import save_nothing
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
@@ -65,22 +64,19 @@ def toy(world, out, **constants):
 
 
 @pytest.fixture
-def icl(world, tmp_path, monkeypatch):
-    """icl(KEY=value, ...): rce/rce_icl.py on the toy world, writing below tmp_path, its pictures empty."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+def icl(world, tmp_path):
+    """icl(KEY=value, ...): rce/rce_icl.py on the toy world, writing below tmp_path."""
     return lambda **constants: toy(world, tmp_path, **constants)
 
 
 @pytest.fixture(scope="module")
 def trained(world, tmp_path_factory):
     """(module, trainer, folder) of a finished run of RCE and GRPO."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
-        folder = tmp_path_factory.mktemp("trained")
-        script = toy(world, folder, GRPO_EPOCHS=1)
-        trainer = script.ICLTrainer()
-        trainer.train()
-        yield script, trainer, folder / "run"
+    folder = tmp_path_factory.mktemp("trained")
+    script = toy(world, folder, GRPO_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    trainer.train()
+    return script, trainer, folder / "run"
 
 
 def pointer(script, queries=3, pool=7, seed=0, layers=2):
@@ -991,11 +987,9 @@ def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_r
 @pytest.fixture(scope="module")
 def mined(world, tmp_path_factory):
     """The folder of a run that has mined, and been tested with TEST_QUERIES = 12."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
-        folder = tmp_path_factory.mktemp("mined")
-        toy(world, folder, RCE_EPOCHS=1, EVAL_SHOTS=(2,)).ICLTrainer().train()
-        return folder / "run"
+    folder = tmp_path_factory.mktemp("mined")
+    toy(world, folder, RCE_EPOCHS=1, EVAL_SHOTS=(2,)).ICLTrainer().train()
+    return folder / "run"
 
 
 @pytest.mark.parametrize("key, value", [
@@ -1159,9 +1153,8 @@ def test_validation_queries_and_flat_ones_are_not_trained_on(trained):
     assert 0 < sum(held_out) < len(held_out) / 3  # a tenth of 40, drawn by each query's own stream
 
 
-def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
+def test_it_learns_what_the_reader_needs(world, tmp_path, drawing):
     """Above similarity on queries that it has not seen."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
     write_rows(tmp_path / "train.csv", 500, 3)
     write_rows(tmp_path / "test.csv", 100, 4)
     script = toy(
@@ -1170,6 +1163,7 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, monkeypatch):
     script.ICLTrainer().train()
     found = json.loads((tmp_path / "run/eval_test.json").read_text())["shots"]["2"]
     accuracy = found["accuracy"]
+    assert (tmp_path / "run/icl_results.png").read_bytes()[:4] == b"\x89PNG"
     assert accuracy["random"] < accuracy["similarity"] < accuracy["RCE"] <= accuracy["oracle"]
     assert found["share_of_gap"] > 0.4
 
@@ -1491,7 +1485,7 @@ def test_the_test_compares_at_each_number_of_shots(trained):
         assert set(at["intervals_of_gains"]) == set(wanted) - {"RCE + GRPO"}
 
 
-def test_the_test_is_of_best_though_the_run_went_on(icl, monkeypatch):
+def test_the_test_is_of_best_though_the_run_went_on(icl):
     """best/ is similarity, since no later policy is said to be better; the last shows the least similar."""
     script = icl()
     trainer = script.ICLTrainer()
@@ -1645,8 +1639,7 @@ class Killed(BaseException):
     """In place of SIGKILL: nothing of the program catches it."""
 
 
-def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(world, tmp_path, monkeypatch):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+def test_a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one(world, tmp_path):
     options = {"GRPO_EPOCHS": 1, "RESUME": "yes", "SAVE_EVERY_N_STEPS": 2, "EVAL_SHOTS": (2,)}
     whole = toy(world, tmp_path / "whole", **options)
     whole.ICLTrainer().train()

@@ -52,10 +52,6 @@ def one_row():
     return module.pack([[5, 6, 7]], [[8, 9]], torch.device("cpu"))
 
 
-def no_plots():
-    """They are most of a short run's time."""
-
-
 def try_models(script, trainer):
     """What the trainer's constructor did with its models, once more."""
     script.check_models(trainer.readers, trainer.train_rows, trainer.pad_id)
@@ -329,7 +325,6 @@ def test_a_pad_id_beyond_the_embedding_is_not_used(tmp_path, trainer_of, name):
     path = policy_with(tokenizer, tmp_path / "model")
     short = {"STAGE": "mine", "MINE_PROMPTS": 4} if name == "rce" else {"MAX_STEPS": 1, "EVAL_DATASETS": []}
     trainer = trainer_of(name, ACTOR_MODEL=path, **short)
-    trainer.run.draw_plots = no_plots
     assert trainer.pad_id == tokenizer.eos_token_id
     trainer.train()
 

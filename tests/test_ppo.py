@@ -77,10 +77,6 @@ def scored_batch(trainer, count=8):
     return batch
 
 
-def no_plots():
-    """They are most of a short run's time."""
-
-
 def every_row(batch):
     return torch.arange(len(batch.rows))
 
@@ -416,7 +412,6 @@ def test_what_is_trained_is_the_very_object_that_was_sampled(ppo, monkeypatch):
         return ["#### 7"] * len(rows)  # a text that encodes to other ids
 
     trainer = Spy()
-    trainer.run.draw_plots = no_plots
     monkeypatch.setattr(trainer.tokenizer, "batch_decode", decode)
     trainer.train()
     sampled, trained = seen
@@ -521,7 +516,6 @@ def test_one_by_eight_four_by_two_and_eight_by_one_are_the_same_run(ppo, tmp_pat
         sizes = dict(BATCH_SIZE=size, GRADIENT_ACCUMULATION_STEPS=accumulation, MAX_STEPS=2)
         folder = tmp_path / str(size)
         trainer = ppo(**sizes, EVAL_DATASETS=[], OUTPUT_DIR=str(folder)).PPOTrainer()
-        trainer.run.draw_plots = no_plots
         start = flat_weights(trainer.actor)
         trainer.train()
         moved = flat_weights(trainer.actor) - start
@@ -614,7 +608,6 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     model.save_pretrained(tmp_path / "gpt2")
     path = give_tokenizer(tmp_path / "gpt2")
     trainer = ppo(ACTOR_MODEL=path, MAX_STEPS=1, GRADIENT_CHECKPOINTING=True).PPOTrainer()
-    trainer.run.draw_plots = no_plots
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
     assert first["ratio_max_first"] < NATS
@@ -863,7 +856,6 @@ def test_evaluating_never_changes_training(ppo, tmp_path):
     for every in (0, 1):
         folder = str(tmp_path / str(every))
         trainer = ppo(MAX_STEPS=3, EVAL_EVERY_N_STEPS=every, OUTPUT_DIR=folder).PPOTrainer()
-        trainer.run.draw_plots = no_plots
         trainer.train()
         weights.append(flat_weights(trainer.actor))
     assert torch.equal(*weights)

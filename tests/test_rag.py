@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, read, untimed
-from program import save_nothing
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
@@ -86,9 +85,8 @@ def toy(world, out, **constants):
 
 
 @pytest.fixture
-def rag(world, tmp_path, monkeypatch):
-    """rag(KEY=value, ...): ppo/ppo_rag.py on the toy world, writing below tmp_path, its pictures empty."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
+def rag(world, tmp_path):
+    """rag(KEY=value, ...): ppo/ppo_rag.py on the toy world, writing below tmp_path."""
     return lambda **constants: toy(world, tmp_path, **constants)
 
 
@@ -751,6 +749,14 @@ def test_recall_by_hand(rag):
 
 
 # ---------------------------------------------------------------- runs
+
+def test_the_pictures_of_a_run_are_drawn(trained, drawing):
+    script, trainer = trained
+    trainer.run.draw_plots()
+    script.draw_learning(trainer.run.folder, trainer.run.title, trainer.table, trainer.figures)
+    pictures = [path.read_bytes()[:4] for path in trainer.run.folder.glob("*.png")]
+    assert pictures == [b"\x89PNG"] * 3
+
 
 def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     script, trainer = trained

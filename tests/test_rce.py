@@ -1210,7 +1210,7 @@ def test_plateau_halves_the_rate_each_time_that_patience_runs_out(rce, mined, mo
     assert metrics["learning_rate"] == trainer.optimizers["policy"].param_groups[0]["lr"] == 1e-3 / 4
 
 
-def test_early_stopping_ends_the_run(rce, monkeypatch):
+def test_early_stopping_ends_the_run(rce):
     trainer = rce(EARLY_STOPPING_PATIENCE=2).RCETrainer()
     for evaluations, goes_on in ((1, True), (2, False)):
         trainer.run.evals_since_best = evaluations

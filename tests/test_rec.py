@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NATS, ROOT, assert_same_state, load_script, read, untimed
+from program import Program
 from torch.testing import assert_close
 
 import rewards
@@ -67,14 +68,8 @@ def rec(tmp_path):
     world = write_world(tmp_path / "world")
 
     def load(file=FILE, **constants):
-        module = load_script(file, **{**SMALL, **world, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
-        module.draw_plot = no_plot
-        return module
+        return load_script(file, **{**SMALL, **world, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
     return load
-
-
-def no_plot(*what):
-    """The block's plots take seconds, and other files test them."""
 
 
 def trainer_of(module):
@@ -448,10 +443,9 @@ def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience):
 
 def rates_of(module):
     """(The learning rate of each step of a run that never gets better, how many rows each of SFT's has)."""
-    module.draw_learning = no_plot
     trainer = module.RecTrainer()
     trainer.evaluate = lambda: {"ndcg@10": 0.5, "reward": 0.5}
-    trainer.test = no_plot
+    trainer.test = lambda: None
     asked = []
     update = trainer.sft_update
     trainer.sft_update = lambda rows: asked.append(len(rows)) or update(rows)
@@ -830,7 +824,6 @@ def worth_by_hand(values, history, item, module):
 def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_path):
     module = rec(LEARNING_RATE=0.05, KL_COEF=0.0, SFT_LEARNING_RATE=2e-2, VALUE_WEIGHT=2.0, RULE_WEIGHT=0.7,
                  VALUE_DECAY=0.3, GROUP_SIZE=4, EVAL_EVERY_N_STEPS=1)
-    module.draw_learning = no_plot
     trainer = module.RecTrainer()
     start = trainer.recommend([10, 13], 3)
     assert start == recommended(trainer, trainer.actor)
@@ -915,7 +908,6 @@ def test_what_the_test_asks_for_changes_nothing_before_the_test(rec, tmp_path):
     found = []
     for name, files in (("one", {}), ("two", {"TEST_FILE": str(tmp_path / "other.csv")})):
         module = rec(OUTPUT_DIR=str(tmp_path / name), EVAL_EVERY_N_STEPS=1, LEARNING_RATE=0.02, **files)
-        module.draw_learning = no_plot
         trainer = module.RecTrainer()
         trainer.train()
         counts = trainer.baselines["counts"]
@@ -1194,7 +1186,7 @@ def test_stages_ask_by_titles_where_nothing_stands_behind_the_history(rec, tmp_p
 
 # ---------------------------------------------------------------- stages, runs and resume
 
-def test_sft_then_rl_is_all(rec, tmp_path):
+def test_sft_then_rl_is_all(rec, tmp_path, drawing):
     one = rec(OUTPUT_DIR=str(tmp_path / "all")).RecTrainer()
     one.train()
     rec(STAGE="sft", OUTPUT_DIR=str(tmp_path / "two")).RecTrainer().train()
@@ -1207,7 +1199,7 @@ def test_sft_then_rl_is_all(rec, tmp_path):
         module.RecTrainer()
     figures = json.loads((tmp_path / "all/eval_test.json").read_text())
     assert {"popularity", "markov", "sft", "grpo", "grpo_minus_sft", "possible"} <= set(figures)
-    assert (tmp_path / "all/rec_learning.png").exists()
+    assert (tmp_path / "all/rec_learning.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(Exception, match="a history has one item of INDEX_FILE or more"):
         one.recommend([9], 4)
 
@@ -1282,39 +1274,27 @@ def words(world, out, **constants):
 
 def start_and_kill(command, metrics, step):
     """Start a run and SIGKILL it as soon as a step stands in its metrics."""
-    nowhere = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
-    process = subprocess.Popen(command, **nowhere)
+    process = Program(*command, cwd=ROOT)
     deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
         if metrics.exists() and f'"phase": "train", "step": {step},' in metrics.read_text():
             process.send_signal(signal.SIGKILL)
             break
         time.sleep(0.002)
-    return process.wait(120)
+    return process.wait().returncode
 
 
-WITHOUT_PLOTS = """
-from conftest import load_script
-from test_rec import FILE, no_plot
-module = load_script(FILE)
-module.draw_plot = module.draw_learning = no_plot
-module.train_main()
-"""
-
-
-def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path, monkeypatch):
+def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path):
     world = write_world(tmp_path / "world")
     runs = {name: tmp_path / name for name in ("whole", "broken")}
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    command = [sys.executable, "-c", WITHOUT_PLOTS]
-    done = subprocess.run([*command, *words(world, runs["whole"])], capture_output=True, text=True)
+    done = Program(ROOT / FILE, *words(world, runs["whole"]), cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
-    broken = [*command, *words(world, runs["broken"])]
+    broken = [ROOT / FILE, *words(world, runs["broken"])]
     metrics = runs["broken"] / "logs/metrics.jsonl"
     for step in (3, 9):  # of SFT, which has 6, and of GRPO
         assert start_and_kill(broken, metrics, step) == -signal.SIGKILL
         assert (runs["broken"] / f"step_{step - 1}").exists()
-    done = subprocess.run(broken, capture_output=True, text=True)
+    done = Program(*broken, cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
     assert "Found checkpoint" in done.stdout and "Changed" not in done.stdout
     for part in ("policy", "reference"):

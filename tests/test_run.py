@@ -24,7 +24,7 @@ from bench.learning_curves import recipe
 from conftest import (
     ROOT, TINY, TRAINERS, assert_same_state, load_script, policy_with_two_ends, read, reward_batch,
     run_script, small, untimed, words_of)
-from program import Program, save_nothing
+from program import Program
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 # The other trainers by -m sweep: what is tested stands in the blocks that they share
@@ -334,7 +334,7 @@ zero_variance_groups explained_variance tokens_per_second seconds/rollout second
 """.split()
 
 
-def test_a_run_writes_what_the_design_says(ppo, tmp_path, capsys):
+def test_a_run_writes_what_the_design_says(ppo, tmp_path, capsys, drawing):
     out = tmp_path / "run"
     script = ppo(
         MAX_STEPS=3,
@@ -506,13 +506,6 @@ def test_resuming_past_a_broken_checkpoint_keeps_it_aside(unbroken, started, tmp
     assert len(list(out.glob("old_*/step_6"))) == 1
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Drawing is most of a short run."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future_given_up(ppo, tmp_path):
     out = tmp_path / "run"
 
@@ -537,7 +530,6 @@ def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tm
     """RCE's mining and the second stage of a recommender write records of step N after N's checkpoint."""
     def start(**more):
         trainer = ppo(MAX_STEPS=1, **more).PPOTrainer()
-        trainer.run.draw_plots = lambda: None
         trainer.run.open_files()
         return trainer.run
 
@@ -553,7 +545,6 @@ def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tm
     assert phases == [("eval", 0), ("mine", 0)]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_training_again_in_one_process_goes_on(ppo, tmp_path):
     script = ppo(MAX_STEPS=2, EVAL_EVERY_N_STEPS=1)
     trainer = script.PPOTrainer()
@@ -566,7 +557,6 @@ def test_training_again_in_one_process_goes_on(ppo, tmp_path):
     assert [r["step"] for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"] == [1, 2, 3]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_training_a_finished_run_gives_its_last_evaluation(ppo, tmp_path):
     first = ppo(MAX_STEPS=1).PPOTrainer().train()
     assert first and ppo(MAX_STEPS=1, RESUME="yes").PPOTrainer().train() == first
@@ -621,7 +611,6 @@ def test_answering_n_starts_afresh_and_keeps_the_old_run(unbroken, ppo, tmp_path
     monkeypatch.setattr("builtins.input", lambda prompt: next(replies))
     trainer = ppo(MAX_STEPS=1).PPOTrainer()
     assert trainer.run.step == 0 and "Found checkpoint" in capsys.readouterr().out
-    trainer.run.draw_plots = lambda: None  # most of the time
     trainer.train()
     kept, = out.glob("old_*")
     assert (kept / "logs/metrics.jsonl").read_bytes() == old
@@ -643,7 +632,6 @@ def test_answering_y_and_naming_a_checkpoint_from_python_resume(unbroken, ppo, t
 def test_a_changed_constant_counts_after_a_resume(unbroken, ppo, tmp_path):
     out = copy_run(unbroken, tmp_path)
     trainer = ppo(RESUME="yes", KL_COEF=0.7, WEIGHT_DECAY=0.3, LEARNING_RATE=7e-5, MAX_STEPS=4).PPOTrainer()
-    trainer.run.draw_plots = lambda: None  # most of the time
     assert trainer.optimizers["policy"].param_groups[0]["weight_decay"] == 0.3
     trainer.train()
     last = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"][-1]
@@ -743,7 +731,6 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_good_checkpoint(ppo, tmp
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run, "fill_checkpoint", full)
-    monkeypatch.setattr(run, "draw_plots", lambda: None)  # most of the time
     with pytest.raises(script.UserError, match="step_2 could not be saved.*last good checkpoint"):
         trainer.train()
     out = tmp_path / "run"
@@ -786,7 +773,6 @@ def test_early_stopping_and_plateau_count_evaluations_without_a_better_reward(pp
     trainer = script.PPOTrainer()
     values = iter([0.1, 0.5, 0.4, 0.5, 0.3, 0.9])
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": next(values)})
-    monkeypatch.setattr(trainer.run, "draw_plots", lambda: None)  # most of the time
     trainer.train()
     assert trainer.run.step == 4 and trainer.run.best_value == 0.5
     records = read(tmp_path / "run/logs/metrics.jsonl")
@@ -852,7 +838,6 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     trainer.state.order = torch.arange(24).flip(0)
     folder = tmp_path / "run/step_9"
     run.step = 9
-    run.draw_plots = lambda: None
     run.save()
     run.lock.release(force=True)
     again = trainer_class(str(folder))
@@ -1016,7 +1001,6 @@ def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(file, more
     def run(out):
         script = load_script(file, **{**small(file), **SHORT, **more, "OUTPUT_DIR": str(out)})
         trainer = getattr(script, TRAINERS[file])()
-        trainer.run.draw_plots = lambda: None  # most of the time
         trainer.train()
 
     one = tmp_path / "unbroken"
@@ -1217,11 +1201,10 @@ def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypa
     ]
 
 
-def test_best_and_patience_resume_apart(each, monkeypatch):
+def test_best_and_patience_resume_apart(each):
     run = untrained(each).run
     kept = {"best_value": 0.7, "patience_value": 0.6, "evals_since_best": 3, "halvings": 2}
     vars(run).update(step=1, **kept)
-    monkeypatch.setattr(run, "draw_plots", lambda: None)
     run.save()
     run.lock.release(force=True)
     again = untrained(each, RESUME="yes").run
@@ -1292,7 +1275,6 @@ def test_an_objects_name_has_no_address(ppo):
     assert script.plain_name(object()) == "object" and script.plain_name(sum) == "sum"
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
     """As of Muon for matrices with AdamW for the rest: make_optimizer alone is edited."""
     def load(multiple=10, **constants):
@@ -1347,7 +1329,6 @@ def test_what_takes_long_says_how_far_it_is(ppo, monkeypatch, capsys, terminal, 
     assert capsys.readouterr().out == "\r\033[K" * terminal + "Done\n"
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_every_long_part_of_a_run_is_tracked(ppo):
     script = ppo(MAX_STEPS=1)
     seen = set()

@@ -22,10 +22,6 @@ def plain_pass(model, prompt, response, temperature):
     return logprobs.gather(1, torch.tensor(response)[:, None]).squeeze(1), entropy
 
 
-def no_plots():
-    """They are most of a short run's time."""
-
-
 def flat_weights(model):
     """All weights as one vector, a copy."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -138,7 +134,6 @@ def test_a_users_own_model_says_the_same_beside_a_trainer(grpo, kind, tmp_path):
     before = outputs(own)
     script = grpo(MAX_STEPS=1, EVAL_DATASETS=[], KL_COEF=0.1, ACTOR_MODEL=str(TINY / "policy"))
     trainer = script.GRPOTrainer()
-    trainer.run.draw_plots = no_plots
     trainer.train()
     assert trainer.actor.config._attn_implementation == "shared_prompts"
     assert own.config._attn_implementation == kind

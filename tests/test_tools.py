@@ -156,7 +156,7 @@ def a_run(folder, *, steps=24, seed=0, **more):
 
 
 @pytest.fixture
-def plot(monkeypatch, capsys):
+def plot(monkeypatch, capsys, drawing):
     """plot(word, ...): the figure that tools/plot.py draws, and the path it writes it to."""
     def run(*words):
         drawn = []

@@ -319,7 +319,6 @@ def test_a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_b
         words = small("grpo/grpo.py", ENVIRONMENT=again, OUTPUT_DIR=str(out), MAX_STEPS=4, **more)
         script = load_script("grpo/grpo.py", **{**words, "SAVE_EVERY_N_STEPS": 2})
         trainer = script.GRPOTrainer()
-        trainer.run.draw_plots = lambda: None
         trainer.train()
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from conftest import NATS, ROOT, load_script, read, small
-from program import save_nothing
 from transformers import AutoModelForCausalLM
 
 FEW = {"MAX_NEW_TOKENS": 24, "BATCH_SIZE": 2, "GROUP_SIZE": 4, "MAX_STEPS": 2, "MAX_EVAL_PROMPTS": 2}
@@ -57,7 +56,6 @@ class Stub(BaseHTTPRequestHandler):
 def served(tmp_path, monkeypatch):
     """served(shift, KEY=value, ...): the module after a small run, its trainer, what the server was asked."""
     servers = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save_nothing)
 
     def run(shift=0.0, **constants):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
