@@ -237,7 +237,7 @@ def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot,
     (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
     (["run", "--out", "none/x.png"], "--out none/x.png: "),
 ])
-def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, words, says):
+def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, drawing, words, says):
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "run")
     write(tmp_path / "begun", name="metrics.jsonl", end='{"phase": "ev')
