@@ -130,6 +130,8 @@ def train_steps(script, model, seed=1, **constants):
     """Run a trainer: medians of its own metrics after the first steps, the wall time of a step, FLOPs and the
     reward curve."""
     common = {"SEED": seed, "ACTOR_MODEL": str(model), "REWARD_MODEL": None, "LEARNING_RATE": 1e-4}
+    if str(model) != str(TINY):
+        common["REWARD_FUNCTIONS"] = [(distinct_letters, 1.0)]
     constants = {**common, "MAX_NEW_TOKENS": 40, **constants}
     module, trainer, records, stamps = run_trainer(trainer_file(script), constants)
     counted = records[WARM_UP:]
@@ -172,14 +174,13 @@ def default_steps(path, steps, seed):
 
 def ours(model, prompts, steps, seed, **constants):
     """A GRPO step of ours."""
-    if constants:
-        constants["REWARD_FUNCTIONS"] = [(distinct_letters, 1.0)]
     own = {"BATCH_SIZE": prompts, "GROUP_SIZE": 8, "MAX_STEPS": WARM_UP + steps}
     return train_steps("grpo", model, seed, **own, **constants)
 
 
 def distinct_letters(prompts, responses, answers):
-    """How many different characters a response has."""
+    """How many different characters a response has: groups whose rewards are all equal, as a random model's
+    would be, GRPO's update leaves out."""
     return [float(len(set(response))) for response in responses]
 
 
@@ -203,8 +204,9 @@ def trls(model, prompts, steps, seed, **constants):
             stamps.append(time.perf_counter())
 
     def reward(prompts, completions, solution, **_):
-        if constants:
-            return distinct_letters(prompts, [chat[-1]["content"] for chat in completions], solution)
+        if model != str(TINY):
+            texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+            return distinct_letters(prompts, texts, solution)
         return rewards.exact_answer(prompts, completions, solution)
 
     config = GRPOConfig(

@@ -163,6 +163,8 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS GROUP_SIZE": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
+    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS": (1, 1e12),
+    "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
     "DUAL_CLIP ENVIRONMENT_THREADS": (1, 1e6),
@@ -553,9 +555,9 @@ class GRPOTrainer:
 
 
 # ==== block: language models
-# Loading, sampling, scoring, and the one optimizer step they all share. What is faster and not as plain, or
-# for large models alone, stands in the blocks after it. Edit it freely in a copy of your own; the repository
-# keeps blocks byte-identical in all trainers that have them (tests/blocks.py).
+# Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
+# blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
+# trainers that have them (tests/blocks.py).
 import inspect
 import math
 from collections import Counter
@@ -1092,7 +1094,6 @@ def headline(run, actor, train_rows, eval_rows):
 
 # ---------------------------------------------------------------- models are tried before they are used
 
-@torch.no_grad()
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
@@ -1102,7 +1103,6 @@ def plain_logits(model, batch):
     return torch.cat(found)
 
 
-@torch.no_grad()
 def disagreement(model, compute):
     """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
     rounding: mistakes are as large as logits are."""
@@ -1679,6 +1679,8 @@ def read_records(spec, where):
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
+        elif spec["type"] != "hub":
+            raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
             split = spec.get("split", "train")
@@ -2005,7 +2007,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's
+    if torch.cuda.is_initialized():  # what a function of yours draws there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -2091,7 +2093,7 @@ def map_over_ranks(parts, work):
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- files, schedule, plots
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -2502,11 +2504,12 @@ class Run:
             best = self.folder / "best/metrics.json"
             if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
                 earlier.append(best.parent)
-                self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         else:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         move_aside(earlier, OUTPUT_DIR, self.say)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
@@ -2532,11 +2535,10 @@ class Run:
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
     def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
+        policy = next(p for p in (self.folder / "best/policy", self.checkpoint / "policy") if p.exists())
         end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        end = self.last_word or end
-        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
+        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
+        self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
 # ==== end of block: the run

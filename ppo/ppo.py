@@ -4,8 +4,8 @@ A response is an episode, a token an action (Ziegler et al. 2019, arXiv 1909.085
 1707.06347):
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
-    A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0
-    R_t   = V_t + A_t, or the same sum with CRITIC_LAM (VC-PPO, 2503.01491)
+    A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0; then whitened
+    R_t   = V_t + A_t before that, or the same sum with CRITIC_LAM (VC-PPO, 2503.01491)
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -18,7 +18,7 @@ Means run over every response token of the optimizer step, whatever the micro-ba
 - the score is not whitened and the KL coefficient's controller works on nats a token.
 
     python ppo/ppo.py                                   # edit the constants below, or override: KEY=VALUE
-    python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
+    python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct LEARNING_RATE=1e-6 CRITIC_LEARNING_RATE=1e-5
     torchrun --nproc_per_node=4 ppo/ppo.py              # the same bytes on any number (docs/processes.md)
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
@@ -145,8 +145,10 @@ PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 
 _LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS DUAL_CLIP": (1, 1e12),
-    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES KEEP_LAST_N_CHECKPOINTS KL_HORIZON": (1, 1e12),
-    "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
+    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KL_HORIZON": (1, 1e12),
+    "KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+    "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
+    "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT KL_TARGET": (1e-6, 1e9),
     "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
     "GAMMA LAM CRITIC_LAM": (0, 1),
     "DTYPE": ["float32", "bfloat16"],
@@ -380,9 +382,8 @@ class PPOTrainer:
         metrics |= {"ratio_max_first": first, "learning_rate": rate, "kl_coef": self.state.kl_coef}
         metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
         if self.reference and KL_TARGET and math.isfinite(metrics["kl"]):
-            count = len(batch.rows)
             self.state.kl_coef = adapt_kl_coef(
-                self.state.kl_coef, metrics["kl"], KL_TARGET, count, KL_HORIZON)
+                self.state.kl_coef, metrics["kl"], KL_TARGET, len(batch.rows), KL_HORIZON)
         return metrics
 
     def optimizer_step(self, batch, rows):
@@ -478,9 +479,9 @@ class PPOTrainer:
 
 
 # ==== block: language models
-# Loading, sampling, scoring, and the one optimizer step they all share. What is faster and not as plain, or
-# for large models alone, stands in the blocks after it. Edit it freely in a copy of your own; the repository
-# keeps blocks byte-identical in all trainers that have them (tests/blocks.py).
+# Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
+# blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
+# trainers that have them (tests/blocks.py).
 import inspect
 import math
 from collections import Counter
@@ -1017,7 +1018,6 @@ def headline(run, actor, train_rows, eval_rows):
 
 # ---------------------------------------------------------------- models are tried before they are used
 
-@torch.no_grad()
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
@@ -1027,7 +1027,6 @@ def plain_logits(model, batch):
     return torch.cat(found)
 
 
-@torch.no_grad()
 def disagreement(model, compute):
     """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
     rounding: mistakes are as large as logits are."""
@@ -1604,6 +1603,8 @@ def read_records(spec, where):
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
+        elif spec["type"] != "hub":
+            raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
             split = spec.get("split", "train")
@@ -1930,7 +1931,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's
+    if torch.cuda.is_initialized():  # what a function of yours draws there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -2016,7 +2017,7 @@ def map_over_ranks(parts, work):
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- files, schedule, plots
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -2427,11 +2428,12 @@ class Run:
             best = self.folder / "best/metrics.json"
             if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
                 earlier.append(best.parent)
-                self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         else:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         move_aside(earlier, OUTPUT_DIR, self.say)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
@@ -2457,11 +2459,10 @@ class Run:
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
     def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
+        policy = next(p for p in (self.folder / "best/policy", self.checkpoint / "policy") if p.exists())
         end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        end = self.last_word or end
-        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
+        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
+        self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
 # ==== end of block: the run

@@ -163,6 +163,8 @@ PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
 _LIMITS = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS": (1, 1e12),
+    "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
     "VALIDATION_FRACTION": (0, 0.9),
@@ -669,9 +671,9 @@ class RCETrainer:
 
 
 # ==== block: language models
-# Loading, sampling, scoring, and the one optimizer step they all share. What is faster and not as plain, or
-# for large models alone, stands in the blocks after it. Edit it freely in a copy of your own; the repository
-# keeps blocks byte-identical in all trainers that have them (tests/blocks.py).
+# Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
+# blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
+# trainers that have them (tests/blocks.py).
 import inspect
 import math
 from collections import Counter
@@ -1208,7 +1210,6 @@ def headline(run, actor, train_rows, eval_rows):
 
 # ---------------------------------------------------------------- models are tried before they are used
 
-@torch.no_grad()
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
@@ -1218,7 +1219,6 @@ def plain_logits(model, batch):
     return torch.cat(found)
 
 
-@torch.no_grad()
 def disagreement(model, compute):
     """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
     rounding: mistakes are as large as logits are."""
@@ -1795,6 +1795,8 @@ def read_records(spec, where):
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
+        elif spec["type"] != "hub":
+            raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
             split = spec.get("split", "train")
@@ -2121,7 +2123,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's
+    if torch.cuda.is_initialized():  # what a function of yours draws there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -2207,7 +2209,7 @@ def map_over_ranks(parts, work):
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- files, schedule, plots
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -2618,11 +2620,12 @@ class Run:
             best = self.folder / "best/metrics.json"
             if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
                 earlier.append(best.parent)
-                self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         else:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         move_aside(earlier, OUTPUT_DIR, self.say)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
@@ -2648,11 +2651,10 @@ class Run:
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
     def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
+        policy = next(p for p in (self.folder / "best/policy", self.checkpoint / "policy") if p.exists())
         end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        end = self.last_word or end
-        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
+        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
+        self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
 # ==== end of block: the run

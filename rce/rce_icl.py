@@ -749,6 +749,8 @@ def read_records(spec, where):
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
+        elif spec["type"] != "hub":
+            raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
             split = spec.get("split", "train")
@@ -977,7 +979,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's
+    if torch.cuda.is_initialized():  # what a function of yours draws there
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -1063,7 +1065,7 @@ def map_over_ranks(parts, work):
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- files, schedule, plots
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -1474,11 +1476,12 @@ class Run:
             best = self.folder / "best/metrics.json"
             if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
                 earlier.append(best.parent)
-                self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         else:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         move_aside(earlier, OUTPUT_DIR, self.say)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # the next evaluation's policy is the best that is left
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
@@ -1504,11 +1507,10 @@ class Run:
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
     def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
+        policy = next(p for p in (self.folder / "best/policy", self.checkpoint / "policy") if p.exists())
         end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        end = self.last_word or end
-        self.say(f"Stopped at step {self.step}: run again to go on" if self.stop_signal else end)
+        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
+        self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
 # ==== end of block: the run
@@ -1897,11 +1899,6 @@ class VoteReader:
         return probabilities
 
 
-def first_answer(text):
-    """A greedy answer up to its line's end."""
-    return text.strip().partition("\n")[0].strip()
-
-
 class LanguageReader:
     """A causal language model: greedy answers, and the probability of the golds after the prompt."""
 
@@ -1964,7 +1961,7 @@ class LanguageReader:
             options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
             out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
             texts = self.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
-            answers += [first_answer(text) for text in texts]
+            answers += [text.strip().partition("\n")[0].strip() for text in texts]  # up to a line's end
         return answers
 
     @torch.no_grad()

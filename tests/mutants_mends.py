@@ -60,6 +60,12 @@ MUTANTS = [
     (GRPO, "len(model.get_input_embeddings().weight)", "model.get_input_embeddings().num_embeddings",
      "tests/test_lora.py::test_untied_embeddings_may_have_an_adapter"),
     # records, rewards, prompts
+    (PPO, 'if not (self.folder / "best").exists():', "if False:",
+     RUN + "a_run_that_goes_on_in_another_folder_has_a_best_policy_there"),
+    (PPO, " PLATEAU_PATIENCE MAX_TRAIN_PROMPTS", "",
+     RUN + "a_number_that_would_be_taken_for_another_is_refused[ppo-PLATEAU_PATIENCE=0]"),
+    (PPO, '        elif spec["type"] != "hub":\n', "        elif False:\n",
+     RUN + "a_bad_data_set_is_named"),
     (PPO, "None in (*record, *record.values())", "None in record", CSV),
     (PPO, "None in (*record, *record.values())", "None in record.values()", CSV),
     (PPO, "[(reader.line_num, record) for", "[(reader.line_num - 1, record) for", CSV),

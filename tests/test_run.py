@@ -182,7 +182,7 @@ def test_a_bad_line_is_named(ppo, tmp_path, lines, says):
     [
         ({"path": "/no/such/file"}, "No such file"),
         ({"type": "csv"}, "line 2: there is no value for column 'problem'"),
-        ({"type": "tsv"}, "cannot be read as tsv"),
+        ({"type": "tsv"}, "cannot be read as tsv .the types are jsonl, csv, parquet and hub"),
         ({"input": "question"}, "no value for column 'question'"),
         ({"colour": "red"}, "colour"),
         ({"type": "parquet"}, "cannot be read as parquet"),
@@ -524,6 +524,26 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future
     # a best policy of before the checkpoint stays where it is
     assert train([0.0, 1.0, 0.5, 0.2, 0.3], RESUME=str(out / "step_3"), LEARNING_RATE=1e-4)["step"] == 2
     assert len(list(out.glob("old_*/best"))) == 1
+
+
+def test_a_run_that_goes_on_in_another_folder_has_a_best_policy_there(ppo, tmp_path):
+    for folder, steps, resume in (("one", 2, "no"), ("two", 4, str(tmp_path / "one/step_2"))):
+        script = ppo(OUTPUT_DIR=str(tmp_path / folder), MAX_STEPS=steps, RESUME=resume, EVAL_EVERY_N_STEPS=1)
+        trainer = script.PPOTrainer()
+        trainer.evaluate = lambda: {"reward": [0.0, 5.0, 4.0, 3.0, 2.0][trainer.run.step]}
+        trainer.train()
+    assert json.loads((tmp_path / "one/best/metrics.json").read_text())["step"] == 1
+    assert json.loads((tmp_path / "two/best/metrics.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("word", [
+    "PLATEAU_PATIENCE=0", "MAX_TRAIN_PROMPTS=-3", "MAX_EVAL_PROMPTS=-1", "WARMUP_STEPS=-1", "LOG_SAMPLES=-1",
+    "WEIGHT_DECAY=-0.1", "SAVE_EVERY_N_STEPS=-1"])
+def test_a_number_that_would_be_taken_for_another_is_refused(path, word):
+    script = load_script(path)
+    script.apply_overrides([word])
+    with pytest.raises(script.UserError, match=f"{word.replace('=', ' = ')} is out of range: it takes"):
+        script.check_constants()
 
 
 def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tmp_path):
