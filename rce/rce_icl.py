@@ -1480,8 +1480,7 @@ class Run:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         move_aside(earlier, OUTPUT_DIR, self.say)
-        if not (self.folder / "best").exists():
-            self.best_value = -math.inf  # the next evaluation's policy is the best that is left
+        self.best_value = self.best_value if (self.folder / "best").exists() else -math.inf  # any is
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
@@ -1507,7 +1506,8 @@ class Run:
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
     def say_the_end(self):
-        policy = next(p for p in (self.folder / "best/policy", self.checkpoint / "policy") if p.exists())
+        best = self.folder / "best/policy"
+        policy = best if best.exists() else self.checkpoint / "policy"
         end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
         stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
         self.say(stopped or self.last_word or end)

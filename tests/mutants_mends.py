@@ -37,7 +37,7 @@ MUTANTS = [
     (PPO, ' and json.loads(best.read_text())["step"] > self.step:',
      ":",
      BACK),
-    (PPO, "                self.best_value = -math.inf  # the next", "                # the next", BACK),
+    (PPO, 'if (self.folder / "best").exists() else -math.inf', "if True else -math.inf", BACK),
     (PPO, 'folder = self.checkpoint = self.folder / f"step_', 'folder = self.folder / f"step_',
      RUN + "training_again_in_one_process_goes_on"),
     (PPO, "        self.signal = None\n        if rank", "        if rank",
@@ -60,7 +60,7 @@ MUTANTS = [
     (GRPO, "len(model.get_input_embeddings().weight)", "model.get_input_embeddings().num_embeddings",
      "tests/test_lora.py::test_untied_embeddings_may_have_an_adapter"),
     # records, rewards, prompts
-    (PPO, 'if not (self.folder / "best").exists():', "if False:",
+    (PPO, 'self.best_value if (self.folder / "best").exists() else -math.inf', "self.best_value",
      RUN + "a_run_that_goes_on_in_another_folder_has_a_best_policy_there"),
     (PPO, " PLATEAU_PATIENCE MAX_TRAIN_PROMPTS", "",
      RUN + "a_number_that_would_be_taken_for_another_is_refused[ppo-PLATEAU_PATIENCE=0]"),

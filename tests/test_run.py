@@ -1226,6 +1226,7 @@ def test_best_and_patience_resume_apart(each):
     kept = {"best_value": 0.7, "patience_value": 0.6, "evals_since_best": 3, "halvings": 2}
     vars(run).update(step=1, **kept)
     run.save()
+    (run.folder / "best").mkdir()
     run.lock.release(force=True)
     again = untrained(each, RESUME="yes").run
     assert {key: getattr(again, key) for key in kept} == kept
