@@ -37,7 +37,8 @@ FORK = multiprocessing.get_context("fork")
 
 # What the tests import from elsewhere. Nothing of this repository: a mutant in it would have no effect.
 IMPORTED_ONCE = """
-    hypothesis numpy pandas pyarrow.parquet pytest tqdm.contrib.logging xdist.plugin
+    hypothesis matplotlib.figure numpy pandas pyarrow.parquet pytest sklearn.metrics tqdm.contrib.logging
+    xdist.plugin
     torch torch._dynamo transformers transformers.generation.utils
     transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
     transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama""".split()
