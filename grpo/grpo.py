@@ -165,7 +165,7 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
-    "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK": (0, 1e6),
+    "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK REFERENCE_SYNC_STEPS": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
     "DUAL_CLIP ENVIRONMENT_THREADS": (1, 1e6),
     "DTYPE": ["float32", "bfloat16"],
@@ -1675,7 +1675,8 @@ def read_records(spec, where):
         if spec["type"] == "jsonl":
             records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
         elif spec["type"] == "csv":
-            reader = csv.DictReader(io.StringIO(Path(spec["path"]).read_text("utf-8-sig")))
+            text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # or open quotes take all
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -1686,13 +1687,15 @@ def read_records(spec, where):
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
-        line = f" line {reader.line_num}" if isinstance(error, csv.Error) else ""
+        line = f" line {reader.reader.line_num}" if isinstance(error, csv.Error) else ""
         raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in records:
+        if spec["type"] == "csv":
+            if None in (*record, *record.values()):
+                raise UserError(f"{where} line {number}: it has not as many fields as the head: quote commas")
+            record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
-                if spec["type"] == "csv" and None in (*record, *record.values()):
-                    raise UserError(f"{where} line {number}: it has not as many fields as the head line")
                 yield number, record
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
@@ -2007,7 +2010,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # what a function of yours draws there
+    if torch.cuda.is_initialized():  # dropout's, or what a function of yours draws
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 

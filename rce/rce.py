@@ -1791,7 +1791,8 @@ def read_records(spec, where):
         if spec["type"] == "jsonl":
             records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
         elif spec["type"] == "csv":
-            reader = csv.DictReader(io.StringIO(Path(spec["path"]).read_text("utf-8-sig")))
+            text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # or open quotes take all
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -1802,13 +1803,15 @@ def read_records(spec, where):
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
-        line = f" line {reader.line_num}" if isinstance(error, csv.Error) else ""
+        line = f" line {reader.reader.line_num}" if isinstance(error, csv.Error) else ""
         raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in records:
+        if spec["type"] == "csv":
+            if None in (*record, *record.values()):
+                raise UserError(f"{where} line {number}: it has not as many fields as the head: quote commas")
+            record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
-                if spec["type"] == "csv" and None in (*record, *record.values()):
-                    raise UserError(f"{where} line {number}: it has not as many fields as the head line")
                 yield number, record
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
@@ -2123,7 +2126,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # what a function of yours draws there
+    if torch.cuda.is_initialized():  # dropout's, or what a function of yours draws
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 

@@ -651,8 +651,7 @@ class ICLTrainer:
 
     @torch.no_grad()
     def pick(self, queries, shots, policy=None, beams=1):
-        """The policy's lists for queries, likeliest first, as numbers within the demonstrations: for each
-        query as many as there are, `beams` at most."""
+        """The policy's `beams` likeliest lists of each query, or as many as there are, as demos' numbers."""
         policy = (policy or self.policy).eval()
         found = []
         for i in range(0, len(queries), 64):
@@ -745,7 +744,8 @@ def read_records(spec, where):
         if spec["type"] == "jsonl":
             records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
         elif spec["type"] == "csv":
-            reader = csv.DictReader(io.StringIO(Path(spec["path"]).read_text("utf-8-sig")))
+            text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # or open quotes take all
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -756,13 +756,15 @@ def read_records(spec, where):
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
-        line = f" line {reader.line_num}" if isinstance(error, csv.Error) else ""
+        line = f" line {reader.reader.line_num}" if isinstance(error, csv.Error) else ""
         raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in records:
+        if spec["type"] == "csv":
+            if None in (*record, *record.values()):
+                raise UserError(f"{where} line {number}: it has not as many fields as the head: quote commas")
+            record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
-                if spec["type"] == "csv" and None in (*record, *record.values()):
-                    raise UserError(f"{where} line {number}: it has not as many fields as the head line")
                 yield number, record
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
@@ -979,7 +981,7 @@ def get_rng_state():
     name, words, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # what a function of yours draws there
+    if torch.cuda.is_initialized():  # dropout's, or what a function of yours draws
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -2025,8 +2027,7 @@ class Corpus:
         return scaled(self.embedder.vectors([{"text": text, "image": None}]))[0]
 
     def pool_of(self, query):
-        """Numbers of a query's candidates within the demonstrations, (pool,): never one that asks
-        the same."""
+        """Numbers of a query's pool within the demonstrations, (pool,): never one that asks the same."""
         if "pool" not in query:
             if POOL == "random":
                 stream = query_stream(query, "pool")

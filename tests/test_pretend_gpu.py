@@ -106,7 +106,7 @@ def train(tmp_path, models, path, **constants):
 def test_ppo(tmp_path, models):
     reward_model = str(models / "reward_model")
     train(tmp_path, models, "ppo/ppo.py", REWARD_MODEL=reward_model, KL_TARGET=0.1, ENTROPY_COEF=0.01,
-          MINI_BATCHES=2, GROUP_EPOCHS=1)
+          MINI_BATCHES=2)
 
 
 def test_ppo_narrow(tmp_path, models):

@@ -1086,7 +1086,7 @@ ERRORS = [
     ("train.csv", HEAD + "u,[],11\n", "line 2: history_item_id holds '[]'"),
     ("train.csv", HEAD + "u,\"[10]\"\n", "line 2: it has not as many fields"),
     ("train.csv", HEAD + "u,[10, 11],11\n", "line 2: it has not as many fields"),
-    ("train.csv", HEAD + "u,\"[10" + 140000 * " ", "line 1: cannot be read as csv (field larger"),
+    ("train.csv", HEAD + "u,\"[10" + 140000 * " ", "line 2: cannot be read as csv (field larger"),
     ("train.csv", "user_id,history_item_id\nu,[10]\n", "there is no column 'item_id'"),
     ("train.csv", HEAD, "the data set is empty"),
     ("items.txt", "only two\tcolumns\n", "line 1: it takes codes, title and an item of INDEX_FILE"),

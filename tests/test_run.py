@@ -201,14 +201,18 @@ def test_rows_of_a_csv_file_are_read_with_the_lines_they_end_on(tmp_path):
     data = [{"path": str(path), "type": "csv", "input": "problem", "output": "solution"}]
     for script in map(load_script, TRAINERS):
         first, second = script.load_rows(data, "TRAIN_DATASETS")
-        assert (first["id"], first["prompt"], first["answer"]) == ("rows.csv:3", "How many,\nin all?", "3")
-        assert (second["id"], second["columns"]["level"]) == ("rows.csv:4", "")
+        assert (first["id"], first["prompt"], first["answer"]) == ("rows.csv:3", "How many,\r\nin all?", "3")
+        assert (second["id"], second["columns"]["level"]) == ("rows.csv:4", None)
         for odd in (b"one\n", b"one,2,easy,too much\n"):
             (tmp_path / "odd.csv").write_bytes(path.read_bytes() + odd)
             with pytest.raises(script.UserError, match="odd.csv line 5: it has not as many fields"):
                 script.load_rows([{**data[0], "path": str(tmp_path / "odd.csv")}], "TRAIN_DATASETS")
-        with pytest.raises(script.UserError, match="line 1: there is no value|line 3: there is no value"):
+        with pytest.raises(script.UserError, match="line 3: there is no value for column 'question'"):
             script.load_rows([{**data[0], "input": "question"}], "TRAIN_DATASETS")
+        for odd, says in ((b'"so', "cannot be read as csv .unexpected"), (b"one,,\n", "there is no value")):
+            (tmp_path / "odd.csv").write_bytes(path.read_bytes() + odd)
+            with pytest.raises(script.UserError, match=f"odd.csv line 5: {says}"):
+                script.load_rows([{**data[0], "path": str(tmp_path / "odd.csv")}], "TRAIN_DATASETS")
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(ppo, capsys):
@@ -538,7 +542,7 @@ def test_a_run_that_goes_on_in_another_folder_has_a_best_policy_there(ppo, tmp_p
 
 @pytest.mark.parametrize("word", [
     "PLATEAU_PATIENCE=0", "MAX_TRAIN_PROMPTS=-3", "MAX_EVAL_PROMPTS=-1", "WARMUP_STEPS=-1", "LOG_SAMPLES=-1",
-    "WEIGHT_DECAY=-0.1", "SAVE_EVERY_N_STEPS=-1"])
+    "WEIGHT_DECAY=-0.1", "SAVE_EVERY_N_STEPS=-1", "EVAL_EVERY_N_STEPS=-1"])
 def test_a_number_that_would_be_taken_for_another_is_refused(path, word):
     script = load_script(path)
     script.apply_overrides([word])
