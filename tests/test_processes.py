@@ -50,19 +50,17 @@ def free_port():
 
 
 class Processes:
-    """count programs that torchrun would have begun: `file` with words, each `late` seconds after the one
-    before it, rank 0 last if that is below 0; environment is theirs beside that. As torchrun's agent does,
-    this process holds their store."""
+    """count programs that torchrun would have begun: `file` with words; environment is theirs beside that. As
+    torchrun's agent does, this process holds their store."""
 
-    def __init__(self, count, file, *words, late=0, **environment):
+    def __init__(self, count, file, *words, **environment):
         port = free_port()
         common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
         if "MASTER_PORT" not in environment:
             self.store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         self.programs = []
-        for rank in range(count) if late >= 0 else reversed(range(count)):
-            time.sleep(abs(late) if self.programs else 0)
+        for rank in range(count):
             own = {**common, "RANK": rank, "LOCAL_RANK": rank} if count > 1 or environment else {}
             own = {key: str(value) for key, value in own.items()}
             self.programs.append(Program(file, *words, cwd=ROOT, environment=own))
@@ -475,8 +473,10 @@ def test_a_start_does_not_meet_the_processes_of_an_earlier_one(tmp_path):
     for steps in (1, 2):
         kept = {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": steps}
         words = words_of("grpo/grpo.py", OUTPUT_DIR=tmp_path / "run", MAX_STEPS=steps, PROCESS_TIMEOUT=20.0)
-        ended = Processes(2, ROOT / "grpo/grpo.py", *words, late=-3, **kept).wait()
+        ended = Processes(2, ROOT / "grpo/grpo.py", *words, **kept).wait()
         assert [end.returncode for end in ended] == [0, 0], ended
+    # No start reads another's keys; which of its addresses it would wait for is chance
+    assert {key.partition("/")[0] for key in store.list_keys()} == {"1", "2"}
     assert last_checkpoint(tmp_path / "run").name == "step_2"
     del store
 
