@@ -1186,7 +1186,17 @@ def test_stages_ask_by_titles_where_nothing_stands_behind_the_history(rec, tmp_p
 
 # ---------------------------------------------------------------- stages, runs and resume
 
-def test_sft_then_rl_is_all(rec, tmp_path, drawing):
+def test_the_pictures_of_a_run_are_drawn(rec, tmp_path, request):
+    trainer = rec(SFT_EPOCHS=1, MAX_STEPS=1, SAVE_EVERY_N_STEPS=0).RecTrainer()
+    trainer.train()
+    request.getfixturevalue("drawing")
+    trainer.run.draw_plots()
+    trainer.test()
+    pictures = [path.read_bytes()[:4] for path in (tmp_path / "run").glob("*.png")]
+    assert pictures == [b"\x89PNG"] * 3
+
+
+def test_sft_then_rl_is_all(rec, tmp_path):
     one = rec(OUTPUT_DIR=str(tmp_path / "all")).RecTrainer()
     one.train()
     rec(STAGE="sft", OUTPUT_DIR=str(tmp_path / "two")).RecTrainer().train()
@@ -1199,7 +1209,7 @@ def test_sft_then_rl_is_all(rec, tmp_path, drawing):
         module.RecTrainer()
     figures = json.loads((tmp_path / "all/eval_test.json").read_text())
     assert {"popularity", "markov", "sft", "grpo", "grpo_minus_sft", "possible"} <= set(figures)
-    assert (tmp_path / "all/rec_learning.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "all/rec_learning.png").exists()
     with pytest.raises(Exception, match="a history has one item of INDEX_FILE or more"):
         one.recommend([9], 4)
 
