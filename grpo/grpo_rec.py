@@ -2313,7 +2313,7 @@ class Run:
             earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
             self.log_lines = {}
         move_aside(earlier, OUTPUT_DIR, self.say)
-        self.best_value = self.best_value if (self.folder / "best").exists() else -math.inf  # any is
+        self.best_value = self.best_value if (self.folder / "best").exists() else -math.inf  # none: any wins
         logs.mkdir(exist_ok=True)
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
