@@ -10,6 +10,7 @@ knows nothing, among 82 tokens. Three forms of compute_rewards, everything else 
 Printed for each seed, by step: the share of right tokens in greedy responses to the ten digits, and, after a
 slash, of responses right as a whole.
 """
+
 import importlib.util
 import json
 import sys
@@ -24,10 +25,22 @@ ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 10
 FORMS = ("exact", "share", "tokens")
 CONSTANTS = {
-    "REWARD_MODEL": None, "KL_COEF": 0.0, "BATCH_SIZE": 40, "GRADIENT_ACCUMULATION_STEPS": 1, "GROUP_SIZE": 4,
-    "MAX_NEW_TOKENS": LENGTH, "LEARNING_RATE": 1e-3, "CRITIC_LEARNING_RATE": 1e-3, "NUM_EPOCHS": 10**6,
-    "ENTROPY_COEF": 0.01, "MAX_STEPS": 80, "EVAL_EVERY_N_STEPS": 20, "SAVE_EVERY_N_STEPS": 0,
-    "LOG_SAMPLES": 0, "RESUME": "no"}
+    "REWARD_MODEL": None,
+    "KL_COEF": 0.0,
+    "BATCH_SIZE": 40,
+    "GRADIENT_ACCUMULATION_STEPS": 1,
+    "GROUP_SIZE": 4,
+    "MAX_NEW_TOKENS": LENGTH,
+    "LEARNING_RATE": 1e-3,
+    "CRITIC_LEARNING_RATE": 1e-3,
+    "NUM_EPOCHS": 10**6,
+    "ENTROPY_COEF": 0.01,
+    "MAX_STEPS": 80,
+    "EVAL_EVERY_N_STEPS": 20,
+    "SAVE_EVERY_N_STEPS": 0,
+    "LOG_SAMPLES": 0,
+    "RESUME": "no",
+}
 
 
 def load_ppo(**constants):
@@ -45,9 +58,17 @@ def make_inputs(folder, seed):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy")
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, tie_word_embeddings=True, max_position_embeddings=64,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     for part in (LlamaForCausalLM(config), tokenizer):
         part.save_pretrained(folder / "policy")
     lines = [json.dumps({"digit": str(n % 10)}) + "\n" for n in range(40)]
@@ -59,8 +80,13 @@ def train(form, seed, folder, overrides):
     """{step: (share of right tokens, of right responses)} of one run, both of greedy ones."""
     data = make_inputs(folder, seed)
     ppo = load_ppo(
-        **CONSTANTS, ACTOR_MODEL=str(folder / "policy"), TRAIN_DATASETS=data, EVAL_DATASETS=data, SEED=seed,
-        OUTPUT_DIR=str(folder / "run"))
+        **CONSTANTS,
+        ACTOR_MODEL=str(folder / "policy"),
+        TRAIN_DATASETS=data,
+        EVAL_DATASETS=data,
+        SEED=seed,
+        OUTPUT_DIR=str(folder / "run"),
+    )
     ppo.apply_overrides(overrides)
     found = {}
 

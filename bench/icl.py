@@ -7,6 +7,7 @@ Each run is copied, its best policy of RCE goes on with EPOCHS of GRPO, and the 
 validation, is tested greedily on the test queries at SHOTS: what a variant does to a policy is not to be
 hidden by picking. Prints a table: mean and least and greatest over the runs, and the change from RCE.
 """
+
 import importlib.util
 import json
 import shutil
@@ -95,8 +96,13 @@ def main():
                 shutil.copytree(folder, f"{out}/run", ignore=shutil.ignore_patterns("test_cand*", "*.png"))
                 same = "SEED", "MINE_QUERIES", "CANDIDATES", "RCE_EPOCHS", "TAU"
                 own = {
-                    **{key: constants[key] for key in same}, "OUTPUT_DIR": f"{out}/run", "RESUME": "yes",
-                    "GRPO_EPOCHS": EPOCHS, "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 0}
+                    **{key: constants[key] for key in same},
+                    "OUTPUT_DIR": f"{out}/run",
+                    "RESUME": "yes",
+                    "GRPO_EPOCHS": EPOCHS,
+                    "SAVE_EVERY_N_STEPS": 0,
+                    "EVAL_EVERY_N_STEPS": 0,
+                }
                 trainer = make_trainer(load({**own, **changed}), faults)
                 trainer.run.say = lambda *text, **options: None
                 trainer.train()

@@ -6,6 +6,7 @@
 recipe=NAME: with that recipe of docs/ppo.md or docs/grpo.md; show=...: these metrics too, of evaluations or
 of the training step before. Steps that not all seeds have evaluated are left out.
 """
+
 import json
 import re
 import resource

@@ -7,6 +7,7 @@ reference beside them. Sides alternate, each in a fresh process; medians of the 
 ratios. Seconds are the process's own CPU time: other programs' do not count. Peak memory is the whole
 process's, some 500 MB of libraries included.
 """
+
 import json
 import statistics
 import subprocess
@@ -19,9 +20,17 @@ import speed
 STEPS = 5  # after the first two
 SIDES = {"whole": {"LORA_RANK": 0}, "rank 8": {"LORA_RANK": 8, "LEARNING_RATE": 1e-3}}
 WORK = {
-    "BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 1, "GROUP_SIZE": 4, "MAX_NEW_TOKENS": 40, "KL_COEF": 0.05,
-    "REWARD_MODEL": None, "EVAL_DATASETS": [], "SAVE_EVERY_N_STEPS": 0, "MAX_STEPS": STEPS + 2,
-    "RESUME": "no"}
+    "BATCH_SIZE": 4,
+    "GRADIENT_ACCUMULATION_STEPS": 1,
+    "GROUP_SIZE": 4,
+    "MAX_NEW_TOKENS": 40,
+    "KL_COEF": 0.05,
+    "REWARD_MODEL": None,
+    "EVAL_DATASETS": [],
+    "SAVE_EVERY_N_STEPS": 0,
+    "MAX_STEPS": STEPS + 2,
+    "RESUME": "no",
+}
 
 
 def megabytes(tensors):
@@ -51,7 +60,8 @@ def measure(script, model, side):
         "optimizer's state, MB": megabytes(states),
         "all weights, MB": megabytes(parameters),
         "peak memory, MB": speed.peak() * 2**20 / 1e6,
-        "CPU seconds a step": (stamps[-1] - stamps[1]) / STEPS}
+        "CPU seconds a step": (stamps[-1] - stamps[1]) / STEPS,
+    }
 
 
 def main(rounds):

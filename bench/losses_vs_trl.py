@@ -5,6 +5,7 @@ of its own:
     .venv-trl/bin/pip install -r bench/requirements-trl.txt
     .venv-trl/bin/python bench/losses_vs_trl.py
 """
+
 import importlib.util
 import os
 import tempfile
@@ -49,14 +50,16 @@ def make_trl(loss_type, dual, rows):
         epsilon_high=1 + HIGH if loss_type == "cispo" else HIGH,
         delta=dual,
         report_to=[],
-        gradient_checkpointing=False)
+        gradient_checkpointing=False,
+    )
     model = AutoModelForCausalLM.from_pretrained(ROOT / "data/tiny/policy", dtype=torch.float64)
     trainer = GRPOTrainer(
         model,
         no_reward,
         config,
         train_dataset=Dataset.from_dict({"prompt": ["x"] * rows}),
-        processing_class=AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy", padding_side="left"))
+        processing_class=AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy", padding_side="left"),
+    )
     trainer.current_gradient_accumulation_steps = 1
     return trainer, model
 
@@ -95,11 +98,13 @@ def compare_losses():
                     "completion_mask": mask.long(),
                     "advantages": advantages,
                     "old_per_token_logps": old_logprobs,
-                    "num_items_in_batch": mask.sum()}
+                    "num_items_in_batch": mask.sum(),
+                }
                 model.train()  # trl normalises otherwise in evaluation; the model has no dropout
                 theirs = trl._compute_loss(model, inputs).item()
                 losses, _ = grpo.policy_loss(
-                    logprobs, old_logprobs, advantages[:, None], mask, loss_type, LOW, HIGH, dual)
+                    logprobs, old_logprobs, advantages[:, None], mask, loss_type, LOW, HIGH, dual
+                )
                 ours = (losses * grpo.token_weights(mask, loss_type, LENGTH)).sum().item()
             difference = abs(ours - theirs)
             print(f"{loss_type:>9} {str(dual):>11} {ours:11.7f} {theirs:11.7f}    {difference:.1e}")

@@ -8,6 +8,7 @@ that does not run. The settings take turns, round by round: alone, beside one th
 once beside one busy process a core, where OpenMP's own setting takes minutes. 300000 is what libgomp takes
 where nothing is set; the trainers set 10000.
 """
+
 import json
 import os
 import statistics

@@ -11,6 +11,7 @@ update, gradients and their float64 sums, counted from its tensors; "peak" is th
 resident memory, the libraries' 0.5 GB, loading and saving included. Ratios compare sides of this one run.
 With --cpu times are those of the process that works most in each phase, without waiting for others.
 """
+
 import argparse
 import json
 import os
@@ -36,6 +37,7 @@ SIDES = {  # (processes, constants)
 
 
 # ---------------------------------------------------------------- what a process measures
+
 
 def bytes_of(tensors):
     """Of the parts that this process holds; tied weights count once."""
@@ -88,7 +90,7 @@ def worker(script, folder, cpu, constants):
     trainer.run.record = record_and_stamp
     trainer.train()
     found = {key: statistics.median(step.get(key, 0.0) for step in times[WARM_UP:]) for key in PHASES}
-    counted = stamps[WARM_UP - 1:]
+    counted = stamps[WARM_UP - 1 :]
     found["seconds"] = statistics.median(after - before for before, after in zip(counted, counted[1:]))
     found["state"] = held_bytes(module, trainer) / 2**20
     found["peak"] = peak()
@@ -98,6 +100,7 @@ def worker(script, folder, cpu, constants):
 
 
 # ---------------------------------------------------------------- the table
+
 
 def measure(script, count, cpu, constants):
     """What a fresh torchrun finds, of each number the greatest of any process."""
@@ -141,7 +144,8 @@ def main():
         worker(script, folder, cpu, json.loads(constants))
         return
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--cpu", action="store_true", help="seconds of processor, not the clock's")
     options = parser.parse_args()

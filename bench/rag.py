@@ -9,6 +9,7 @@ sb3 needs `pip install -r bench/requirements-rag.txt`, best in an environment of
 numbers are words for the run (MAX_STEPS=300). The rules (`rules` in ppo_rag.py) see the whole table of
 the training questions, every action's reward, of which PPO sees one action at a time.
 """
+
 import importlib.util
 import json
 import statistics
@@ -103,7 +104,8 @@ def sb3(numbers):
     folder = Path(tempfile.mkdtemp(prefix="rag_sb3_"))
     settings = {
         "sb3, its defaults": {},
-        "sb3, the seed's": {"n_steps": 32, "batch_size": 32, "gamma": 0.95, "learning_rate": 3e-4}}
+        "sb3, the seed's": {"n_steps": 32, "batch_size": 32, "gamma": 0.95, "learning_rate": 3e-4},
+    }
     found = {}
     for seed in numbers:
         module, trainer = load_trainer(folder / seed, SEED=int(seed), EVAL_EVERY_N_STEPS=0)

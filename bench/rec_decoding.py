@@ -8,6 +8,7 @@ each beam's prefix in a dictionary, as MiniOneRec has it. Both look at one beam 
 both are renormalised here, so that all three rank by the same probabilities. Printed are the least time of
 --repeats and the share of beams, place by place, that are the same item.
 """
+
 import argparse
 import importlib.util
 import sys
@@ -20,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {  # (width, layers, vocabulary)
     "default, 2 layers of 64": (64, 2, 560),
-    "4 layers of 256, a vocabulary of 32,000": (256, 4, 32000)}
+    "4 layers of 256, a vocabulary of 32,000": (256, 4, 32000),
+}
 ITEMS = 3686  # as many as the Amazon category has; codes of 256 values, drawn at random
 HISTORY = 10
 
@@ -51,7 +53,7 @@ class DictionaryProcessor(LogitsProcessor):
     def __call__(self, input_ids, scores):
         mask = torch.full_like(scores, -torch.inf)
         for beam, ids in enumerate(input_ids):
-            mask[beam, self.allowed[tuple(ids[self.prompt_length:].tolist())]] = 0
+            mask[beam, self.allowed[tuple(ids[self.prompt_length :].tolist())]] = 0
         return (scores + mask).log_softmax(-1)
 
 
@@ -60,16 +62,26 @@ def by_generate(model, prompts, beams, allowed, way):
     size = prompts.shape[1]
     options = {}
     if way == "prefix_allowed_tokens_fn":
+
         def look_up(row, ids):
             return allowed[tuple(ids[size:].tolist())]
+
         options["prefix_allowed_tokens_fn"] = look_up
     else:
         processor = DictionaryProcessor(allowed, size)
         options["logits_processor"] = LogitsProcessorList([processor])
     out = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), num_beams=beams, num_return_sequences=beams,
-        max_new_tokens=3, do_sample=False, renormalize_logits=True, pad_token_id=0, eos_token_id=None,
-        **options)
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        num_beams=beams,
+        num_return_sequences=beams,
+        max_new_tokens=3,
+        do_sample=False,
+        renormalize_logits=True,
+        pad_token_id=0,
+        eos_token_id=None,
+        **options,
+    )
     return out[:, size:].view(len(prompts), beams, 3)
 
 
@@ -101,8 +113,14 @@ def main():
     for name, (width, layers, vocabulary) in MODELS.items():
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-            num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=True)
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
         theirs = LlamaForCausalLM(config).eval()
         with torch.no_grad():
             for parameter in theirs.parameters():
@@ -123,6 +141,7 @@ def main():
             seconds, (items, _, _) = least(search, words.repeats)
             print(f"{name}, {beams} beams: {1000 * seconds:.0f} ms", flush=True)
             for way in ("prefix_allowed_tokens_fn", "a dictionary a beam"):
+
                 def generate():
                     return by_generate(theirs, rows, beams, allowed, way)
 

@@ -23,6 +23,7 @@ Every figure comes from a fresh process; sides alternate, the table has medians 
 Llama of 19.7 million random parameters with 32,768 ids, "tiny" the shipped one. Peak memory is the whole
 process's, the libraries' 0.5 GB included.
 """
+
 import importlib.util
 import json
 import os
@@ -48,7 +49,8 @@ SHAPES = {
         "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
-        "max_position_embeddings": 2048},
+        "max_position_embeddings": 2048,
+    },
     "qwen": {
         "vocab_size": 151936,
         "hidden_size": 896,
@@ -56,10 +58,13 @@ SHAPES = {
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 4096}}
+        "max_position_embeddings": 4096,
+    },
+}
 
 
 # ---------------------------------------------------------------- what a child process measures
+
 
 def trainer_file(name, root=ROOT):
     return f"{root}/{name}/{name}.py"
@@ -122,7 +127,7 @@ def run_trainer(path, constants):
 
 def seconds_a_step(stamps):
     """Median wall time from one step's end to the next one's, after the first steps."""
-    counted = stamps[WARM_UP - 1:]
+    counted = stamps[WARM_UP - 1 :]
     return statistics.median(after - before for before, after in zip(counted, counted[1:]))
 
 
@@ -158,7 +163,8 @@ def train_steps(script, model, seed=1, **constants):
         "peak": peak(),
         "curve": [r["reward"] for r in records],
         "flops": flops,
-        **medians}
+        **medians,
+    }
 
 
 def default_steps(path, steps, seed):
@@ -169,7 +175,11 @@ def default_steps(path, steps, seed):
     seconds = seconds_a_step(stamps)
     rewards = [r["reward"] for r in records]
     return {
-        "seconds": seconds, "tokens_per_second": samples * length / seconds, "peak": peak(), "curve": rewards}
+        "seconds": seconds,
+        "tokens_per_second": samples * length / seconds,
+        "peak": peak(),
+        "curve": rewards,
+    }
 
 
 def ours(model, prompts, steps, seed, **constants):
@@ -195,8 +205,11 @@ def trls(model, prompts, steps, seed, **constants):
 
     data = load_dataset("json", data_files=str(ROOT / "data/tiny/train.jsonl"), split="train")
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["problem"]}] if constants else
-                                 row["problem"] + "\n"})
+    data = data.map(
+        lambda row: {
+            "prompt": [{"role": "user", "content": row["problem"]}] if constants else row["problem"] + "\n"
+        }
+    )
     stamps = []
 
     class Stamp(TrainerCallback):
@@ -231,14 +244,16 @@ def trls(model, prompts, steps, seed, **constants):
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        disable_tqdm=True)
+        disable_tqdm=True,
+    )
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(model),
         reward,
         config,
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[Stamp()])
+        callbacks=[Stamp()],
+    )
     trainer.train()
     logs = [r for r in trainer.state.log_history if "reward" in r]
     seconds = seconds_a_step(stamps)
@@ -273,7 +288,7 @@ def rollout(path, prompt_tokens, lengths, prompts, rounds, new_tokens, shared=Tr
         logits = out.logits[:, -1]
         logits[:, eos] = -1e30
         others = logits.logsumexp(-1, keepdim=True)
-        logits[:, eos:eos + 1] = others + (chance / (1 - chance)).log()
+        logits[:, eos : eos + 1] = others + (chance / (1 - chance)).log()
         out.logits = logits[:, None]
         return out
 
@@ -327,6 +342,7 @@ def matrix_rate():
 
 # ---------------------------------------------------------------- tables
 
+
 def child(function, *args, **kwargs):
     """What the function returns in a fresh process."""
     words = [sys.executable, __file__, "child", function, json.dumps([args, kwargs])]
@@ -379,6 +395,7 @@ def alternate(rounds, sides):
 
 
 # ---------------------------------------------------------------- the sections
+
 
 def section_trl(models, quick):
     if not importlib.util.find_spec("trl"):
@@ -536,7 +553,7 @@ def main():
         if at + 1 == len(words):
             sys.exit("old needs a commit: python bench/speed.py old c193812")
         commit = words[at + 1]
-        del words[at:at + 2]
+        del words[at : at + 2]
     elif not words:
         words = every[:-1]
     if unknown := [word for word in words if word not in every]:

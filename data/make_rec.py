@@ -21,6 +21,7 @@ Files: train.csv, valid.csv, test.csv (a row a user; users are in one of them al
 codes}, items.txt (codes, title and item, tab between), values.npy (V, in the order of index.json), facts.json
 (the figures that are possible, printed too).
 """
+
 import csv
 import json
 import sys
@@ -43,11 +44,17 @@ REGRETTED = 0.1  # the quality of what is advertised; the others' is 0.2 to 1
 SHARPNESS = 7.0
 NOISE = 0.1
 NAMES = {
-    "kitchen": "pan kettle knife bowl grater", "garden": "spade hose seed pot rake",
-    "office": "pen folder lamp stapler desk", "workshop": "drill saw hammer clamp vice",
-    "music": "guitar string drum stand tuner", "sport": "ball racket mat glove net",
-    "bath": "towel soap brush mirror scale", "toys": "puzzle kite train doll blocks",
-    "travel": "bag map adapter pillow lock", "pets": "leash bed feeder toy comb"}
+    "kitchen": "pan kettle knife bowl grater",
+    "garden": "spade hose seed pot rake",
+    "office": "pen folder lamp stapler desk",
+    "workshop": "drill saw hammer clamp vice",
+    "music": "guitar string drum stand tuner",
+    "sport": "ball racket mat glove net",
+    "bath": "towel soap brush mirror scale",
+    "toys": "puzzle kite train doll blocks",
+    "travel": "bag map adapter pillow lock",
+    "pets": "leash bed feeder toy comb",
+}
 ADJECTIVES = "small large red blue light heavy plain folding classic new".split()
 
 
@@ -57,7 +64,7 @@ def build_world(rng):
     shelf = np.arange(items) // PLACES
     fit = np.zeros((shelves, shelves))
     for s in range(shelves):
-        others = rng.permutation(np.delete(np.arange(shelves), s))[:len(SUCCESSORS)]
+        others = rng.permutation(np.delete(np.arange(shelves), s))[: len(SUCCESSORS)]
         fit[s, others] = SUCCESSORS
         fit[s, s] = SAME_SHELF
     of_shelf = [REGRETTED, *np.linspace(0.2, 1.0, PLACES - 1)]

@@ -12,6 +12,7 @@ prefer a right solution to a wrong one; its accuracy on held-out pairs is printe
 
 Writes train.jsonl, test.jsonl, train.parquet, policy/, reward_model/ and facts.json.
 """
+
 import json
 import random
 import sys
@@ -24,7 +25,11 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast)
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 SEED = 1
 OUT = str(Path(__file__).resolve().parent / "tiny")
@@ -47,6 +52,7 @@ TIMES = ["Then the number of {i} doubles.", "Then the number of {i} triples."]
 
 
 # ---------------------------------------------------------------- problems
+
 
 def make_problem(rng):
     """One problem: {"problem": text, "steps": ["12+7=19", ...], "answer": 14}; every number is within 0 to
@@ -131,7 +137,8 @@ def wrong_solution(problem, rng):
     steps, answer = problem["steps"], problem["answer"]
     while True:
         kind = rng.choice(
-            ["stop_early", "stop_early", "guess", "repeat", "slip", "last", "twice", "short", "other"])
+            ["stop_early", "stop_early", "guess", "repeat", "slip", "last", "twice", "short", "other"]
+        )
         if kind in HABITS:
             text = habit_solution(problem, kind, rng)
         elif kind == "slip":
@@ -154,6 +161,7 @@ def wrong_solution(problem, rng):
 
 # ---------------------------------------------------------------- tokenizer
 
+
 def make_tokenizer():
     """Whole words with their leading space, single digits, signs; decoding gives the text back exactly."""
     split = Regex(r" ?[A-Za-z]+|[0-9]|\n|####| |[^\sA-Za-z0-9]")
@@ -172,14 +180,17 @@ def make_tokenizer():
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-        model_max_length=512)
+        model_max_length=512,
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}"
-        "{{ '\\n' if m['role'] == 'user' else eos_token }}{% endfor %}")
+        "{{ '\\n' if m['role'] == 'user' else eos_token }}{% endfor %}"
+    )
     return tokenizer
 
 
 # ---------------------------------------------------------------- training
+
 
 def pad_right(rows, pad):
     width = max(map(len, rows))
@@ -213,7 +224,7 @@ def train_policy(model, tokenizer, held_out, rng):
         ids, mask = pad_right([p + s for p, s in zip(prompt_ids, solution_ids)], tokenizer.pad_token_id)
         labels = ids.masked_fill(mask == 0, -100)
         for row, p in zip(labels, prompt_ids):
-            row[:len(p)] = -100
+            row[: len(p)] = -100
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -285,8 +296,8 @@ def main():
             seen.add(problem["problem"])
             solution = write_solution(problem["steps"], problem["answer"])
             rows.append({"problem": problem["problem"], "solution": solution})
-    in_parquet = rows[TRAIN_ROWS + TEST_ROWS:]
-    parts = {"train.jsonl": rows[:TRAIN_ROWS], "test.jsonl": rows[TRAIN_ROWS:TRAIN_ROWS + TEST_ROWS]}
+    in_parquet = rows[TRAIN_ROWS + TEST_ROWS :]
+    parts = {"train.jsonl": rows[:TRAIN_ROWS], "test.jsonl": rows[TRAIN_ROWS : TRAIN_ROWS + TEST_ROWS]}
     for name, part in parts.items():
         (out / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(in_parquet), out / "train.parquet")
@@ -307,7 +318,8 @@ def main():
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None)
+        bos_token_id=None,
+    )
     policy = LlamaForCausalLM(config)
     print(f"vocabulary {len(tokenizer)}, policy {policy.num_parameters():,} parameters", flush=True)
     train_policy(policy, tokenizer, held_out, rng)
@@ -328,7 +340,8 @@ def main():
         "reward_steps": REWARD_STEPS,
         "reward_model_pair_accuracy": (right > wrong).float().mean().item(),
         "reward_model_mean_right": right.mean().item(),
-        "reward_model_mean_wrong": wrong.mean().item()}
+        "reward_model_mean_wrong": wrong.mean().item(),
+    }
     (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts))
 

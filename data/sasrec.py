@@ -8,6 +8,7 @@ paper's sampled one; of the epochs the one with the best validation NDCG@10. A s
 vector of the history and one of the item: the file has those of all items, and of the histories that are
 evaluated or, with COLLABORATIVE_WEIGHT, trained on. grpo_rec.py takes it where its rows are just these.
 """
+
 import importlib.util
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ class SASRec(torch.nn.Module):
         self.items = torch.nn.Embedding(items + 1, width, padding_idx=items)
         self.places = torch.nn.Embedding(longest, width)
         layer = torch.nn.TransformerEncoderLayer(
-            width, heads, 2 * width, dropout, "gelu", batch_first=True, norm_first=True)
+            width, heads, 2 * width, dropout, "gelu", batch_first=True, norm_first=True
+        )
         self.layers = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm = torch.nn.LayerNorm(width)
         self.dropout = torch.nn.Dropout(dropout)
@@ -66,7 +68,7 @@ class SASRec(torch.nn.Module):
         self.eval()
         found = []
         for begin in range(0, len(histories), 256):
-            some = [torch.tensor(history) for history in histories[begin:begin + 256]]
+            some = [torch.tensor(history) for history in histories[begin : begin + 256]]
             last = torch.tensor([len(history) - 1 for history in some])
             found.append(self(pad_right(some, self.items.padding_idx))[torch.arange(len(some)), last])
         return torch.cat(found)
@@ -131,8 +133,12 @@ def main(rec, words):
     histories = list(dict.fromkeys(tuple(row["history"]) for row in asked))
     padded = pad_right([torch.tensor(history) for history in histories], -1)
     np.savez_compressed(
-        rec.SASREC_FILE, trained_on=rec.rows_digest(train_rows), histories=padded.int().numpy(),
-        users=model.users(histories).numpy(), items=model.items.weight.detach()[:-1].numpy())
+        rec.SASREC_FILE,
+        trained_on=rec.rows_digest(train_rows),
+        histories=padded.int().numpy(),
+        users=model.users(histories).numpy(),
+        items=model.items.weight.detach()[:-1].numpy(),
+    )
     print(f"{rec.SASREC_FILE}: {len(histories)} histories, NDCG@10 on validation {best:.4f}")
 
 

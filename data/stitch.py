@@ -10,6 +10,7 @@ model remembers them by the items further back. Most pairs to come were never lo
 which share all its codes but the last, or itself, count as SIBLINGS places after it, each as often as it was
 bought, so they come next the more the less is known of the item. valid.csv has the rows that were held out.
 """
+
 import csv
 import random
 import sys

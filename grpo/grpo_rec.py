@@ -39,26 +39,68 @@ the advantage  group_advantages, compute_advantages      a metric       RecTrain
 the reward     RULE_WEIGHT ...; compute_rewards          a plot         self.run.panels; draw_learning
 candidates     constrained_logprobs, search              the prompt     PROMPT_TEMPLATE; Prompter
 """
+
+import ast
 import copy
+import csv
+import difflib
+import faulthandler
+import hashlib
+import inspect
+import io
 import itertools
+import json
 import math
 import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
 import sys
-from collections import defaultdict
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM
+import filelock
+import numpy as np
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+import transformers
+from matplotlib.figure import Figure
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit("grpo_rec.py needs the folder rewards/ beside it or above it: copy it from the repository")
 sys.path.insert(0, str(ROOT))
-import rewards  # noqa: E402
+import rewards
 
 # ================================================================ constants
 
@@ -226,7 +268,7 @@ def policy_loss(logprobs, old_logprobs, advantages, loss_type, clip_range, clip_
 def kl_loss(logprobs, ref_logprobs):
     """k3's value with k2's gradient, (rows, codes): in the mean that of KL(pi || pi_ref) on policy."""
     log_ratio = logprobs - ref_logprobs
-    k2 = 0.5 * log_ratio ** 2
+    k2 = 0.5 * log_ratio**2
     k3 = (-log_ratio).exp() - 1 + log_ratio
     return k2 + (k3 - k2).detach()
 
@@ -265,8 +307,15 @@ class RecTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's
         # permutation, begin the step at which the stage began
         self.state = SimpleNamespace(
-            epoch=0, order=None, cursor=0, prompts=len(self.train_rows), begin=0,
-            stage="rl" if STAGE == "rl" else "sft", sft_best=-1.0, sft_waited=0)
+            epoch=0,
+            order=None,
+            cursor=0,
+            prompts=len(self.train_rows),
+            begin=0,
+            stage="rl" if STAGE == "rl" else "sft",
+            sft_best=-1.0,
+            sft_waited=0,
+        )
         self.best = None, None  # for recommend(): its value and the model
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
@@ -379,7 +428,7 @@ class RecTrainer:
             weights = batch.learn / batch.learn.sum()
             for micro, share in summed([self.actor], micro_batches(self.actor, batch), metrics):
                 logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
-                weight = weights[micro, :logprobs.shape[1]]
+                weight = weights[micro, : logprobs.shape[1]]
                 loss = -(weight * logprobs).sum()
                 backward(self.actor, loss)
                 share["policy_loss"] = loss.item()
@@ -406,6 +455,7 @@ class RecTrainer:
             batch.scores, batch.parts = self.rewards_of(batch.rows, batch.items)
             batch.ref_logprobs = batch.logprobs
             if KL_COEF > 0:
+
                 def score(rows):
                     return item_logprobs(self.reference, self.trie, batch, rows, TEMPERATURE)[0]
 
@@ -415,8 +465,10 @@ class RecTrainer:
     def rewards_of(self, rows, items):
         """compute_rewards(), checked, and the parts it left behind; items (rows,), groups are neighbours."""
         names = self.catalogue.items
-        asked = [{"prompt": [names[i] for i in row["history"]], "answer": names[row["target"]], "columns": {}}
-                 for row in rows]
+        asked = [
+            {"prompt": [names[i] for i in row["history"]], "answer": names[row["target"]], "columns": {}}
+            for row in rows
+        ]
         batch = SimpleNamespace(rows=asked, responses=[names[i] for i in items.tolist()], columns={})
         scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
@@ -429,7 +481,8 @@ class RecTrainer:
             "rule": (RULE_WEIGHT, rewards.rule_reward),
             "ranking": (RANKING_WEIGHT, self.ranking_reward),
             "semantic": (SEMANTIC_WEIGHT, self.semantic_reward),
-            "collaborative": (COLLABORATIVE_WEIGHT, self.collaborative_reward)}
+            "collaborative": (COLLABORATIVE_WEIGHT, self.collaborative_reward),
+        }
         for name, function, weight in self.rewards:
             parts[name] = (weight, function)
         total = torch.zeros(len(items))
@@ -445,7 +498,7 @@ class RecTrainer:
 
     def ranking_reward(self, histories, items, targets):
         hit = rewards.rule_reward(histories, items, targets)
-        groups = [rewards.ranking_reward(hit[n:n + GROUP_SIZE]) for n in range(0, len(hit), GROUP_SIZE)]
+        groups = [rewards.ranking_reward(hit[n : n + GROUP_SIZE]) for n in range(0, len(hit), GROUP_SIZE)]
         return [score for group in groups for score in group]
 
     def semantic_reward(self, histories, items, targets):
@@ -498,15 +551,22 @@ class RecTrainer:
                 share[key] = values.sum() / tokens
             share["ratio_max"] = (ratio - 1).abs().max()
         ids = [batch.rows[i]["id"] for i in listed(chunk)]
-        metrics["grad_norm"], = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, ids)
+        (metrics["grad_norm"],) = clip_and_step(
+            self.optimizers.values(), metrics["policy_loss"], self.run, ids
+        )
         return metrics
 
     def token_losses(self, batch, rows, logprobs, entropy):
         """Loss of each token, the policy's part of it, the ratio and the KL: each (rows, codes). Edit or
         override freely."""
         policy_losses, ratio = policy_loss(
-            logprobs, batch.logprobs[rows], batch.advantages[rows, None], LOSS_TYPE, CLIP_RANGE,
-            CLIP_RANGE_HIGH)
+            logprobs,
+            batch.logprobs[rows],
+            batch.advantages[rows, None],
+            LOSS_TYPE,
+            CLIP_RANGE,
+            CLIP_RANGE_HIGH,
+        )
         kl = kl_loss(logprobs, batch.ref_logprobs[rows])
         return policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy, policy_losses, ratio, kl
 
@@ -566,13 +626,18 @@ class RecTrainer:
         """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
         groups = batch.scores.view(-1, GROUP_SIZE)
         metrics = {
-            "epoch": self.state.epoch, **metrics, "reward": batch.scores.mean().item(),
+            "epoch": self.state.epoch,
+            **metrics,
+            "reward": batch.scores.mean().item(),
             **{f"reward/{name}": values.mean().item() for name, values in batch.parts.items()},
             "advantage": batch.advantages.abs().mean().item(),
             "zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE}
-        line = ("GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
-                "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}").format(**metrics)
+            "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE,
+        }
+        line = (
+            "GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
+            "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}"
+        ).format(**metrics)
         logged = torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist()
         samples = [sample_record(batch, i, self.catalogue) for i in logged]
         self.run.record(metrics, batch.response_ids.numel(), samples, line)
@@ -585,9 +650,14 @@ class RecTrainer:
         items, logprobs, _ = search(self.best_policy(), self.trie, [row["ids"]], width, self.pad_id)
         found = []
         for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
-            found.append({
-                "item": self.catalogue.items[item], "title": self.catalogue.titles[item],
-                "codes": "".join(self.catalogue.codes[item]), "probability": math.exp(logprob)})
+            found.append(
+                {
+                    "item": self.catalogue.items[item],
+                    "title": self.catalogue.titles[item],
+                    "codes": "".join(self.catalogue.codes[item]),
+                    "probability": math.exp(logprob),
+                }
+            )
         return found
 
     def best_policy(self):
@@ -617,7 +687,8 @@ class RecTrainer:
         self.baselines = {
             "popularity": Counts(self.train_rows, paths[:, :1]),
             "markov": Counts(self.train_rows, paths[:, [0, -1]]),
-            "counts": best_counts(self.train_rows, paths, self.valid_rows)}
+            "counts": best_counts(self.train_rows, paths, self.valid_rows),
+        }
         if self.sasrec:
             self.baselines["sasrec"] = self.sasrec
         self.levels = {}  # of validation, for the pictures
@@ -663,25 +734,16 @@ class RecTrainer:
             draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
 
 
-# ==== block: language models
+# ================ machinery: the same in all trainers that have it
+
+# ---------------------------------------------------------------- language models
 # Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
 # blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
 # trainers that have them (tests/blocks.py).
-import inspect
-import math
-from collections import Counter
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-
-import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoTokenizer
-from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 # ---------------------------------------------------------------- loading
+
 
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
@@ -764,6 +826,7 @@ def positions_of(model):
 
 # ---------------------------------------------------------------- tensors
 
+
 def pad_left(rows, value):
     """Lists of ids as one tensor, (rows, longest)."""
     width = max(map(len, rows))
@@ -797,7 +860,8 @@ def pack(prompts, responses, device):
         token_lists=[(prompt, said, range(len(said))) for prompt, said in zip(prompts, responses)],
         response_ids=ids,
         response_lengths=lengths,
-        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float())
+        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float(),
+    )
 
 
 def longest(batch, rows):
@@ -824,7 +888,7 @@ def micro_batches(model, batch, rows=None):
     for i in rows:
         tokens[prompts[i]] += len(prompts[i]) + len(batch.token_lists[i][1])
     order = sorted(rows, key=lambda i: (tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
-    return [upload(order[i:i + size], model.device) for i in range(0, len(order), size)]
+    return [upload(order[i : i + size], model.device) for i in range(0, len(order), size)]
 
 
 def autocast(model):
@@ -832,6 +896,7 @@ def autocast(model):
 
 
 # ---------------------------------------------------------------- sampling
+
 
 def find_in_cdf(weights, at):
     """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and by how much passed."""
@@ -988,6 +1053,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- scoring
 
+
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
@@ -1062,12 +1128,13 @@ def score_batch(score, model, batch, micros=None):
     scores = torch.zeros_like(batch.response_mask)
     with unsharded(model):
         for rows, values in zip(micros, map_over_ranks(micros, score)):
-            scores[rows, :values.shape[1]] = values.to(model.device)
+            scores[rows, : values.shape[1]] = values.to(model.device)
     return scores
 
 
 def all_logprobs(model, batch, micros=None, distribution=None):
     """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
+
     def score(rows):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
@@ -1075,6 +1142,7 @@ def all_logprobs(model, batch, micros=None, distribution=None):
 
 
 # ---------------------------------------------------------------- the optimizer step
+
 
 def make_optimizer(model, learning_rate):
     """AdamW over a model, whose activations are recomputed with GRADIENT_CHECKPOINTING. All its groups are
@@ -1184,6 +1252,7 @@ def clip_and_step(optimizers, loss, run, ids):
 
 # ---------------------------------------------------------------- what is logged
 
+
 def size_of(model):
     """How many parameters a model has and, with an adapter, how many of them are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -1203,12 +1272,13 @@ def headline(run, actor, train_rows, eval_rows):
 
 # ---------------------------------------------------------------- models are tried before they are used
 
+
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
     for prompt, response, _ in batch.token_lists:
         ids = torch.tensor([prompt + response], device=model.device)
-        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
     return torch.cat(found)
 
 
@@ -1268,13 +1338,10 @@ def check_models(readers, rows, pad_id):
             kind = f"a model of the type {model.config.model_type!r}"
             needs = "it must be causal, and decode with a cache"
             raise UserError(f"{constant}: {kind} cannot be used here, {wrong}: {needs}")
-# ==== end of block: language models
 
 
-# ==== block: faster decoding
+# ---------------------------------------------------------------- faster decoding
 # A prompt's keys and values are kept once for all its responses; in a copy without this block for each.
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 class SharedLayer(GrowingLayer):
@@ -1323,7 +1390,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
+    query = query.reshape(rows, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
     scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
@@ -1333,15 +1400,11 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
 
 AttentionInterface.register("shared_prompts", attend)
 AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-# ==== end of block: faster decoding
 
 
-# ==== block: faster scoring
+# ---------------------------------------------------------------- faster scoring
 # In scoring and update a prompt is read once with all its responses. Delete this block in a copy of your
 # own, and each response is read with its prompt.
-import math
-
-import torch
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1368,7 +1431,8 @@ def logits_of_groups(model, batch, rows):
         owner += [i + 1] * more
     # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
     ids, positions, owner = (
-        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1)))
+        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1))
+    )
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1381,19 +1445,11 @@ def logits_of_groups(model, batch, rows):
     row, sequence, predicted_at, token = upload(places, device).T
     options = {"attention_mask": masks, "position_ids": positions}
     return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
-# ==== end of block: faster scoring
 
 
-# ==== block: adapters
+# ---------------------------------------------------------------- adapters
 # LoRA: small matrices are trained beside a model's frozen weights. Delete this block in a copy of your own
 # that leaves LORA_RANK at 0.
-import copy
-import warnings
-from contextlib import contextmanager
-from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
 
 
 def load_adapted(auto_class, path, constant, device, saved, new_head):
@@ -1407,9 +1463,13 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
+        r=LORA_RANK,
+        lora_alpha=LORA_ALPHA,
+        target_modules=targets,
+        lora_dropout=0.0,
         task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
-        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+        modules_to_save=["score", "classifier"] if new_head else None,
+    )  # what heads are named
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
@@ -1457,18 +1517,10 @@ def merged(model):
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied
-# ==== end of block: adapters
 
 
-# ==== block: records
+# ---------------------------------------------------------------- records
 # Rows of files and of the hub, and their order in each epoch.
-import csv
-import io
-import json
-from pathlib import Path
-
-import pyarrow.parquet
-import torch
 
 
 def read_records(spec, where):
@@ -1486,6 +1538,7 @@ def read_records(spec, where):
             raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
+
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
@@ -1529,21 +1582,13 @@ def next_rows(rows, state, count):
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
-    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-# ==== end of block: records
 
 
-# ==== block: rewards
+# ---------------------------------------------------------------- rewards
 # Calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
-import sys
-from contextlib import contextmanager
-
-import torch
 
 
 def resolve_rewards(functions, constant):
@@ -1591,12 +1636,16 @@ def call_reward(name, function, prompts, responses, answers, columns={}, width=N
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if not width or not hasattr(values, "__len__") or len(values) != len(responses) or not any(
-            getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values):
+    if (
+        not width
+        or not hasattr(values, "__len__")
+        or len(values) != len(responses)
+        or not any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
+    ):
         return check_scores(name, values, len(responses))
     token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
     for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, :len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+        token_rewards[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
     return token_rewards
 
 
@@ -1618,10 +1667,14 @@ def dealt_rewards(trainer, name, function, batch, width=None):
     size = BATCH_SIZE * GROUP_SIZE
 
     def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
+        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages
+        lists = (
+            [row["prompt"] for row in rows],
+            batch.responses[i : i + size],
+            [row["answer"] for row in rows],
+        )
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        columns |= {name: copy.deepcopy(values[i : i + size]) for name, values in batch.columns.items()}
         trainer.reward_parts = {}
         with time_limit():
             scores = call_reward(name, function, *lists, columns, width)
@@ -1630,37 +1683,10 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: rewards
 
 
-# ==== block: the run
+# ---------------------------------------------------------------- the run
 # Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
-import ast
-import difflib
-import hashlib
-import json
-import math
-import os
-import platform
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import traceback
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
-from functools import partial
-from pathlib import Path
-
-import filelock
-import numpy as np
-import torch
-import torch.distributed as dist
-import transformers
-from matplotlib.figure import Figure
-from torch.utils._pytree import tree_map_only
 
 
 class UserError(Exception):
@@ -1827,6 +1853,7 @@ def set_rng_state(state):
 
 # ---------------------------------------------------------------- processes
 
+
 def rank():
     """Which of the processes this is, from 0, which alone asks, writes and prints."""
     return int(os.environ.get("RANK", 0))
@@ -1893,12 +1920,13 @@ def map_over_ranks(parts, work):
     if _DEALING or world_size() == 1:
         return [work(part) for part in tracked(parts, "parts")]
     _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank()::world_size()], "parts")])
+    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
     _DEALING.pop()
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files, schedule, plots
+
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -1993,7 +2021,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
 
 
 def read_metrics(path):
@@ -2007,7 +2035,7 @@ def plot_metric(axis, records, phase, key, color, label):
     if points and phase == "train":
         x, y = np.array(points, dtype=float).T
         window = max(1, len(y) // 12)
-        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
         axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
     elif points:
@@ -2040,8 +2068,17 @@ class Run:
 
     doing = "check models"  # what takes its time now, for tracked()
     saved = (  # of its attributes, in a checkpoint
-        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_lines", "wandb_id", "evaluation")
+        "step",
+        "evaluated_at",
+        "best_value",
+        "patience_value",
+        "evals_since_best",
+        "halvings",
+        "skipped",
+        "log_lines",
+        "wandb_id",
+        "evaluation",
+    )
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
@@ -2298,6 +2335,7 @@ class Run:
         self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
+
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -2318,15 +2356,19 @@ class Run:
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
+            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
             self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
         config = {
-            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "constants": constants(),
+            "processes": world_size(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
-            "python": platform.python_version(), "torch": torch.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null")}
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null"),
+        }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
@@ -2346,14 +2388,9 @@ class Run:
         self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
-# ==== end of block: the run
 
 
 # ================================================================ the trie of the catalogue, and decoding
-
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 
 class Trie:
@@ -2370,7 +2407,7 @@ class Trie:
         self.width = []  # the most children that a node has
         paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) its node on each level
         for level in range(self.depth):
-            prefixes, at = codes[:, :level + 1].unique(dim=0, return_inverse=True)
+            prefixes, at = codes[:, : level + 1].unique(dim=0, return_inverse=True)
             parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, at, paths[-1])
             count = parent.bincount()
             self.first.append((count.cumsum(0) - count).to(device))
@@ -2406,7 +2443,8 @@ class CodeHead(torch.nn.Module):
     def forward(self, hidden):
         bias = self.head.bias
         return torch.nn.functional.linear(
-            hidden, self.head.weight[self.ids], None if bias is None else bias[self.ids])
+            hidden, self.head.weight[self.ids], None if bias is None else bias[self.ids]
+        )
 
 
 @contextmanager
@@ -2464,8 +2502,9 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
             chosen = parent * options + code
         total = totals.flatten(1).gather(1, chosen)
         nodes = children.flatten(1).gather(1, chosen)
-        step = torch.stack([
-            logprobs.flatten(1).gather(1, chosen), entropy_of(logprobs).gather(1, parent)], -1)
+        step = torch.stack(
+            [logprobs.flatten(1).gather(1, chosen), entropy_of(logprobs).gather(1, parent)], -1
+        )
         steps = torch.cat([steps[prompt, parent], step.unsqueeze(2)], 2)
         if level + 1 < trie.depth:
             # Where the last code is the only one left nothing needs to be computed
@@ -2485,11 +2524,12 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
 def candidates(model, trie, rows, width, pad_id, uniform):
     """`width` candidates for each row, likelier ones first: a batch, its tensors (rows * width, ...), that
     item_logprobs() takes."""
+
     def some_rows(begin):
-        some = rows[begin:begin + BATCH_SIZE]
+        some = rows[begin : begin + BATCH_SIZE]
         noise = None
         if uniform is not None:
-            noise = uniform[:, begin:begin + BATCH_SIZE].to(model.device)
+            noise = uniform[:, begin : begin + BATCH_SIZE].to(model.device)
         with autocast(model):
             prompts = [row["ids"] for row in some]
             items, logprobs, entropies = search(model, trie, prompts, width, pad_id, noise)
@@ -2514,7 +2554,7 @@ def best_items(model, trie, rows, width, pad_id):
     at_once = max(1, min(64, 2**28 // (4 * len(trie.ids) * width_here)))
 
     def some_rows(begin):
-        some = rows[begin:begin + at_once]
+        some = rows[begin : begin + at_once]
         with autocast(model):
             return search(model, trie, [row["ids"] for row in some], width_here, pad_id)[0]
 
@@ -2527,8 +2567,8 @@ def item_batch(prompts, items, trie):
     device = trie.codes.device
     numbers = upload(pad_right(items, 0), device)  # (rows, most items)
     codes = trie.codes[numbers].flatten(1).tolist()
-    batch = pack(prompts, [row[:trie.depth * len(some)] for row, some in zip(codes, items)], device)
-    batch.paths = trie.paths[numbers, :trie.depth].flatten(1)  # the node that each code is read at
+    batch = pack(prompts, [row[: trie.depth * len(some)] for row, some in zip(codes, items)], device)
+    batch.paths = trie.paths[numbers, : trie.depth].flatten(1)  # the node that each code is read at
     batch.children = trie.paths[numbers, 1:].flatten(1)  # and the one it leads to
     return batch
 
@@ -2678,16 +2718,24 @@ def transitions(rows, prefixes, say, name):
     if longer:
         say(f"{longer} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
     for line, row in enumerate(rows):
-        sequence = row["sequence"][-MAX_HISTORY - 1:]
+        sequence = row["sequence"][-MAX_HISTORY - 1 :]
         cut = len(row["sequence"]) - len(sequence)
         for at in range(1 if prefixes else len(sequence) - 1, len(sequence)):
-            key = (row["user"], tuple(row["sequence"][:cut + at + 1]))  # the same in every window
+            key = (row["user"], tuple(row["sequence"][: cut + at + 1]))  # the same in every window
             if prefixes and key in seen:
                 continue
             seen.add(key)
-            found.append({
-                "id": f"{row['id']}#{at}" if prefixes else row["id"], "user": row["user"], "line": line,
-                "at": at, "history": sequence[:at], "target": sequence[at], "sequence": sequence})
+            found.append(
+                {
+                    "id": f"{row['id']}#{at}" if prefixes else row["id"],
+                    "user": row["user"],
+                    "line": line,
+                    "at": at,
+                    "history": sequence[:at],
+                    "target": sequence[at],
+                    "sequence": sequence,
+                }
+            )
     return found
 
 
@@ -2698,7 +2746,7 @@ def load_splits(catalogue, say):
     if VALID_FILE is None:
         users = list(dict.fromkeys(row["user"] for row in rows))
         order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).tolist()
-        held_out = {users[i] for i in order[:math.ceil(VALID_FRACTION * len(users))]}
+        held_out = {users[i] for i in order[: math.ceil(VALID_FRACTION * len(users))]}
         held = [row for row in rows if row["user"] in held_out]
         rows = [row for row in rows if row["user"] not in held_out]
         if not rows:
@@ -2717,9 +2765,9 @@ def load_splits(catalogue, say):
 
     def is_secret(row):
         whole = rows[row["line"]]["sequence"]
-        history = whole[:len(whole) - len(row["sequence"]) + row["at"]]
+        history = whole[: len(whole) - len(row["sequence"]) + row["at"]]
         others = secret.get((row["user"], history[-1], row["target"]), ())
-        return any(a[-len(b):] == b[-len(a):] for a, b in ((history, other) for other in others))
+        return any(a[-len(b) :] == b[-len(a) :] for a, b in ((history, other) for other in others))
 
     train = transitions(rows, TRAIN_PREFIXES, say, "training")
     kept = [row for row in train if not is_secret(row)]
@@ -2781,9 +2829,14 @@ class Prompter:
             asked = {row["at"] for row in rows}
             end = max(asked) + 1
             sequence = rows[0]["sequence"]
-            found.append({
-                "id": rows[0]["id"], "prompt": self.ids(sequence[:1]), "items": sequence[1:end],
-                "learn": [at in asked for at in range(1, end)]})
+            found.append(
+                {
+                    "id": rows[0]["id"],
+                    "prompt": self.ids(sequence[:1]),
+                    "items": sequence[1:end],
+                    "learn": [at in asked for at in range(1, end)],
+                }
+            )
         return found + titles, train_rows + by_titles
 
     def title_rows(self, train_rows, say):
@@ -2792,12 +2845,12 @@ class Prompter:
         titles = self.catalogue.titles
         by_titles = []
         order = torch.randperm(len(train_rows), generator=generator).tolist()
-        for row in [train_rows[i] for i in order[:round(TITLE_HISTORY_ROWS * len(train_rows))]]:
+        for row in [train_rows[i] for i in order[: round(TITLE_HISTORY_ROWS * len(train_rows))]]:
             text = "; ".join(titles[item] for item in row["history"])
             by_titles.append({**row, "id": f"{row['id']} by titles", "ids": self.title_ids(text)})
         of_items = []
         items = torch.randperm(len(titles), generator=generator).tolist()
-        for item in items[:round(TITLE_ROWS * len(items))]:
+        for item in items[: round(TITLE_ROWS * len(items))]:
             name = f"title of {self.catalogue.items[item]}"
             of_items.append({"id": name, "ids": self.title_ids(titles[item]), "target": item})
         kept = [[row for row in rows if row["ids"]] for rows in (by_titles, of_items)]
@@ -2841,12 +2894,22 @@ def small_model(depth):
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=HIDDEN_SIZE, intermediate_size=4 * HIDDEN_SIZE,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        vocab_size=len(words),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=4 * HIDDEN_SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
         max_position_embeddings=depth * (MAX_HISTORY + 1) + 16,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True)
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     if "attend" in globals():  # as load_model() does
         model.set_attn_implementation("shared_prompts")
@@ -2961,12 +3024,13 @@ class Counts:
         place = {item: n for n, item in enumerate(items)}
         for n, history in enumerate(histories):
             for back, item in enumerate(reversed(history)):
-                weights[n, place[item]] += self.decay ** back  # 0 ** 0 is 1
+                weights[n, place[item]] += self.decay**back  # 0 ** 0 is 1
         return weights @ after
 
 
 def best_counts(rows, paths, valid_rows):
     """Of the Counts on all levels those of the smoothing and the decay that validation chooses by NDCG@10."""
+
     def ndcg(counts):
         return gains(top_items(counts, valid_rows), valid_rows, 10).mean()
 
@@ -3013,7 +3077,7 @@ def top_items(model, rows):
     fewer."""
     found = []
     for begin in range(0, len(rows), 512):
-        scores = model.scores([row["history"] for row in rows[begin:begin + 512]])
+        scores = model.scores([row["history"] for row in rows[begin : begin + 512]])
         found.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :EVAL_BEAMS])
     lists = torch.cat(found)
     return torch.nn.functional.pad(lists, (0, EVAL_BEAMS - lists.shape[1]), value=-1)
@@ -3027,12 +3091,16 @@ def sample_record(batch, i, catalogue):
     row = batch.rows[i]
     item = int(batch.items[i])
     return {
-        "id": row["id"], "history": [catalogue.items[n] for n in row["history"]],
-        "item": catalogue.items[item], "title": catalogue.titles[item],
+        "id": row["id"],
+        "history": [catalogue.items[n] for n in row["history"]],
+        "item": catalogue.items[item],
+        "title": catalogue.titles[item],
         "target": catalogue.items[row["target"]],
-        "logprob": batch.logprobs[i].sum().item(), "reward": batch.scores[i].item(),
+        "logprob": batch.logprobs[i].sum().item(),
+        "reward": batch.scores[i].item(),
         **{f"reward/{name}": values[i].item() for name, values in batch.parts.items()},
-        "advantage": batch.advantages[i].item()}
+        "advantage": batch.advantages[i].item(),
+    }
 
 
 def gains(lists, rows, k):

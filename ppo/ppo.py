@@ -31,23 +31,68 @@ the reward     REWARD_FUNCTIONS; compute_rewards          a plot         self.ru
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 the optimizer  make_optimizer                             a constant     one more line below; _LIMITS
 """
+
+import ast
+import copy
+import csv
+import difflib
+import faulthandler
+import hashlib
+import inspect
+import io
+import json
 import math
 import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
 import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+import filelock
+import numpy as np
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+import transformers
+from matplotlib.figure import Figure
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit("ppo.py needs the folder rewards/ beside it or above it: copy it from the repository")
 sys.path.insert(0, str(ROOT))
-import rewards  # noqa: E402
+import rewards
 
 # ================================================================ constants
 
@@ -252,7 +297,8 @@ class PPOTrainer:
         check_models(self.readers, self.train_rows, self.pad_id)
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
         self.state = SimpleNamespace(
-            epoch=0, order=None, cursor=0, prompts=len(self.train_rows), kl_coef=KL_COEF)
+            epoch=0, order=None, cursor=0, prompts=len(self.train_rows), kl_coef=KL_COEF
+        )
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         steps_an_epoch = math.ceil(len(self.train_rows) / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.run.total_steps = min(NUM_EPOCHS * steps_an_epoch, MAX_STEPS or math.inf)
@@ -263,10 +309,16 @@ class PPOTrainer:
         critic = CRITIC_MODEL or ACTOR_MODEL
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(
-            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy")
+            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy"
+        )
         self.critic = load_trained(
-            AutoModelForTokenClassification, critic, "CRITIC_MODEL", self.device, at and at / "critic",
-            new_head=True)
+            AutoModelForTokenClassification,
+            critic,
+            "CRITIC_MODEL",
+            self.device,
+            at and at / "critic",
+            new_head=True,
+        )
         if known_ids(self.critic) < min(len(self.tokenizer), known_ids(self.actor)):
             raise UserError(f"CRITIC_MODEL = {str(critic)!r} must know all tokens of the actor's tokenizer")
         self.pad_id = padding_id(self.actor, self.tokenizer)
@@ -314,7 +366,7 @@ class PPOTrainer:
         """Scores of the responses; values and reference log-probabilities of their tokens."""
         with self.run.timed("score"):
             scores, batch.parts = self.rewards_of(batch)
-            batch.dense = scores[:, :batch.logprobs.shape[1]] if scores.dim() == 2 else None  # (rows, R)
+            batch.dense = scores[:, : batch.logprobs.shape[1]] if scores.dim() == 2 else None  # (rows, R)
             batch.scores = scores.view(len(scores), -1).sum(1) - MISSING_EOS_PENALTY * batch.truncated
             batch.values = score_batch(partial(response_values, self.critic, batch), self.critic, batch)
             batch.ref_logprobs = batch.logprobs
@@ -354,7 +406,8 @@ class PPOTrainer:
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF  # only the controller's coefficient outlives a changed constant
         rewarded = token_rewards(
-            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.dense)
+            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.dense
+        )
         batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)
         batch.returns = batch.raw_advantages + batch.values
         if CRITIC_LAM is not None:
@@ -383,7 +436,8 @@ class PPOTrainer:
         metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
         if self.reference and KL_TARGET and math.isfinite(metrics["kl"]):
             self.state.kl_coef = adapt_kl_coef(
-                self.state.kl_coef, metrics["kl"], KL_TARGET, len(batch.rows), KL_HORIZON)
+                self.state.kl_coef, metrics["kl"], KL_TARGET, len(batch.rows), KL_HORIZON
+            )
         return metrics
 
     def optimizer_step(self, batch, rows):
@@ -409,9 +463,13 @@ class PPOTrainer:
             ratio = log_ratio.exp()
             clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - CLIP_RANGE)  # policy_loss's
             means = {
-                "policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy,
-                "approx_kl": ratio - 1 - log_ratio, "clip_fraction": clipped.float(),
-                "log_ratio": log_ratio.abs()}
+                "policy_loss": policy_losses,
+                "value_loss": value_losses,
+                "entropy": entropy,
+                "approx_kl": ratio - 1 - log_ratio,
+                "clip_fraction": clipped.float(),
+                "log_ratio": log_ratio.abs(),
+            }
             for key, x in means.items():
                 share[key] = (x.detach() * mask).sum() / tokens
             share["ratio_max"] = (ratio - 1).abs().max()  # of names in _max the step has the greatest
@@ -470,33 +528,27 @@ class PPOTrainer:
             **response_metrics(batch, batch.scores, batch.parts),
             "advantage": masked_mean(batch.raw_advantages, mask).item(),
             "explained_variance": (1 - unexplained).item(),
-            "zero_variance_groups": flat}
-        line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} "
-                "A:{advantage:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}")
+            "zero_variance_groups": flat,
+        }
+        line = (
+            "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} "
+            "A:{advantage:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+        )
         line = line.format(epochs=NUM_EPOCHS, **metrics)
         samples = sample_records(batch, (batch.advantages * mask).sum(1) / mask.sum(1))
         self.run.record(metrics, batch.response_lengths.sum().item(), samples, line)
 
 
-# ==== block: language models
+# ================ machinery: the same in all trainers that have it
+
+# ---------------------------------------------------------------- language models
 # Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
 # blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
 # trainers that have them (tests/blocks.py).
-import inspect
-import math
-from collections import Counter
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-
-import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoTokenizer
-from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 # ---------------------------------------------------------------- loading
+
 
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
@@ -579,6 +631,7 @@ def positions_of(model):
 
 # ---------------------------------------------------------------- tensors
 
+
 def pad_left(rows, value):
     """Lists of ids as one tensor, (rows, longest)."""
     width = max(map(len, rows))
@@ -612,7 +665,8 @@ def pack(prompts, responses, device):
         token_lists=[(prompt, said, range(len(said))) for prompt, said in zip(prompts, responses)],
         response_ids=ids,
         response_lengths=lengths,
-        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float())
+        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float(),
+    )
 
 
 def longest(batch, rows):
@@ -639,7 +693,7 @@ def micro_batches(model, batch, rows=None):
     for i in rows:
         tokens[prompts[i]] += len(prompts[i]) + len(batch.token_lists[i][1])
     order = sorted(rows, key=lambda i: (tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
-    return [upload(order[i:i + size], model.device) for i in range(0, len(order), size)]
+    return [upload(order[i : i + size], model.device) for i in range(0, len(order), size)]
 
 
 def autocast(model):
@@ -647,6 +701,7 @@ def autocast(model):
 
 
 # ---------------------------------------------------------------- sampling
+
 
 def find_in_cdf(weights, at):
     """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and by how much passed."""
@@ -803,6 +858,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- scoring
 
+
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
@@ -877,12 +933,13 @@ def score_batch(score, model, batch, micros=None):
     scores = torch.zeros_like(batch.response_mask)
     with unsharded(model):
         for rows, values in zip(micros, map_over_ranks(micros, score)):
-            scores[rows, :values.shape[1]] = values.to(model.device)
+            scores[rows, : values.shape[1]] = values.to(model.device)
     return scores
 
 
 def all_logprobs(model, batch, micros=None, distribution=None):
     """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
+
     def score(rows):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
@@ -890,6 +947,7 @@ def all_logprobs(model, batch, micros=None, distribution=None):
 
 
 # ---------------------------------------------------------------- the optimizer step
+
 
 def make_optimizer(model, learning_rate):
     """AdamW over a model, whose activations are recomputed with GRADIENT_CHECKPOINTING. All its groups are
@@ -999,6 +1057,7 @@ def clip_and_step(optimizers, loss, run, ids):
 
 # ---------------------------------------------------------------- what is logged
 
+
 def size_of(model):
     """How many parameters a model has and, with an adapter, how many of them are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -1018,12 +1077,13 @@ def headline(run, actor, train_rows, eval_rows):
 
 # ---------------------------------------------------------------- models are tried before they are used
 
+
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
     for prompt, response, _ in batch.token_lists:
         ids = torch.tensor([prompt + response], device=model.device)
-        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
     return torch.cat(found)
 
 
@@ -1083,16 +1143,10 @@ def check_models(readers, rows, pad_id):
             kind = f"a model of the type {model.config.model_type!r}"
             needs = "it must be causal, and decode with a cache"
             raise UserError(f"{constant}: {kind} cannot be used here, {wrong}: {needs}")
-# ==== end of block: language models
 
 
-# ==== block: prompts and responses
+# ---------------------------------------------------------------- prompts and responses
 # Texts and chats from files to ids, the responses sampled to them, and what a reward model says of those.
-import json
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForSequenceClassification
 
 
 def load_rows(datasets, constant, limit=None):
@@ -1135,8 +1189,9 @@ def read_prompt(value, where):
         return value
     # without the nulls that parquet and the hub fill in for keys that a message lacks
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    messages = json.loads(text, object_hook=lambda record: {
-        key: item for key, item in record.items() if item is not None})
+    messages = json.loads(
+        text, object_hook=lambda record: {key: item for key, item in record.items() if item is not None}
+    )
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -1192,7 +1247,7 @@ def chat(tokenizer, prompt, where, response=None):
     # Some tokenizers end every text: a response would begin after the end, or end twice
     ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
-    return ids[:-1] if ids[-len(ended):] == ended and not said else ids
+    return ids[:-1] if ids[-len(ended) :] == ended and not said else ids
 
 
 def encode(rows, constant, tokenizer, readers, say):
@@ -1245,8 +1300,15 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
         own = None if uniform is None else upload(uniform[part], model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
-                eos_ids, pad_id)
+                model,
+                prompts[i : i + size],
+                own,
+                group_size,
+                MAX_NEW_TOKENS,
+                temperature or TEMPERATURE,
+                eos_ids,
+                pad_id,
+            )
 
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
@@ -1296,7 +1358,8 @@ def response_metrics(batch, scores, parts):
         "reward": scores.mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
         "response_length": batch.response_mask.sum(1).mean().item(),
-        "truncated_fraction": batch.truncated.float().mean().item()}
+        "truncated_fraction": batch.truncated.float().mean().item(),
+    }
 
 
 def sample_records(batch, advantages):
@@ -1305,19 +1368,23 @@ def sample_records(batch, advantages):
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
         response = batch.columns.get("turns", batch.responses)[i]
-        records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(response),
-            "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
-            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
-            "advantage": advantages[i].item()})
+        records.append(
+            {
+                "id": row["id"],
+                "prompt": transcript(row["prompt"]),
+                "response": transcript(response),
+                "answer": row["answer"],
+                "truncated": bool(batch.truncated[i]),
+                "reward": batch.scores[i].item(),
+                **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
+                "advantage": advantages[i].item(),
+            }
+        )
     return records
-# ==== end of block: prompts and responses
 
 
-# ==== block: faster decoding
+# ---------------------------------------------------------------- faster decoding
 # A prompt's keys and values are kept once for all its responses; in a copy without this block for each.
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 class SharedLayer(GrowingLayer):
@@ -1366,7 +1433,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
+    query = query.reshape(rows, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
     scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
@@ -1376,15 +1443,11 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
 
 AttentionInterface.register("shared_prompts", attend)
 AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-# ==== end of block: faster decoding
 
 
-# ==== block: faster scoring
+# ---------------------------------------------------------------- faster scoring
 # In scoring and update a prompt is read once with all its responses. Delete this block in a copy of your
 # own, and each response is read with its prompt.
-import math
-
-import torch
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1411,7 +1474,8 @@ def logits_of_groups(model, batch, rows):
         owner += [i + 1] * more
     # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
     ids, positions, owner = (
-        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1)))
+        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1))
+    )
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1424,19 +1488,11 @@ def logits_of_groups(model, batch, rows):
     row, sequence, predicted_at, token = upload(places, device).T
     options = {"attention_mask": masks, "position_ids": positions}
     return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
-# ==== end of block: faster scoring
 
 
-# ==== block: adapters
+# ---------------------------------------------------------------- adapters
 # LoRA: small matrices are trained beside a model's frozen weights. Delete this block in a copy of your own
 # that leaves LORA_RANK at 0.
-import copy
-import warnings
-from contextlib import contextmanager
-from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
 
 
 def load_adapted(auto_class, path, constant, device, saved, new_head):
@@ -1450,9 +1506,13 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
+        r=LORA_RANK,
+        lora_alpha=LORA_ALPHA,
+        target_modules=targets,
+        lora_dropout=0.0,
         task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
-        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+        modules_to_save=["score", "classifier"] if new_head else None,
+    )  # what heads are named
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
@@ -1500,20 +1560,11 @@ def merged(model):
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied
-# ==== end of block: adapters
 
 
-# ==== block: sharding
+# ---------------------------------------------------------------- sharding
 # Models larger than a GPU, each process with its part of them (FSDP2). Delete this block in a copy of your
 # own that leaves SHARD at "none".
-import warnings
-from contextlib import contextmanager
-
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def shard(model, device):
@@ -1579,18 +1630,10 @@ def gathered(*models):
         model.reset_iter_state()  # a prefetch that is left over would wait for the others
         model.set_reshard_after_forward(True)
         model.is_unsharded = False
-# ==== end of block: sharding
 
 
-# ==== block: records
+# ---------------------------------------------------------------- records
 # Rows of files and of the hub, and their order in each epoch.
-import csv
-import io
-import json
-from pathlib import Path
-
-import pyarrow.parquet
-import torch
 
 
 def read_records(spec, where):
@@ -1608,6 +1651,7 @@ def read_records(spec, where):
             raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
+
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
@@ -1651,21 +1695,13 @@ def next_rows(rows, state, count):
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
-    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-# ==== end of block: records
 
 
-# ==== block: rewards
+# ---------------------------------------------------------------- rewards
 # Calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
-import sys
-from contextlib import contextmanager
-
-import torch
 
 
 def resolve_rewards(functions, constant):
@@ -1713,12 +1749,16 @@ def call_reward(name, function, prompts, responses, answers, columns={}, width=N
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if not width or not hasattr(values, "__len__") or len(values) != len(responses) or not any(
-            getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values):
+    if (
+        not width
+        or not hasattr(values, "__len__")
+        or len(values) != len(responses)
+        or not any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
+    ):
         return check_scores(name, values, len(responses))
     token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
     for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, :len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+        token_rewards[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
     return token_rewards
 
 
@@ -1740,10 +1780,14 @@ def dealt_rewards(trainer, name, function, batch, width=None):
     size = BATCH_SIZE * GROUP_SIZE
 
     def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
+        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages
+        lists = (
+            [row["prompt"] for row in rows],
+            batch.responses[i : i + size],
+            [row["answer"] for row in rows],
+        )
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        columns |= {name: copy.deepcopy(values[i : i + size]) for name, values in batch.columns.items()}
         trainer.reward_parts = {}
         with time_limit():
             scores = call_reward(name, function, *lists, columns, width)
@@ -1752,37 +1796,10 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: rewards
 
 
-# ==== block: the run
+# ---------------------------------------------------------------- the run
 # Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
-import ast
-import difflib
-import hashlib
-import json
-import math
-import os
-import platform
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import traceback
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
-from functools import partial
-from pathlib import Path
-
-import filelock
-import numpy as np
-import torch
-import torch.distributed as dist
-import transformers
-from matplotlib.figure import Figure
-from torch.utils._pytree import tree_map_only
 
 
 class UserError(Exception):
@@ -1949,6 +1966,7 @@ def set_rng_state(state):
 
 # ---------------------------------------------------------------- processes
 
+
 def rank():
     """Which of the processes this is, from 0, which alone asks, writes and prints."""
     return int(os.environ.get("RANK", 0))
@@ -2015,12 +2033,13 @@ def map_over_ranks(parts, work):
     if _DEALING or world_size() == 1:
         return [work(part) for part in tracked(parts, "parts")]
     _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank()::world_size()], "parts")])
+    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
     _DEALING.pop()
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files, schedule, plots
+
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -2115,7 +2134,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
 
 
 def read_metrics(path):
@@ -2129,7 +2148,7 @@ def plot_metric(axis, records, phase, key, color, label):
     if points and phase == "train":
         x, y = np.array(points, dtype=float).T
         window = max(1, len(y) // 12)
-        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
         axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
     elif points:
@@ -2162,8 +2181,17 @@ class Run:
 
     doing = "check models"  # what takes its time now, for tracked()
     saved = (  # of its attributes, in a checkpoint
-        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_lines", "wandb_id", "evaluation")
+        "step",
+        "evaluated_at",
+        "best_value",
+        "patience_value",
+        "evals_since_best",
+        "halvings",
+        "skipped",
+        "log_lines",
+        "wandb_id",
+        "evaluation",
+    )
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
@@ -2420,6 +2448,7 @@ class Run:
         self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
+
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -2440,15 +2469,19 @@ class Run:
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
+            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
             self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
         config = {
-            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "constants": constants(),
+            "processes": world_size(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
-            "python": platform.python_version(), "torch": torch.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null")}
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null"),
+        }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
@@ -2468,7 +2501,6 @@ class Run:
         self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
-# ==== end of block: the run
 
 
 def train_main():

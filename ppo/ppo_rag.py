@@ -34,26 +34,52 @@ the reward     EM_WEIGHT ...; compute_rewards        a metric       RAGTrainer.r
 the actions    TOP_KS, TEMPERATURES, RERANKS         a plot         self.run.panels; draw_learning
 what is seen   OBSERVATION, observe                  a part of QA   Retriever, Reranker, Generator
 """
+
+import ast
+import copy
+import csv
+import difflib
+import faulthandler
+import hashlib
+import inspect
+import io
+import json
 import math
 import os
+import platform
+import random
+import shutil
+import signal
 import string
+import subprocess
 import sys
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
-import torch  # noqa: E402
-from transformers import PretrainedConfig, PreTrainedModel
+import filelock
+import numpy as np
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+import transformers
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel, PretrainedConfig
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit("ppo_rag.py needs the folder rewards/ beside it or above it: copy it from the repository")
 sys.path.insert(0, str(ROOT))
-import rewards  # noqa: E402
+import rewards
 
 # ================================================================ constants
 
@@ -73,7 +99,8 @@ TITLE_WEIGHT = 2  # how often BM25 counts a title's words
 RERANK_DEPTH = 20  # of BM25's best, how many the reranker sorts
 PROMPT = (
     "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.\n"
-    "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:")
+    "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
+)
 PARAGRAPH = "[{n}] {title}: {text}"
 CHAT_TEMPLATE = True  # the prompt is a user's message to a generator that has a template; False: a text
 MAX_PROMPT_TOKENS = 4096  # paragraphs that do not fit, or not into the generator, are left out and counted
@@ -178,13 +205,30 @@ def value_loss(values, old_values, returns, clip_range):
 SIGNS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
 YES_NO = "is are was were do does did has have had can could".split()
 OBSERVATION = (  # entry by entry; scores are BM25's of the question's best paragraphs, s1 the highest
-    "words", "capitalised", "unknown", "commas",  # of the question; share of words that no paragraph has
-    *("has_" + word for word in SIGNS), "yes_no",  # 1 where it has the word; where it begins with one
-    "s1", "s1_per_word", "s2/s1", "s3/s1", "s4/s1", "s8/s1", "s20/s1", "gap",  # gap: (s1 - s2) / s1
-    "spread", "near",  # of the 20 best: deviation over mean; how many have at least .9 of s1
-    "overlap1", "overlap2", "overlap4",  # share of the question's words in the best 1, 2, 4 paragraphs
-    "names1", "names2", "names4",  # share of its capitalised words in them
-    "title1", "title2",  # share of the best, second best paragraph's title words in the question
+    "words",
+    "capitalised",
+    "unknown",
+    "commas",  # of the question; share of words that no paragraph has
+    *("has_" + word for word in SIGNS),
+    "yes_no",  # 1 where it has the word; where it begins with one
+    "s1",
+    "s1_per_word",
+    "s2/s1",
+    "s3/s1",
+    "s4/s1",
+    "s8/s1",
+    "s20/s1",
+    "gap",  # gap: (s1 - s2) / s1
+    "spread",
+    "near",  # of the 20 best: deviation over mean; how many have at least .9 of s1
+    "overlap1",
+    "overlap2",
+    "overlap4",  # share of the question's words in the best 1, 2, 4 paragraphs
+    "names1",
+    "names2",
+    "names4",  # share of its capitalised words in them
+    "title1",
+    "title2",  # share of the best, second best paragraph's title words in the question
 )
 
 
@@ -205,19 +249,32 @@ def observe(question, scores, paragraphs, vocabulary):
     names = [word.lower() for word in question.replace("?", " ").split()[1:] if word[:1].isupper()]
     names = [word for name in names for word in words_of(name)]
     s = np.zeros(20)
-    s[:min(20, len(scores))] = scores[:20]
+    s[: min(20, len(scores))] = scores[:20]
     top = max(s[0], 1e-9)
     texts = [set(words_of(f"{p['title']} {p['text']}")) for p in paragraphs[:4]]
     titles = [words_of(p["title"]) for p in paragraphs[:2]] + [[], []]
     seen = [set().union(*texts[:n]) for n in (1, 2, 4)]
-    return np.array([
-        len(words), len(names), 1 - share(words, vocabulary), question.count(","),
-        *(sign in words for sign in SIGNS), bool(words) and words[0] in YES_NO,
-        s[0], s[0] / max(1, len(words)), *(s[n] / top for n in (1, 2, 3, 7, 19)), (s[0] - s[1]) / top,
-        s.std() / max(s.mean(), 1e-9), (s >= 0.9 * top).sum(),
-        *(share(words, found) for found in seen), *(share(names, found) for found in seen),
-        share(titles[0], words), share(titles[1], words),
-    ], dtype=np.float32)
+    return np.array(
+        [
+            len(words),
+            len(names),
+            1 - share(words, vocabulary),
+            question.count(","),
+            *(sign in words for sign in SIGNS),
+            bool(words) and words[0] in YES_NO,
+            s[0],
+            s[0] / max(1, len(words)),
+            *(s[n] / top for n in (1, 2, 3, 7, 19)),
+            (s[0] - s[1]) / top,
+            s.std() / max(s.mean(), 1e-9),
+            (s >= 0.9 * top).sum(),
+            *(share(words, found) for found in seen),
+            *(share(names, found) for found in seen),
+            share(titles[0], words),
+            share(titles[1], words),
+        ],
+        dtype=np.float32,
+    )
 
 
 ACTION = ("top_k", "temperature", "rerank")
@@ -231,6 +288,7 @@ def all_actions():
 class Policy(PreTrainedModel):
     """Actor and critic: two layers, then a logit an action and a value. config has inputs, hidden_size and
     the actions; policy/ loads with Policy.from_pretrained()."""
+
     config_class = PretrainedConfig
 
     def __init__(self, config):
@@ -304,7 +362,8 @@ class RAGTrainer:
             other = "was trained on other actions, TOP_KS x TEMPERATURES x RERANKS"
             raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
 
     def train(self):
         """Ask, act, compare, update; then the questions of the test. Returns the last evaluation."""
@@ -338,9 +397,15 @@ class RAGTrainer:
             draws = torch.randint(DRAWS, (N_STEPS,))
             parts = {key: part[rows, actions, draws] for key, part in self.table.parts.items()}
             return SimpleNamespace(
-                rows=rows, observations=observations, actions=actions, draws=draws, parts=parts,
-                rewards=parts["reward"], values=values,
-                logprobs=logprobs.gather(1, actions[:, None])[:, 0])
+                rows=rows,
+                observations=observations,
+                actions=actions,
+                draws=draws,
+                parts=parts,
+                rewards=parts["reward"],
+                values=values,
+                logprobs=logprobs.gather(1, actions[:, None])[:, 0],
+            )
 
     def score(self):
         """table.parts of every answer, (questions, actions, draws): reward, em, f1, cost, seconds, action."""
@@ -412,8 +477,12 @@ class RAGTrainer:
         ratio = log_ratio.exp()
         clipped = (ratio - 1) * advantages.sign() > CLIP_RANGE
         means = {
-            "policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy,
-            "approx_kl": ratio - 1 - log_ratio, "clip_fraction": clipped.float()}
+            "policy_loss": policy_losses,
+            "value_loss": value_losses,
+            "entropy": entropy,
+            "approx_kl": ratio - 1 - log_ratio,
+            "clip_fraction": clipped.float(),
+        }
         metrics = {key: x.detach().mean().item() for key, x in means.items()}
         return {**metrics, "ratio_max": (ratio - 1).abs().max().item(), "grad_norm": norm.item()}
 
@@ -446,17 +515,24 @@ class RAGTrainer:
         errors = batch.rewards - batch.values
         unexplained = errors.var() / (batch.rewards.var() + 1e-8)
         metrics = {
-            "epoch": self.state.epoch, **metrics, **parts, "advantage": errors.mean().item(),
-            "explained_variance": (1 - unexplained).item(), "timesteps": (self.run.step + 1) * N_STEPS,
-            "wall_seconds": time.perf_counter() - self.run.clock[0]}  # since this start of the run
+            "epoch": self.state.epoch,
+            **metrics,
+            **parts,
+            "advantage": errors.mean().item(),
+            "explained_variance": (1 - unexplained).item(),
+            "timesteps": (self.run.step + 1) * N_STEPS,
+            "wall_seconds": time.perf_counter() - self.run.clock[0],
+        }  # since this start of the run
         samples = []
         for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
             response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
             scores = {key: round(part[n].item(), 6) for key, part in batch.parts.items()}
             samples.append({**asked, "response": response, **scores})
-        line = ("R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} PL:{policy_loss:.4f} "
-                "VL:{value_loss:.4f} E:{entropy:.3f}").format(**metrics)
+        line = (
+            "R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} PL:{policy_loss:.4f} "
+            "VL:{value_loss:.4f} E:{entropy:.3f}"
+        ).format(**metrics)
         self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
 
     def baselines(self):
@@ -496,15 +572,10 @@ class RAGTrainer:
         return self.qa.answer(question, action), action
 
 
-# ==== block: records
-# Rows of files and of the hub, and their order in each epoch.
-import csv
-import io
-import json
-from pathlib import Path
+# ================ machinery: the same in all trainers that have it
 
-import pyarrow.parquet
-import torch
+# ---------------------------------------------------------------- records
+# Rows of files and of the hub, and their order in each epoch.
 
 
 def read_records(spec, where):
@@ -522,6 +593,7 @@ def read_records(spec, where):
             raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
+
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
@@ -565,21 +637,13 @@ def next_rows(rows, state, count):
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
-    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-# ==== end of block: records
 
 
-# ==== block: rewards
+# ---------------------------------------------------------------- rewards
 # Calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
-import sys
-from contextlib import contextmanager
-
-import torch
 
 
 def resolve_rewards(functions, constant):
@@ -627,12 +691,16 @@ def call_reward(name, function, prompts, responses, answers, columns={}, width=N
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if not width or not hasattr(values, "__len__") or len(values) != len(responses) or not any(
-            getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values):
+    if (
+        not width
+        or not hasattr(values, "__len__")
+        or len(values) != len(responses)
+        or not any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
+    ):
         return check_scores(name, values, len(responses))
     token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
     for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, :len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+        token_rewards[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
     return token_rewards
 
 
@@ -654,10 +722,14 @@ def dealt_rewards(trainer, name, function, batch, width=None):
     size = BATCH_SIZE * GROUP_SIZE
 
     def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
+        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages
+        lists = (
+            [row["prompt"] for row in rows],
+            batch.responses[i : i + size],
+            [row["answer"] for row in rows],
+        )
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        columns |= {name: copy.deepcopy(values[i : i + size]) for name, values in batch.columns.items()}
         trainer.reward_parts = {}
         with time_limit():
             scores = call_reward(name, function, *lists, columns, width)
@@ -666,37 +738,10 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: rewards
 
 
-# ==== block: the run
+# ---------------------------------------------------------------- the run
 # Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
-import ast
-import difflib
-import hashlib
-import json
-import math
-import os
-import platform
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import traceback
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
-from functools import partial
-from pathlib import Path
-
-import filelock
-import numpy as np
-import torch
-import torch.distributed as dist
-import transformers
-from matplotlib.figure import Figure
-from torch.utils._pytree import tree_map_only
 
 
 class UserError(Exception):
@@ -863,6 +908,7 @@ def set_rng_state(state):
 
 # ---------------------------------------------------------------- processes
 
+
 def rank():
     """Which of the processes this is, from 0, which alone asks, writes and prints."""
     return int(os.environ.get("RANK", 0))
@@ -929,12 +975,13 @@ def map_over_ranks(parts, work):
     if _DEALING or world_size() == 1:
         return [work(part) for part in tracked(parts, "parts")]
     _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank()::world_size()], "parts")])
+    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
     _DEALING.pop()
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files, schedule, plots
+
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -1029,7 +1076,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
 
 
 def read_metrics(path):
@@ -1043,7 +1090,7 @@ def plot_metric(axis, records, phase, key, color, label):
     if points and phase == "train":
         x, y = np.array(points, dtype=float).T
         window = max(1, len(y) // 12)
-        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
         axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
     elif points:
@@ -1076,8 +1123,17 @@ class Run:
 
     doing = "check models"  # what takes its time now, for tracked()
     saved = (  # of its attributes, in a checkpoint
-        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_lines", "wandb_id", "evaluation")
+        "step",
+        "evaluated_at",
+        "best_value",
+        "patience_value",
+        "evals_since_best",
+        "halvings",
+        "skipped",
+        "log_lines",
+        "wandb_id",
+        "evaluation",
+    )
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
@@ -1334,6 +1390,7 @@ class Run:
         self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
+
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -1354,15 +1411,19 @@ class Run:
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
+            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
             self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
         config = {
-            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "constants": constants(),
+            "processes": world_size(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
-            "python": platform.python_version(), "torch": torch.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null")}
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null"),
+        }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
@@ -1382,7 +1443,6 @@ class Run:
         self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
-# ==== end of block: the run
 
 
 # ================================================================ the QA system: replace any part by your own
@@ -1405,7 +1465,7 @@ class Retriever:
     def search(self, question, count):
         """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. A question
         without a word that BM25 counts scores 0 with each."""
-        words, = self.tokenize([question])
+        (words,) = self.tokenize([question])
         scores = self.index.get_scores(words) if words else np.zeros(self.size, dtype=np.float32)
         ids = np.argsort(-scores, kind="stable")[:count]
         return ids.tolist(), scores[ids]
@@ -1467,7 +1527,12 @@ class Generator:
 
     def __init__(self, name, device):
         from transformers import (
-            AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig)
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForSeq2SeqLM,
+            AutoTokenizer,
+            GenerationConfig,
+        )
 
         config = load_pretrained(AutoConfig, name, "GENERATOR")
         self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
@@ -1481,8 +1546,12 @@ class Generator:
         ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
         # The model's own top-k, top-p and penalties stay out: a temperature means what it says
         self.model.generation_config = GenerationConfig(
-            eos_token_id=ends, pad_token_id=self.tokenizer.pad_token_id, max_new_tokens=MAX_NEW_TOKENS,
-            decoder_start_token_id=own.decoder_start_token_id, bos_token_id=own.bos_token_id)
+            eos_token_id=ends,
+            pad_token_id=self.tokenizer.pad_token_id,
+            max_new_tokens=MAX_NEW_TOKENS,
+            decoder_start_token_id=own.decoder_start_token_id,
+            bos_token_id=own.bos_token_id,
+        )
         room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
         room = room if self.reads_apart else max(0, room - MAX_NEW_TOKENS)
         self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
@@ -1512,7 +1581,7 @@ class Generator:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # by default every GPU
             torch.manual_seed(seed)
             wrote = self.model.generate(**read, **heat)
-        wrote = wrote[:, 1 if self.reads_apart else read["input_ids"].shape[1]:]
+        wrote = wrote[:, 1 if self.reads_apart else read["input_ids"].shape[1] :]
         lengths = (wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)
         texts = self.tokenizer.batch_decode(wrote, skip_special_tokens=True)
         return [(text.strip().split("\n")[0].strip(), n) for text, n in zip(texts, lengths.tolist())]
@@ -1574,7 +1643,9 @@ def check_choices():
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
     for constant, needs, may in (
-            ("PROMPT", ["contexts", "question"], []), ("PARAGRAPH", ["text"], ["n", "title"])):
+        ("PROMPT", ["contexts", "question"], []),
+        ("PARAGRAPH", ["text"], ["n", "title"]),
+    ):
         pattern = globals()[constant]
         names = {"a lone brace"}
         with suppress(ValueError):
@@ -1621,6 +1692,7 @@ def from_hotpot(records, where):
 
 def from_folder(folder):
     """(questions, corpus) of corpus.jsonl and questions.jsonl."""
+
     def lines(name):
         where = f"DATASET: {folder}/{name}"
         for number, record in read_records({"path": f"{folder}/{name}", "type": "jsonl"}, where):
@@ -1690,8 +1762,19 @@ def cache_path(corpus, generator):
     """The jsonl file of answers; its name changes with all that an answer depends on."""
     commit = getattr(generator.model.config, "_commit_hash", None)
     facts = [
-        part_digest(GENERATOR), commit, part_digest(RERANKER), corpus, PROMPT, PARAGRAPH, CHAT_TEMPLATE,
-        TITLE_WEIGHT, RERANK_DEPTH, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, DTYPE]
+        part_digest(GENERATOR),
+        commit,
+        part_digest(RERANKER),
+        corpus,
+        PROMPT,
+        PARAGRAPH,
+        CHAT_TEMPLATE,
+        TITLE_WEIGHT,
+        RERANK_DEPTH,
+        MAX_PROMPT_TOKENS,
+        MAX_NEW_TOKENS,
+        DTYPE,
+    ]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
 
@@ -1737,10 +1820,17 @@ def answer_block(qa, questions, missing):
         answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)
         seconds = (time.perf_counter() - started + rank_seconds[rerank]) / len(questions)
         for question, ids, (_, fit), (text, tokens) in zip(questions, ranked[rerank], read, answers):
-            records.append({
-                **dict(zip(KEYS, (question, *action))), "response": text, "tokens": tokens,
-                "pairs": min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0, "paragraphs": ids[:top_k],
-                "left_out": len(ids[:top_k]) - fit, "seconds": seconds})
+            records.append(
+                {
+                    **dict(zip(KEYS, (question, *action))),
+                    "response": text,
+                    "tokens": tokens,
+                    "pairs": min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0,
+                    "paragraphs": ids[:top_k],
+                    "left_out": len(ids[:top_k]) - fit,
+                    "seconds": seconds,
+                }
+            )
     return records
 
 
@@ -1765,7 +1855,7 @@ def fill_table(questions, qa, say):
     wanted = [(*action, draw) for action in all_actions() for draw in range(DRAWS if action[1] > 0 else 1)]
     todo = []
     for n in range(0, len(questions), QUESTIONS_AT_ONCE):
-        block = [row["question"] for row in questions[n:n + QUESTIONS_AT_ONCE]]
+        block = [row["question"] for row in questions[n : n + QUESTIONS_AT_ONCE]]
         missing = [key for key in wanted if any((text, *key) not in known for text in block)]
         todo += [(block, missing)] if missing else []
     if todo:
@@ -1804,10 +1894,14 @@ def collect(questions, qa, known, say):
     names = ("train", "validation", "test")
     splits = {name: [q for q, row in enumerate(questions) if row["split"] == name] for name in names}
     return SimpleNamespace(
-        questions=questions, actions=actions, splits=splits, responses=column("response"),
+        questions=questions,
+        actions=actions,
+        splits=splits,
+        responses=column("response"),
         observations=torch.stack([qa.observe(row["question"]) for row in questions]),
         read=torch.tensor(column("tokens")) / COST_TOKENS + torch.tensor(column("pairs")) / COST_PAIRS,
-        seconds=torch.tensor(column("seconds")))
+        seconds=torch.tensor(column("seconds")),
+    )
 
 
 # ================================================================ baselines, figures and pictures
@@ -1865,7 +1959,8 @@ def baseline_figures(table):
     figures |= {name: split_means(table, actions) for name, actions in chosen.items()}
     figures["every_action"] = [
         {"action": dict(zip(ACTION, action)), **split_means(table, torch.tensor(a).expand(len(mean)))}
-        for a, action in enumerate(table.actions)]
+        for a, action in enumerate(table.actions)
+    ]
     figures["best_fixed"]["action"] = figures["every_action"][chosen["best_fixed"][0]]["action"]
     figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
     return figures

@@ -42,24 +42,71 @@ the reward    REWARD_FUNCTIONS, REWARD_MODE;             a plot        self.run.
 what is mined propose, choose_verified; sampling_logprobs
 The optimizer is make_optimizer's. A constant is one more line below; _LIMITS may hold its range.
 """
+
+import ast
+import copy
+import csv
+import difflib
+import faulthandler
 import hashlib
+import inspect
+import io
+import json
 import math
 import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
 import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, GenerationConfig
+import filelock
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+import transformers
+from matplotlib.figure import Figure
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit("rce.py needs the folder rewards/ beside it or above it: copy it from the repository")
 sys.path.insert(0, str(ROOT))
-import rewards  # noqa: E402
+import rewards
 
 # ================================================================ constants
 
@@ -175,8 +222,15 @@ _LIMITS = {  # least and greatest value, where a wrong one would not show; the w
     "CHEAP_SIGNAL": ["gt_prob", "logprob"],
     "WEIGHT_REWARDS": ["raw", "zscore"],
     "REWARD_MODE": [
-        "hard_only", "soft_only", "hard_plus_soft", "hard_plus_soft_v2", "separated", "hard_plus_gtprob",
-        "hard_plus_gtprob_separated", "hybrid"],
+        "hard_only",
+        "soft_only",
+        "hard_plus_soft",
+        "hard_plus_soft_v2",
+        "separated",
+        "hard_plus_gtprob",
+        "hard_plus_gtprob_separated",
+        "hybrid",
+    ],
 }
 # ================================================================ the maths of RCE
 
@@ -246,8 +300,16 @@ class RCETrainer:
         # has the digest of each round's file, responses is how many were proposed
         to_train = math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION))
         self.state = SimpleNamespace(
-            epoch=0, order=None, cursor=0, prompts=len(self.train_rows),
-            round=1, round_start=0, to_train=to_train, candidates={}, responses=0)
+            epoch=0,
+            order=None,
+            cursor=0,
+            prompts=len(self.train_rows),
+            round=1,
+            round_start=0,
+            to_train=to_train,
+            candidates={},
+            responses=0,
+        )
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         self.plan_steps()
 
@@ -256,7 +318,8 @@ class RCETrainer:
         at = self.run.checkpoint
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(
-            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy")
+            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy"
+        )
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.eos_ids = end_ids(self.actor, self.tokenizer)
         self.models = {"policy": self.actor}  # what is saved, by its folder's name
@@ -353,7 +416,8 @@ class RCETrainer:
         batch.facts = {
             "tau": tau,
             "effective_candidates": sum(effective) / len(chosen),
-            "weight_on_best": sum(best) / len(chosen)}
+            "weight_on_best": sum(best) / len(chosen),
+        }
         return batch
 
     def update(self, batch):
@@ -368,7 +432,7 @@ class RCETrainer:
         micros = micro_batches(self.actor, batch)
         with run.timed("update"):
             for rows, share in summed([self.actor], micros, metrics):
-                mask = batch.response_mask[rows, :longest(batch, rows)]
+                mask = batch.response_mask[rows, : longest(batch, rows)]
                 logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
                 loss = rce_loss(logprobs, mask, batch.weights[rows], batch.prompts, LENGTH_NORMALISE)
                 backward(self.actor, loss)
@@ -401,7 +465,7 @@ class RCETrainer:
         groups = read_candidates(candidates_path(1), self.rows, math.inf)
         texts = list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
-        self.held_back = {texts[i] for i in order[:int(VALIDATION_FRACTION * len(texts))]}
+        self.held_back = {texts[i] for i in order[: int(VALIDATION_FRACTION * len(texts))]}
         held_back = [group for group in groups if transcript(group[0]["prompt"]) in self.held_back]
         self.validation = [(row, usable(candidates)) for row, candidates in held_back if usable(candidates)]
 
@@ -412,7 +476,8 @@ class RCETrainer:
         rows = self.round_rows()
         with unsharded(self.actor, self.reward_model):
             return mine_by_parts(
-                self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_part, read_parquet, write_parquet)
+                self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_part, read_parquet, write_parquet
+            )
 
     def round_rows(self):
         """The prompts of this round: the first MINE_PROMPTS of a permutation; later rounds go on in it,
@@ -522,11 +587,16 @@ class RCETrainer:
     def verify(self, candidates, by_id):
         """Score candidates with the reward, all at once; where that raises, one by one, and those that raise
         by themselves are marked as failed."""
+
         def parts_of(some):
             """[{name: value}] of the reward's parts, one per candidate."""
-            _, parts = self.rewards_of(SimpleNamespace(
-                rows=[by_id[c["prompt_id"]] for c in some], responses=[c["text"] for c in some],
-                columns={"response_ids": [c["token_ids"] for c in some]}))
+            _, parts = self.rewards_of(
+                SimpleNamespace(
+                    rows=[by_id[c["prompt_id"]] for c in some],
+                    responses=[c["text"] for c in some],
+                    columns={"response_ids": [c["token_ids"] for c in some]},
+                )
+            )
             return [{name: values[i].item() for name, values in parts.items()} for i in range(len(some))]
 
         if not candidates:
@@ -556,7 +626,7 @@ class RCETrainer:
         asked = [prompt for prompt, (_, golds) in zip(prompts, found) for _ in golds]
         logprobs = iter(self.token_logprobs(asked, responses).double() if asked else ())  # a response's each
         for c, (before, golds) in zip(candidates, found):
-            sums = [next(logprobs)[len(before):len(before) + len(ids)].sum().item() for ids, _ in golds]
+            sums = [next(logprobs)[len(before) : len(before) + len(ids)].sum().item() for ids, _ in golds]
             c["gt_prob"] = gold_probability(sums, [weight for _, weight in golds]) if golds else None
 
     # ------------------------------------------------------------ rewards
@@ -656,39 +726,40 @@ class RCETrainer:
             "reward": row_rewards.mean().item(),
             "weighted_reward": (batch.weights.cpu() * row_rewards).sum().item() / batch.prompts,
             "candidates": len(batch.rows),
-            "response_length": lengths.mean().item()}
+            "response_length": lengths.mean().item(),
+        }
         samples = []
         for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
             row, c = batch.rows[i], batch.candidates[i]
-            samples.append({
-                "id": row["id"], "prompt": transcript(row["prompt"]), "response": c["text"],
-                "answer": row["answer"], **{key: c.get(key) for key in ("source", "hard", "soft", "gt_prob")},
-                "reward": batch.rewards[i], "weight": batch.weights[i].item()})
-        line = ("Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
-                "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}")
+            samples.append(
+                {
+                    "id": row["id"],
+                    "prompt": transcript(row["prompt"]),
+                    "response": c["text"],
+                    "answer": row["answer"],
+                    **{key: c.get(key) for key in ("source", "hard", "soft", "gt_prob")},
+                    "reward": batch.rewards[i],
+                    "weight": batch.weights[i].item(),
+                }
+            )
+        line = (
+            "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
+            "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+        )
         line = line.format(epochs=NUM_EPOCHS * self.rounds, **metrics)
         self.run.record(metrics, lengths.sum().item(), samples, line)
 
 
-# ==== block: language models
+# ================ machinery: the same in all trainers that have it
+
+# ---------------------------------------------------------------- language models
 # Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
 # blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
 # trainers that have them (tests/blocks.py).
-import inspect
-import math
-from collections import Counter
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-
-import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoTokenizer
-from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 # ---------------------------------------------------------------- loading
+
 
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
     """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
@@ -771,6 +842,7 @@ def positions_of(model):
 
 # ---------------------------------------------------------------- tensors
 
+
 def pad_left(rows, value):
     """Lists of ids as one tensor, (rows, longest)."""
     width = max(map(len, rows))
@@ -804,7 +876,8 @@ def pack(prompts, responses, device):
         token_lists=[(prompt, said, range(len(said))) for prompt, said in zip(prompts, responses)],
         response_ids=ids,
         response_lengths=lengths,
-        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float())
+        response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float(),
+    )
 
 
 def longest(batch, rows):
@@ -831,7 +904,7 @@ def micro_batches(model, batch, rows=None):
     for i in rows:
         tokens[prompts[i]] += len(prompts[i]) + len(batch.token_lists[i][1])
     order = sorted(rows, key=lambda i: (tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
-    return [upload(order[i:i + size], model.device) for i in range(0, len(order), size)]
+    return [upload(order[i : i + size], model.device) for i in range(0, len(order), size)]
 
 
 def autocast(model):
@@ -839,6 +912,7 @@ def autocast(model):
 
 
 # ---------------------------------------------------------------- sampling
+
 
 def find_in_cdf(weights, at):
     """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and by how much passed."""
@@ -995,6 +1069,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- scoring
 
+
 def logits_at(model, ids, at, **options):
     """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
     large output layer reads these alone."""
@@ -1069,12 +1144,13 @@ def score_batch(score, model, batch, micros=None):
     scores = torch.zeros_like(batch.response_mask)
     with unsharded(model):
         for rows, values in zip(micros, map_over_ranks(micros, score)):
-            scores[rows, :values.shape[1]] = values.to(model.device)
+            scores[rows, : values.shape[1]] = values.to(model.device)
     return scores
 
 
 def all_logprobs(model, batch, micros=None, distribution=None):
     """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
+
     def score(rows):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
@@ -1082,6 +1158,7 @@ def all_logprobs(model, batch, micros=None, distribution=None):
 
 
 # ---------------------------------------------------------------- the optimizer step
+
 
 def make_optimizer(model, learning_rate):
     """AdamW over a model, whose activations are recomputed with GRADIENT_CHECKPOINTING. All its groups are
@@ -1191,6 +1268,7 @@ def clip_and_step(optimizers, loss, run, ids):
 
 # ---------------------------------------------------------------- what is logged
 
+
 def size_of(model):
     """How many parameters a model has and, with an adapter, how many of them are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -1210,12 +1288,13 @@ def headline(run, actor, train_rows, eval_rows):
 
 # ---------------------------------------------------------------- models are tried before they are used
 
+
 def plain_logits(model, batch):
     """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
     found = []
     for prompt, response, _ in batch.token_lists:
         ids = torch.tensor([prompt + response], device=model.device)
-        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1:-1])
+        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
     return torch.cat(found)
 
 
@@ -1275,16 +1354,10 @@ def check_models(readers, rows, pad_id):
             kind = f"a model of the type {model.config.model_type!r}"
             needs = "it must be causal, and decode with a cache"
             raise UserError(f"{constant}: {kind} cannot be used here, {wrong}: {needs}")
-# ==== end of block: language models
 
 
-# ==== block: prompts and responses
+# ---------------------------------------------------------------- prompts and responses
 # Texts and chats from files to ids, the responses sampled to them, and what a reward model says of those.
-import json
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForSequenceClassification
 
 
 def load_rows(datasets, constant, limit=None):
@@ -1327,8 +1400,9 @@ def read_prompt(value, where):
         return value
     # without the nulls that parquet and the hub fill in for keys that a message lacks
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    messages = json.loads(text, object_hook=lambda record: {
-        key: item for key, item in record.items() if item is not None})
+    messages = json.loads(
+        text, object_hook=lambda record: {key: item for key, item in record.items() if item is not None}
+    )
     right = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
     for message in messages if right else []:
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
@@ -1384,7 +1458,7 @@ def chat(tokenizer, prompt, where, response=None):
     # Some tokenizers end every text: a response would begin after the end, or end twice
     ended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     said = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
-    return ids[:-1] if ids[-len(ended):] == ended and not said else ids
+    return ids[:-1] if ids[-len(ended) :] == ended and not said else ids
 
 
 def encode(rows, constant, tokenizer, readers, say):
@@ -1437,8 +1511,15 @@ def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
         own = None if uniform is None else upload(uniform[part], model.device)
         with autocast(model):
             return generate(
-                model, prompts[i:i + size], own, group_size, MAX_NEW_TOKENS, temperature or TEMPERATURE,
-                eos_ids, pad_id)
+                model,
+                prompts[i : i + size],
+                own,
+                group_size,
+                MAX_NEW_TOKENS,
+                temperature or TEMPERATURE,
+                eos_ids,
+                pad_id,
+            )
 
     with unsharded(model):
         parts = map_over_ranks(range(0, len(prompts), size), some)
@@ -1488,7 +1569,8 @@ def response_metrics(batch, scores, parts):
         "reward": scores.mean().item(),
         **{f"reward/{name}": values.mean().item() for name, values in parts.items()},
         "response_length": batch.response_mask.sum(1).mean().item(),
-        "truncated_fraction": batch.truncated.float().mean().item()}
+        "truncated_fraction": batch.truncated.float().mean().item(),
+    }
 
 
 def sample_records(batch, advantages):
@@ -1497,19 +1579,23 @@ def sample_records(batch, advantages):
     for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
         row = batch.rows[i]
         response = batch.columns.get("turns", batch.responses)[i]
-        records.append({
-            "id": row["id"], "prompt": transcript(row["prompt"]), "response": transcript(response),
-            "answer": row["answer"], "truncated": bool(batch.truncated[i]), "reward": batch.scores[i].item(),
-            **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
-            "advantage": advantages[i].item()})
+        records.append(
+            {
+                "id": row["id"],
+                "prompt": transcript(row["prompt"]),
+                "response": transcript(response),
+                "answer": row["answer"],
+                "truncated": bool(batch.truncated[i]),
+                "reward": batch.scores[i].item(),
+                **{f"reward/{name}": float(values[i]) for name, values in batch.parts.items()},
+                "advantage": advantages[i].item(),
+            }
+        )
     return records
-# ==== end of block: prompts and responses
 
 
-# ==== block: faster decoding
+# ---------------------------------------------------------------- faster decoding
 # A prompt's keys and values are kept once for all its responses; in a copy without this block for each.
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 class SharedLayer(GrowingLayer):
@@ -1558,7 +1644,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
     if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (width ** -0.5 if scaling is None else scaling)
+    query = query.reshape(rows, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
     scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
     weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
     of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
@@ -1568,15 +1654,11 @@ def attend(module, query, key, value, attention_mask, scaling=None, **options):
 
 AttentionInterface.register("shared_prompts", attend)
 AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-# ==== end of block: faster decoding
 
 
-# ==== block: faster scoring
+# ---------------------------------------------------------------- faster scoring
 # In scoring and update a prompt is read once with all its responses. Delete this block in a copy of your
 # own, and each response is read with its prompt.
-import math
-
-import torch
 
 
 _RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
@@ -1603,7 +1685,8 @@ def logits_of_groups(model, batch, rows):
         owner += [i + 1] * more
     # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
     ids, positions, owner = (
-        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1)))
+        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1))
+    )
     back = positions[:, :, None] - positions[:, None]  # from a query to a key
     seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
@@ -1616,19 +1699,11 @@ def logits_of_groups(model, batch, rows):
     row, sequence, predicted_at, token = upload(places, device).T
     options = {"attention_mask": masks, "position_ids": positions}
     return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
-# ==== end of block: faster scoring
 
 
-# ==== block: adapters
+# ---------------------------------------------------------------- adapters
 # LoRA: small matrices are trained beside a model's frozen weights. Delete this block in a copy of your own
 # that leaves LORA_RANK at 0.
-import copy
-import warnings
-from contextlib import contextmanager
-from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
 
 
 def load_adapted(auto_class, path, constant, device, saved, new_head):
@@ -1642,9 +1717,13 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
     targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0,
+        r=LORA_RANK,
+        lora_alpha=LORA_ALPHA,
+        target_modules=targets,
+        lora_dropout=0.0,
         task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
-        modules_to_save=["score", "classifier"] if new_head else None)  # what heads are named
+        modules_to_save=["score", "classifier"] if new_head else None,
+    )  # what heads are named
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
@@ -1692,20 +1771,11 @@ def merged(model):
     copied._hf_peft_config_loaded = False
     del copied.peft_config
     return copied
-# ==== end of block: adapters
 
 
-# ==== block: sharding
+# ---------------------------------------------------------------- sharding
 # Models larger than a GPU, each process with its part of them (FSDP2). Delete this block in a copy of your
 # own that leaves SHARD at "none".
-import warnings
-from contextlib import contextmanager
-
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def shard(model, device):
@@ -1771,18 +1841,10 @@ def gathered(*models):
         model.reset_iter_state()  # a prefetch that is left over would wait for the others
         model.set_reshard_after_forward(True)
         model.is_unsharded = False
-# ==== end of block: sharding
 
 
-# ==== block: records
+# ---------------------------------------------------------------- records
 # Rows of files and of the hub, and their order in each epoch.
-import csv
-import io
-import json
-from pathlib import Path
-
-import pyarrow.parquet
-import torch
 
 
 def read_records(spec, where):
@@ -1800,6 +1862,7 @@ def read_records(spec, where):
             raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
+
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
@@ -1843,21 +1906,13 @@ def next_rows(rows, state, count):
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
-    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-# ==== end of block: records
 
 
-# ==== block: rewards
+# ---------------------------------------------------------------- rewards
 # Calling reward functions and checking what they return.
-import copy
-import faulthandler
-import inspect
-import sys
-from contextlib import contextmanager
-
-import torch
 
 
 def resolve_rewards(functions, constant):
@@ -1905,12 +1960,16 @@ def call_reward(name, function, prompts, responses, answers, columns={}, width=N
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if not width or not hasattr(values, "__len__") or len(values) != len(responses) or not any(
-            getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values):
+    if (
+        not width
+        or not hasattr(values, "__len__")
+        or len(values) != len(responses)
+        or not any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
+    ):
         return check_scores(name, values, len(responses))
     token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
     for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, :len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+        token_rewards[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
     return token_rewards
 
 
@@ -1932,10 +1991,14 @@ def dealt_rewards(trainer, name, function, batch, width=None):
     size = BATCH_SIZE * GROUP_SIZE
 
     def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i:i + size]]  # a judge may append to its messages
-        lists = [row["prompt"] for row in rows], batch.responses[i:i + size], [row["answer"] for row in rows]
+        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages
+        lists = (
+            [row["prompt"] for row in rows],
+            batch.responses[i : i + size],
+            [row["answer"] for row in rows],
+        )
         columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i:i + size]) for name, values in batch.columns.items()}
+        columns |= {name: copy.deepcopy(values[i : i + size]) for name, values in batch.columns.items()}
         trainer.reward_parts = {}
         with time_limit():
             scores = call_reward(name, function, *lists, columns, width)
@@ -1944,37 +2007,10 @@ def dealt_rewards(trainer, name, function, batch, width=None):
 
     scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
     return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-# ==== end of block: rewards
 
 
-# ==== block: the run
+# ---------------------------------------------------------------- the run
 # Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
-import ast
-import difflib
-import hashlib
-import json
-import math
-import os
-import platform
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import traceback
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
-from functools import partial
-from pathlib import Path
-
-import filelock
-import numpy as np
-import torch
-import torch.distributed as dist
-import transformers
-from matplotlib.figure import Figure
-from torch.utils._pytree import tree_map_only
 
 
 class UserError(Exception):
@@ -2141,6 +2177,7 @@ def set_rng_state(state):
 
 # ---------------------------------------------------------------- processes
 
+
 def rank():
     """Which of the processes this is, from 0, which alone asks, writes and prints."""
     return int(os.environ.get("RANK", 0))
@@ -2207,12 +2244,13 @@ def map_over_ranks(parts, work):
     if _DEALING or world_size() == 1:
         return [work(part) for part in tracked(parts, "parts")]
     _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank()::world_size()], "parts")])
+    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
     _DEALING.pop()
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files, schedule, plots
+
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -2307,7 +2345,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
 
 
 def read_metrics(path):
@@ -2321,7 +2359,7 @@ def plot_metric(axis, records, phase, key, color, label):
     if points and phase == "train":
         x, y = np.array(points, dtype=float).T
         window = max(1, len(y) // 12)
-        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
         axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
     elif points:
@@ -2354,8 +2392,17 @@ class Run:
 
     doing = "check models"  # what takes its time now, for tracked()
     saved = (  # of its attributes, in a checkpoint
-        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_lines", "wandb_id", "evaluation")
+        "step",
+        "evaluated_at",
+        "best_value",
+        "patience_value",
+        "evals_since_best",
+        "halvings",
+        "skipped",
+        "log_lines",
+        "wandb_id",
+        "evaluation",
+    )
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
@@ -2612,6 +2659,7 @@ class Run:
         self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
+
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -2632,15 +2680,19 @@ class Run:
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
+            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
             self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
         config = {
-            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "constants": constants(),
+            "processes": world_size(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
-            "python": platform.python_version(), "torch": torch.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null")}
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null"),
+        }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
@@ -2660,19 +2712,11 @@ class Run:
         self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
-# ==== end of block: the run
 
 
-# ==== block: mining and check-up
+# ---------------------------------------------------------------- mining and check-up
 # Candidates: their weights, the parts they are mined in, what they are worth. Edit it freely in a copy of
 # your own; the repository keeps it byte-identical in the trainers that mine (tests/blocks.py).
-import json
-import math
-import shutil
-import time
-from datetime import timedelta
-
-import numpy as np
 
 
 def rce_weights(r, tau, kind="raw"):
@@ -2749,7 +2793,7 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
         parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
         found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
         lacking = [n for n in parts if found[n] is None]
-        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n:n + size]))):
+        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n : n + size]))):
             found[n] = mined
             broadcast_from_rank0(lambda: write(mined, parts[n], facts))
         records += [record for n in parts for record in found[n]]
@@ -2764,6 +2808,7 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
 
 def own_pick(candidates):
     """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
+
     def preference(c):
         scores = [c.get("beam_score"), c.get("logprob")]  # 0.0 is a log-probability too
         return "greedy" in c["source"], *(-math.inf if x is None else x for x in scores)
@@ -2780,7 +2825,8 @@ def check_up(groups, proposed, path, say):
         "prompts without a positive": [not any(hard) for hard in right],
         "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
         "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
-        "accuracy of the oracle": [any(hard) for hard in right]}
+        "accuracy of the oracle": [any(hard) for hard in right],
+    }
     figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
@@ -2788,19 +2834,13 @@ def check_up(groups, proposed, path, say):
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
         say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
-# ==== end of block: mining and check-up
 
 
 # ================================================================ candidates: tensors, tokens, files
-import json
-import re
-from collections import Counter
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 
 # ---------------------------------------------------------------- proposals and what the reward says of them
+
 
 def beam_search(model, prompts, eos, pad_id):
     """BEAMS responses a prompt, each up to its first EOS, by transformers' beam search without any filter of
@@ -2808,8 +2848,14 @@ def beam_search(model, prompts, eos, pad_id):
     ids = pad_left(prompts, pad_id).to(model.device)
     mask = pad_left([[1] * len(p) for p in prompts], 0).to(model.device)
     search = GenerationConfig(
-        num_beams=BEAMS, num_return_sequences=BEAMS, do_sample=False, early_stopping=True,
-        max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos, pad_token_id=pad_id)
+        num_beams=BEAMS,
+        num_return_sequences=BEAMS,
+        do_sample=False,
+        early_stopping=True,
+        max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=eos,
+        pad_token_id=pad_id,
+    )
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -2818,7 +2864,7 @@ def beam_search(model, prompts, eos, pad_id):
             out = model.generate(ids, attention_mask=mask, generation_config=search, synced_gpus=False)
     finally:
         model.generation_config = own
-    responses = out[:, ids.shape[1]:].tolist()
+    responses = out[:, ids.shape[1] :].tolist()
     ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in responses]
     return [row[:end] for row, end in zip(responses, ends)]
 
@@ -2898,6 +2944,7 @@ _MINING = """
     REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD SIMILARITY ANSWER_FORM GOLD_FULL_COUNT MINE_PROMPTS GREEDY
     BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL VERIFY_TOP VERIFY_RANDOM
     MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
+
 
 def candidates_path(number):
     """The candidates of round `number`, from 1."""

@@ -39,28 +39,52 @@ the network    Pointer                               the embedding  EMBEDDING; m
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
 """
+
+import ast
+import csv
+import difflib
+import hashlib
+import io
 import json
 import math
 import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
 import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from functools import partial
+from operator import index
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
-import torch  # noqa: E402
+import filelock
+import numpy as np
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from matplotlib.figure import Figure
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel, PretrainedConfig
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
     sys.exit("rce_icl.py needs the folder rewards/ beside it or above it: copy it from the repository")
 sys.path.insert(0, str(ROOT))
-import rewards  # noqa: E402
+import rewards
 
 # ================================================================ constants
 
@@ -70,9 +94,17 @@ CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, "image" (a column of paths)
 # too. The output is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {
-    "path": f"{ROOT}/data/banking77/train.csv", "type": "csv", "input": "text", "output": "category"}
+    "path": f"{ROOT}/data/banking77/train.csv",
+    "type": "csv",
+    "input": "text",
+    "output": "category",
+}
 TEST_DATASET: dict | None = {  # None: a fifth of TRAIN_DATASET is held out
-    "path": f"{ROOT}/data/banking77/test.csv", "type": "csv", "input": "text", "output": "category"}
+    "path": f"{ROOT}/data/banking77/test.csv",
+    "type": "csv",
+    "input": "text",
+    "output": "category",
+}
 GOLDS = "aliases"  # aliases | annotators: the best of a list counts; or each is a person's, as VQA's ten are
 VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
 TEST_QUERIES: int | None = None  # only the first so many; None: all
@@ -170,7 +202,8 @@ WANDB_PROJECT = "hackable-rlhf"
 
 _MODES = (
     "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
-    "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel").split()
+    "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel"
+).split()
 _LIMITS = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
@@ -250,20 +283,25 @@ class PointerConfig(PretrainedConfig):
 
 class Pointer(PreTrainedModel):
     """Chooses candidates one after the other. policy/ loads with Pointer.from_pretrained()."""
+
     config_class = PointerConfig
 
     def __init__(self, config):
         super().__init__(config)
         hidden = config.hidden_size
         self.query_projection = torch.nn.Sequential(
-            torch.nn.Linear(config.query_size, 4 * hidden), torch.nn.GELU(),
-            torch.nn.Dropout(config.dropout), torch.nn.Linear(4 * hidden, hidden))
+            torch.nn.Linear(config.query_size, 4 * hidden),
+            torch.nn.GELU(),
+            torch.nn.Dropout(config.dropout),
+            torch.nn.Linear(4 * hidden, hidden),
+        )
         self.candidate_projection = torch.nn.Linear(config.candidate_size, hidden)
         self.query_norm = torch.nn.LayerNorm(hidden)
         self.candidate_norm = torch.nn.LayerNorm(hidden)
         options = {"dropout": 0.0, "batch_first": True}
         self.attention = torch.nn.ModuleList(
-            torch.nn.MultiheadAttention(hidden, config.heads, **options) for _ in range(config.layers))
+            torch.nn.MultiheadAttention(hidden, config.heads, **options) for _ in range(config.layers)
+        )
         self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
         self.gate = torch.nn.Linear(2 * hidden, hidden)
         # What similarity, the classifier, the network's cosine, the share shown and its similarity weigh at
@@ -406,8 +444,16 @@ class ICLTrainer:
         # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
         # begin the step at which the stage began, candidates the digest of the file that is trained on
         self.state = SimpleNamespace(
-            epoch=0, order=None, cursor=0, prompts=len(self.demos), stage="rce", begin=0, queries=0,
-            kl_coef=float(KL_COEF), candidates="")
+            epoch=0,
+            order=None,
+            cursor=0,
+            prompts=len(self.demos),
+            stage="rce",
+            begin=0,
+            queries=0,
+            kl_coef=float(KL_COEF),
+            candidates="",
+        )
         models = {"policy": self.policy, "reference": self.reference}
         self.optimizers = {"policy": self.make_optimizer(LEARNING_RATE)}
         self.run.register(self.state, models, self.optimizers, tokenizer=None)
@@ -499,10 +545,16 @@ class ICLTrainer:
                 best += [max(c["soft"] or 0.0 for c in candidates)] if candidates else []
             elif shaped and not is_flat(shaped):
                 drawn = torch.rand(1, generator=query_stream(group.query, "weights")).item()
-                self.train_rows.append({
-                    "held_out": drawn < WEIGHT_QUERIES,
-                    "id": group.query["id"], "query": group.query, "pool": group.pool,
-                    "candidates": candidates, "rewards": shaped})
+                self.train_rows.append(
+                    {
+                        "held_out": drawn < WEIGHT_QUERIES,
+                        "id": group.query["id"],
+                        "query": group.query,
+                        "pool": group.pool,
+                        "candidates": candidates,
+                        "rewards": shaped,
+                    }
+                )
         self.oracle = float(np.mean(best)) if best else math.nan
         skipped = len(groups) - len(self.train_rows) - len(best)
         held_back = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
@@ -597,9 +649,12 @@ class ICLTrainer:
         ratio = (logprobs.detach() - old_logprobs).exp()
         clipped = ((ratio - 1) * batch.advantages.sign() > CLIP_RANGE).float() * batch.present
         metrics = {
-            "policy_loss": policy_loss.item(), "kl": kl.item(), "kl_coef": self.state.kl_coef,
+            "policy_loss": policy_loss.item(),
+            "kl": kl.item(),
+            "kl_coef": self.state.kl_coef,
             "ratio_max": ((ratio - 1).abs() * batch.present).max().item(),
-            "clip_fraction": (clipped.sum() / batch.present.sum()).item()}
+            "clip_fraction": (clipped.sum() / batch.present.sum()).item(),
+        }
         loss = policy_loss + self.state.kl_coef * kl
         if KL_TARGET and math.isfinite(metrics["kl"]):
             self.state.kl_coef = adapt_kl_coef(self.state.kl_coef, metrics["kl"], KL_TARGET)
@@ -641,6 +696,7 @@ class ICLTrainer:
 
     def mine(self, path, queries, shots):
         """Mine lists for queries into `path`; False when a signal stopped it."""
+
         def mine(some):
             return [group_record(group, self.demos) for group in self.miner.mine(some, shots)]
 
@@ -655,7 +711,7 @@ class ICLTrainer:
         policy = (policy or self.policy).eval()
         found = []
         for i in range(0, len(queries), 64):
-            some = queries[i:i + 64]
+            some = queries[i : i + 64]
             pools = [self.corpus.pool_of(query) for query in some]
             inputs = self.corpus.inputs(some, pools)
             lists, scores = (x.cpu() for x in policy.search(*inputs, shots, beams))
@@ -681,7 +737,7 @@ class ICLTrainer:
         picked = [lists[0] for lists in self.pick(queries, SHOTS)]
         found = []
         for lists in (similar, picked):
-            each = [self.accuracy_of(queries, [x[:n + 1] for x in lists]) for n in range(SHOTS)]
+            each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(SHOTS)]
             found.append(np.mean(each, 0))  # (queries,)
         gain = found[1] - found[0]
         clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
@@ -718,24 +774,29 @@ class ICLTrainer:
             c = batch.lists[i][0]
             chosen = [self.demos[row["pool"][j]]["id"] for j in c["pointer"]]
             kept = {key: c[key] for key in ("source", "hard", "soft", "gt_prob")}
-            samples.append({
-                "id": row["id"], "query": row["query"]["text"], "golds": row["query"]["golds"],
-                "demonstrations": chosen, "response": c["text"], **kept, "reward": batch.rewards[i][0]})
-        line = ("{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} "
-                "LR:{learning_rate:.2e}")
+            samples.append(
+                {
+                    "id": row["id"],
+                    "query": row["query"]["text"],
+                    "golds": row["query"]["golds"],
+                    "demonstrations": chosen,
+                    "response": c["text"],
+                    **kept,
+                    "reward": batch.rewards[i][0],
+                }
+            )
+        line = (
+            "{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} "
+            "LR:{learning_rate:.2e}"
+        )
         line = line.format(stage=self.state.stage.upper(), **metrics)
         self.run.record(metrics, lists, samples, line, unit="lists")
 
 
-# ==== block: records
-# Rows of files and of the hub, and their order in each epoch.
-import csv
-import io
-import json
-from pathlib import Path
+# ================ machinery: the same in all trainers that have it
 
-import pyarrow.parquet
-import torch
+# ---------------------------------------------------------------- records
+# Rows of files and of the hub, and their order in each epoch.
 
 
 def read_records(spec, where):
@@ -753,6 +814,7 @@ def read_records(spec, where):
             raise ValueError("the types are jsonl, csv, parquet and hub")
         else:
             import datasets  # slow
+
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
     except Exception as error:  # the libraries raise many kinds
@@ -796,40 +858,13 @@ def next_rows(rows, state, count):
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
-    chosen = state.order[state.cursor:state.cursor + count].tolist()
+    chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-# ==== end of block: records
 
 
-# ==== block: the run
+# ---------------------------------------------------------------- the run
 # Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
-import ast
-import difflib
-import hashlib
-import json
-import math
-import os
-import platform
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import traceback
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
-from functools import partial
-from pathlib import Path
-
-import filelock
-import numpy as np
-import torch
-import torch.distributed as dist
-import transformers
-from matplotlib.figure import Figure
-from torch.utils._pytree import tree_map_only
 
 
 class UserError(Exception):
@@ -996,6 +1031,7 @@ def set_rng_state(state):
 
 # ---------------------------------------------------------------- processes
 
+
 def rank():
     """Which of the processes this is, from 0, which alone asks, writes and prints."""
     return int(os.environ.get("RANK", 0))
@@ -1062,12 +1098,13 @@ def map_over_ranks(parts, work):
     if _DEALING or world_size() == 1:
         return [work(part) for part in tracked(parts, "parts")]
     _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank()::world_size()], "parts")])
+    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
     _DEALING.pop()
     return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
 
 
 # ---------------------------------------------------------------- files, schedule, plots
+
 
 def fsync(path):
     handle = os.open(path, os.O_RDONLY)  # works for folders too
@@ -1162,7 +1199,7 @@ def learning_rate_scale(step, total, warmup, kind, halvings):
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5 ** halvings}[kind]
+    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
 
 
 def read_metrics(path):
@@ -1176,7 +1213,7 @@ def plot_metric(axis, records, phase, key, color, label):
     if points and phase == "train":
         x, y = np.array(points, dtype=float).T
         window = max(1, len(y) // 12)
-        rolling = [y[max(0, i - window):i].mean() for i in range(1, len(y) + 1)]
+        rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
         axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
     elif points:
@@ -1209,8 +1246,17 @@ class Run:
 
     doing = "check models"  # what takes its time now, for tracked()
     saved = (  # of its attributes, in a checkpoint
-        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped",
-        "log_lines", "wandb_id", "evaluation")
+        "step",
+        "evaluated_at",
+        "best_value",
+        "patience_value",
+        "evals_since_best",
+        "halvings",
+        "skipped",
+        "log_lines",
+        "wandb_id",
+        "evaluation",
+    )
 
     def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
         self.name = name
@@ -1467,6 +1513,7 @@ class Run:
         self.take_lock()  # again, where a training before this one has ended
         if USE_WANDB:
             import wandb
+
             options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
             self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
             self.wandb_id = self.wandb.id
@@ -1487,15 +1534,19 @@ class Run:
         for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
             path = logs / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[:self.log_lines.get(name, 0)])))
+            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
             self.logs[name] = open(path, "a", buffering=1)
         self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
         config = {
-            "constants": constants(), "processes": world_size(), "threads": torch.get_num_threads(),
+            "constants": constants(),
+            "processes": world_size(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
-            "python": platform.python_version(), "torch": torch.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null")}
+            "git_commit": subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD 2>/dev/null"),
+        }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
     def draw_plots(self):
@@ -1515,19 +1566,11 @@ class Run:
         self.say(stopped or self.last_word or end)
         if self.wandb:
             self.wandb.finish()
-# ==== end of block: the run
 
 
-# ==== block: mining and check-up
+# ---------------------------------------------------------------- mining and check-up
 # Candidates: their weights, the parts they are mined in, what they are worth. Edit it freely in a copy of
 # your own; the repository keeps it byte-identical in the trainers that mine (tests/blocks.py).
-import json
-import math
-import shutil
-import time
-from datetime import timedelta
-
-import numpy as np
 
 
 def rce_weights(r, tau, kind="raw"):
@@ -1604,7 +1647,7 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
         parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
         found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
         lacking = [n for n in parts if found[n] is None]
-        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n:n + size]))):
+        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n : n + size]))):
             found[n] = mined
             broadcast_from_rank0(lambda: write(mined, parts[n], facts))
         records += [record for n in parts for record in found[n]]
@@ -1619,6 +1662,7 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
 
 def own_pick(candidates):
     """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
+
     def preference(c):
         scores = [c.get("beam_score"), c.get("logprob")]  # 0.0 is a log-probability too
         return "greedy" in c["source"], *(-math.inf if x is None else x for x in scores)
@@ -1635,7 +1679,8 @@ def check_up(groups, proposed, path, say):
         "prompts without a positive": [not any(hard) for hard in right],
         "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
         "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
-        "accuracy of the oracle": [any(hard) for hard in right]}
+        "accuracy of the oracle": [any(hard) for hard in right],
+    }
     figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
     figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
     table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
@@ -1643,14 +1688,9 @@ def check_up(groups, proposed, path, say):
     if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
         say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
     return figures
-# ==== end of block: mining and check-up
 
 
 # ================================================================ data and embeddings
-import hashlib
-from collections import Counter, defaultdict
-from functools import partial
-from operator import index
 
 
 def check_lists():
@@ -1685,9 +1725,17 @@ def load_examples(spec, constant, split, limit=None):
         image = look_up(record, spec["image"], at) if spec.get("image") else None
         if image is not None and not Path(read_as("text", image, f"{at}: {spec['image']!r}")).is_file():
             raise UserError(f"{at}: there is no image {str(image)!r}")
-        examples.append({
-            "id": f"{Path(spec['path']).name}:{line}", "number": len(examples), "text": text,
-            "image": image, "golds": golds, "answer": Counter(golds).most_common(1)[0][0], "split": split})
+        examples.append(
+            {
+                "id": f"{Path(spec['path']).name}:{line}",
+                "number": len(examples),
+                "text": text,
+                "image": image,
+                "golds": golds,
+                "answer": Counter(golds).most_common(1)[0][0],
+                "split": split,
+            }
+        )
         if len(examples) == limit:
             break
     if not examples:
@@ -1767,9 +1815,8 @@ class HubEmbedder:
         means = []
         limit = min(512, self.tokenizer.model_max_length)
         for i in range(0, len(rows), READER_BATCH_SIZE):
-            texts = [row["text"] for row in rows[i:i + READER_BATCH_SIZE]]
-            read = self.tokenizer(
-                texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+            texts = [row["text"] for row in rows[i : i + READER_BATCH_SIZE]]
+            read = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
             states = self.model(**read.to(self.model.device)).last_hidden_state
             mask = read["attention_mask"][..., None].to(states.dtype)
             means.append((states * mask).sum(1) / mask.sum(1))
@@ -1815,9 +1862,17 @@ def embed_splits(splits, demos, device, say):
 
 def new_pointer(sizes):
     """A policy whose weights the run's generator draws."""
-    return Pointer(PointerConfig(
-        query_size=sizes[0], candidate_size=sizes[1], hidden_size=HIDDEN_SIZE, layers=LAYERS, heads=HEADS,
-        dropout=DROPOUT, pointer_temperature=POINTER_TEMPERATURE))
+    return Pointer(
+        PointerConfig(
+            query_size=sizes[0],
+            candidate_size=sizes[1],
+            hidden_size=HIDDEN_SIZE,
+            layers=LAYERS,
+            heads=HEADS,
+            dropout=DROPOUT,
+            pointer_temperature=POINTER_TEMPERATURE,
+        )
+    )
 
 
 def load_pointer(folder, sizes):
@@ -1916,7 +1971,8 @@ class LanguageReader:
         self.pad_id = next((x for x in (tokenizer.pad_token_id, *eos) if x is not None), 0)
         # A model's own penalties and cuts stay out: gt_prob knows none
         model.generation_config = GenerationConfig(
-            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id)
+            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id
+        )
         # What ends an answer: EOS and each token that begins with a newline, such as a paragraph's "\n\n"
         texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
         ends = {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))} | {*eos}
@@ -1958,11 +2014,11 @@ class LanguageReader:
         """Greedy answers; sampled ones by generate()'s own options."""
         answers = []
         for i in range(0, len(asked), READER_BATCH_SIZE):
-            rows = self.ids_of([self.prompt(*pair) for pair in asked[i:i + READER_BATCH_SIZE]])
+            rows = self.ids_of([self.prompt(*pair) for pair in asked[i : i + READER_BATCH_SIZE]])
             ids, mask = self.padded(rows, MAX_ANSWER_TOKENS)
             options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
             out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
-            texts = self.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
+            texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             answers += [text.strip().partition("\n")[0].strip() for text in texts]  # up to a line's end
         return answers
 
@@ -1975,7 +2031,7 @@ class LanguageReader:
                 golds.append((n, prompt, prompt + (gold if self.chats else f" {gold}"), weight))
         found = [0.0] * len(asked)
         for i in range(0, len(golds), READER_BATCH_SIZE):
-            numbers, prompts, texts, weights = zip(*golds[i:i + READER_BATCH_SIZE])
+            numbers, prompts, texts, weights = zip(*golds[i : i + READER_BATCH_SIZE])
             before, rows = self.ids_of(list(prompts)), self.ids_of(list(texts))
             # less where a tokenizer merges the prompt's end with the answer's beginning
             lengths = [len(row) - len(os.path.commonprefix([row, ids])) for row, ids in zip(rows, before)]
@@ -1990,7 +2046,7 @@ class LanguageReader:
         kept = max(lengths) + 1
         out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=kept)
         logprobs = out.logits[:, -kept:].float().log_softmax(-1)
-        chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept:, None])[..., 0].double()  # (rows, kept - 1)
+        chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept :, None])[..., 0].double()  # (rows, kept - 1)
         places = torch.arange(1 - kept, 0, device=ids.device)
         own = places >= -torch.tensor(lengths, device=ids.device)[:, None]
         ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
@@ -2209,7 +2265,7 @@ class Miner:
         known = {c["pointer"] for c in group.candidates}
         for n in range(LOCAL):
             first = torch.randperm(len(right), generator=stream).tolist()
-            fillers = others[ranking[:2 * shots]] if n % 2 else others
+            fillers = others[ranking[: 2 * shots]] if n % 2 else others
             rest = fillers[torch.randperm(len(fillers), generator=stream)[:shots]].tolist()
             pointer = tuple([right[i] for i in first] + rest)[:shots]
             if len(pointer) == shots and pointer not in known:
@@ -2239,8 +2295,11 @@ class Miner:
 
     def score_gold(self, groups):
         """gt_prob of the lists that have none yet."""
-        self.ask([(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None],
-                 self.reader.gold_probabilities, take_gold)
+        self.ask(
+            [(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None],
+            self.reader.gold_probabilities,
+            take_gold,
+        )
 
     def verify(self, groups, which="candidates"):
         """Answers of the lists that have none yet, marked."""
@@ -2274,15 +2333,25 @@ class Miner:
 def new_candidate(pointer, source=None, temperature=None):
     """A list, as numbers within the pool, in order; source and temperature list every way it was proposed."""
     return {
-        "pointer": tuple(pointer), "source": [source] if source else [],
-        "temperature": [temperature] if source else [], "beam_score": None, "logprob": None, "text": "",
-        "hard": None, "soft": None, "gt_prob": None, "relevance": None, "eval_mode": None,
-        "eval_failed": False, "eval_error": None}
+        "pointer": tuple(pointer),
+        "source": [source] if source else [],
+        "temperature": [temperature] if source else [],
+        "beam_score": None,
+        "logprob": None,
+        "text": "",
+        "hard": None,
+        "soft": None,
+        "gt_prob": None,
+        "relevance": None,
+        "eval_mode": None,
+        "eval_failed": False,
+        "eval_error": None,
+    }
 
 
 def cut_lists(order, shots, most):
     """An order cut into lists of `shots`, `most` at most."""
-    return [order[i:i + shots] for i in range(0, len(order) - shots + 1, shots)][:most]
+    return [order[i : i + shots] for i in range(0, len(order) - shots + 1, shots)][:most]
 
 
 def gold_first(c):
@@ -2342,10 +2411,13 @@ _READING = """
     VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION
     QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE""".split()
 # And which lists there are: parts of one file are never mined under two settings
-_MINING = _READING + """
+_MINING = (
+    _READING
+    + """
     TRAIN_DATASET TEST_DATASET EMBED_ANSWERS BEAMS SAMPLES SAMPLE_TEMPERATURES RETRIEVED RANDOM LOCAL_TOP
     LOCAL KEEP_TOP KEEP_RANDOM MINE_BATCH_SIZE POINTER_POLICY HIDDEN_SIZE LAYERS HEADS POINTER_TEMPERATURE
     SEED""".split()
+)
 
 
 def list_facts(queries, shots):
@@ -2359,17 +2431,28 @@ def candidates_path():
 
 
 _FIELDS = {  # of a list: its key in the file, which is the source's
-    "source": "gen_methods", "temperature": "temperatures", "beam_score": "beam_score",
-    "logprob": "logprob_score", "text": "vqa_pred_answer", "hard": "vqa_correct", "soft": "vqa_acc_score",
-    "gt_prob": "vqa_gt_prob", "relevance": "vqa_rel_score", "eval_mode": "vqa_eval_mode",
-    "eval_failed": "eval_failed", "eval_error": "eval_error"}
+    "source": "gen_methods",
+    "temperature": "temperatures",
+    "beam_score": "beam_score",
+    "logprob": "logprob_score",
+    "text": "vqa_pred_answer",
+    "hard": "vqa_correct",
+    "soft": "vqa_acc_score",
+    "gt_prob": "vqa_gt_prob",
+    "relevance": "vqa_rel_score",
+    "eval_mode": "vqa_eval_mode",
+    "eval_failed": "eval_failed",
+    "eval_error": "eval_error",
+}
 
 
 def group_record(group, demos):
     """(row number, a query and its lists as JSON has them); pointers and pool are row numbers of the data."""
     pool = [demos[j]["number"] for j in group.pool.tolist()]
-    lists = [{"pointer": [pool[j] for j in c["pointer"]], **{name: c[key] for key, name in _FIELDS.items()}}
-             for c in group.candidates]
+    lists = [
+        {"pointer": [pool[j] for j in c["pointer"]], **{name: c[key] for key, name in _FIELDS.items()}}
+        for c in group.candidates
+    ]
     query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
     record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
     return str(group.query["number"]), {**record, "pointer_candidates": lists}
@@ -2430,9 +2513,14 @@ def read_candidates(path, splits, demos):
             candidate["pointer"] = tuple(place[number] for number in pointer)
             candidates.setdefault(candidate["pointer"], candidate)
         if candidates:
-            groups.append(SimpleNamespace(
-                query=known[key], pool=torch.tensor([position[number] for number in pool]),
-                candidates=list(candidates.values()), proposed=proposed))
+            groups.append(
+                SimpleNamespace(
+                    query=known[key],
+                    pool=torch.tensor([position[number] for number in pool]),
+                    candidates=list(candidates.values()),
+                    proposed=proposed,
+                )
+            )
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
     return groups
@@ -2505,7 +2593,8 @@ def fit_baselines(trainer):
     counts = {min(k, len(answers)) for k in (5, 10, 20, 40)}
     made = {
         "kNN": [KNeighborsClassifier(k, weights="distance", metric="cosine") for k in sorted(counts)],
-        "classifier": [LogisticRegression(C=C, max_iter=1000) for C in (3, 10, 30)]}
+        "classifier": [LogisticRegression(C=C, max_iter=1000) for C in (3, 10, 30)],
+    }
     vectors = trainer.corpus.demo_vectors.numpy()
     queries = trainer.splits["validation"]
     best = {}
@@ -2578,10 +2667,15 @@ def test_figures(results, name):
         gain = means[name] - means["similarity"]
         gap = means["oracle"] - means["similarity"]
         figures["shots"][str(shots)] = {
-            "accuracy": means, "gain_over_similarity": gain, "share_of_gap": gain / gap if gap > 0 else None,
+            "accuracy": means,
+            "gain_over_similarity": gain,
+            "share_of_gap": gain / gap if gap > 0 else None,
             "intervals_of_gains": {
-                method: bootstrap_interval(found[name] - values) for method, values in found.items()
-                if method != name}}
+                method: bootstrap_interval(found[name] - values)
+                for method, values in found.items()
+                if method != name
+            },
+        }
     return figures
 
 

@@ -11,6 +11,7 @@ set's output column and holds None without one. Where that column holds a list o
 answers, a response is compared with each and the best counts. The reward modes of `rce/rce.py` take the
 numbers of one prompt's candidates and return one reward a candidate.
 """
+
 import functools
 import math
 import re
@@ -23,7 +24,8 @@ from fractions import Fraction
 # the same line.
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(
-    r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])")
+    r"[-+\u2212]?[ \t]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+|/[1-9][0-9]*)?(?![0-9])"
+)
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\$?)?(?:[0-9][0-9,./]*|\.[0-9]+)")
 _MAX_ANSWER_CHARS = 500  # no real final answer is longer; keeps every parser linear in practice
 
@@ -32,6 +34,7 @@ def threaded(function, threads: int, rows: int = 1):
     """The reward function, called by so many threads for `rows` responses at a time: for one that waits, for
     a judge over HTTP or a sandbox. Values come in the responses' order. It must not draw from the generators
     of random, numpy or torch, nor change what other calls read."""
+
     @functools.wraps(function)
     def concurrently(prompts, responses, answers, **columns):
         def call(start):
@@ -45,10 +48,12 @@ def threaded(function, threads: int, rows: int = 1):
         with ThreadPoolExecutor(threads) as pool:
             parts = pool.map(call, range(0, len(responses), rows))
             return [value for values in parts for value in values]
+
     return concurrently
 
 
 # ---------------------------------------------------------------- final answers
+
 
 def _boxed(text):
     """(position, content) of the last `\\boxed{...}` with balanced braces, or None."""
@@ -59,7 +64,7 @@ def _boxed(text):
     for i in range(start + 6, min(len(text), start + 6 + _MAX_ANSWER_CHARS)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
-            return start, text[start + 7:i].strip()
+            return start, text[start + 7 : i].strip()
     return None
 
 
@@ -69,7 +74,7 @@ def _number(text):
     text = text.strip()[:_MAX_ANSWER_CHARS]
     match = _NUMBER.match(text)
     digits = re.sub(r"[ \t$,+]", "", match.group()).replace("\u2212", "-") if match else ""
-    if not re.match(r"[-+]?\.?[0-9]", digits) or re.match(r",[0-9]", text[match.end():]):
+    if not re.match(r"[-+]?\.?[0-9]", digits) or re.match(r",[0-9]", text[match.end() :]):
         return None
     return Fraction(digits)
 
@@ -101,6 +106,7 @@ def answers_equal(answer: str | None, gold: str | None) -> bool:
     if max(len(answer), len(gold)) > _MAX_ANSWER_CHARS or not re.search(r"[\\^{}=()]", answer + gold):
         return False  # plain words or unlike plain numbers: no mathematics to compare
     from math_verify import parse, verify
+
     return bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
 
 
@@ -133,6 +139,7 @@ def last_number(prompts, responses, answers):
 def answer_in(pattern: str):
     """A reward function for a format of yours, a regular expression whose one group is the answer, such as
     answer_in("Final: (.*)"): 1.0 where its last match's equals the gold answer, else 0.0. Range {0, 1}."""
+
     def tagged_answer(prompts, responses, answers):
         golds = [gold_answers(a) for a in _need_answers("tagged_answer", answers)]
         stated = [re.findall(pattern, response)[-1:] for response in responses]  # one or none each
@@ -163,6 +170,7 @@ def _need_answers(name, answers):
 
 
 # ---------------------------------------------------------------- question answering (HotpotQA's own script)
+
 
 def normalise_answer(text: str) -> str:
     """Lower case, without punctuation, articles and extra blanks. Source: hotpot_evaluate_v1.py,
@@ -204,10 +212,12 @@ def f1(prompts, responses, answers):
 
 # ---------------------------------------------------------------- overlap, form, length
 
+
 def rouge_l_score(response: str, answer: str) -> float:
     """F-measure of the longest common subsequence of words (Lin 2004), by the library rouge-score. Range
     [0, 1]."""
     from rouge_score.rouge_scorer import RougeScorer
+
     return float(RougeScorer(["rougeL"]).score(answer, response)["rougeL"].fmeasure)
 
 
@@ -236,6 +246,7 @@ def length_penalty(prompts, responses, answers):
 # ---------------------------------------------------------------- reward modes of rce/rce.py
 # Lists of the same length, of one prompt's candidates: hard is 0 or 1 (right or wrong), soft and gt_prob are
 # in [0, 1], score is any number.
+
 
 def hard_only(hard, soft, gt_prob, score):
     """hard. Range {0, 1}: candidates that are alike right or wrong weigh alike."""
@@ -296,8 +307,9 @@ def hard_plus_gtprob_plus_rel(hard, soft, gt_prob, score):
 
 # ---------------------------------------------------------------- visual question answering (rce/rce_icl.py)
 
-_NUMBER_WORDS = {word: str(n) for n, word in enumerate(
-    "zero one two three four five six seven eight nine ten".split())} | {"none": "0"}
+_NUMBER_WORDS = {
+    word: str(n) for n, word in enumerate("zero one two three four five six seven eight nine ten".split())
+} | {"none": "0"}
 _CONTRACTIONS = (
     "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't "
     "he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've "
@@ -306,9 +318,11 @@ _CONTRACTIONS = (
     "something'd something'd've something'll that's there'd there'd've there're there's they'd they'd've "
     "they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's "
     "where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't "
-    "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've").split()
+    "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"
+).split()
 _WITH_APOSTROPHE = {  # its table: one apostrophe is missing, each in turn; one key has one too many
-    word[:n] + word[n + 1:]: word for word in _CONTRACTIONS for n, sign in enumerate(word) if sign == "'"}
+    word[:n] + word[n + 1 :]: word for word in _CONTRACTIONS for n, sign in enumerate(word) if sign == "'"
+}
 _WITH_APOSTROPHE["somebody'd"] = "somebodyd"
 
 
@@ -318,7 +332,7 @@ def normalise_vqa(text: str) -> str:
     punctuation, contractions with their apostrophes. Source: GT-Vision-Lab/VQA, vqaEval.py."""
     text = text.replace("\n", " ").replace("\t", " ").strip()
     original = text
-    for sign in ";/[]\"{}()=+\\_-><@`,?!":
+    for sign in ';/[]"{}()=+\\_-><@`,?!':
         beside_a_blank = f"{sign} " in original or f" {sign}" in original
         alone = beside_a_blank or re.search(r"\d,\d", original)
         text = text.replace(sign, "" if alone else " ")
@@ -340,6 +354,7 @@ def vqa_accuracy(response: str, golds: list[str]) -> float:
 
 
 # ---------------------------------------------------------------- recommendation (grpo/grpo_rec.py)
+
 
 def rule_reward(histories, items, targets):
     """1.0 where the item is the logged target, else 0.0. Range {0, 1}."""
@@ -366,5 +381,5 @@ def min_max(scores):
 def history_value(values, history, item, decay):
     """What an item is worth after a history: the mean of values[h][item] over its items h, each weighing
     `decay` times as much as the next one. Range: that of the values."""
-    weights = [decay ** back for back in range(len(history) - 1, -1, -1)]
+    weights = [decay**back for back in range(len(history) - 1, -1, -1)]
     return float(sum(w * values[h][item] for w, h in zip(weights, history)) / sum(weights))

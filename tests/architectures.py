@@ -16,6 +16,7 @@ itself, unpadded, without a cache or a mask, in float32 with transformers' eager
     traceback  it ended in an exception that is no sentence
     not built  there is no tiny model to try
 """
+
 import argparse
 import contextlib
 import copy
@@ -51,41 +52,125 @@ LARGEST = 8_000_000  # parameters of a model called tiny
 
 # The value of each field that a config class has. Four layers, so that hybrid models have all kinds of theirs
 COMMON = dict(
-    vocab_size=82, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+    vocab_size=82,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=1,
+    decoder_start_token_id=1,
     # sizes
-    hidden_size=32, d_model=32, n_embd=32, emb_dim=32, embedding_size=32, embedding_dim=32,
+    hidden_size=32,
+    d_model=32,
+    n_embd=32,
+    emb_dim=32,
+    embedding_size=32,
+    embedding_dim=32,
     word_embed_proj_dim=32,
-    intermediate_size=64, intermediate_size_mlp=64, dense_intermediate_size=64, feed_forward_size=64,
-    d_inner=64, ffn_dim=64, decoder_ffn_dim=64, encoder_ffn_dim=64, ffn_hidden_size=64, n_inner=64, dff=64,
+    intermediate_size=64,
+    intermediate_size_mlp=64,
+    dense_intermediate_size=64,
+    feed_forward_size=64,
+    d_inner=64,
+    ffn_dim=64,
+    decoder_ffn_dim=64,
+    encoder_ffn_dim=64,
+    ffn_hidden_size=64,
+    n_inner=64,
+    dff=64,
     dim_ff=64,
-    num_hidden_layers=4, num_layers=4, n_layer=4, n_layers=4, decoder_layers=4, encoder_layers=4,
-    num_decoder_layers=4, num_encoder_layers=4, max_window_layers=2,
+    num_hidden_layers=4,
+    num_layers=4,
+    n_layer=4,
+    n_layers=4,
+    decoder_layers=4,
+    encoder_layers=4,
+    num_decoder_layers=4,
+    num_encoder_layers=4,
+    max_window_layers=2,
     # the longest sequence
-    max_position_embeddings=128, n_positions=128, n_ctx=128, max_seq_len=128, max_target_positions=128,
-    context_length=128, model_max_length=128,
+    max_position_embeddings=128,
+    n_positions=128,
+    n_ctx=128,
+    max_seq_len=128,
+    max_target_positions=128,
+    context_length=128,
+    model_max_length=128,
     # attention
-    num_attention_heads=4, n_head=4, n_heads=4, num_heads=4, attention_heads=4, decoder_attention_heads=4,
-    encoder_attention_heads=4, num_decoder_attention_heads=4, num_encoder_attention_heads=4,
-    num_key_value_heads=2, num_kv_heads=2,
-    head_dim=8, kv_channels=8, attention_head_size=8, dim_head=8, d_head=8,
-    query_pre_attn_scalar=8, rotary_dim=4,
-    kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    index_head_dim=8, index_n_heads=16, index_topk=128,
+    num_attention_heads=4,
+    n_head=4,
+    n_heads=4,
+    num_heads=4,
+    attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_attention_heads=4,
+    num_decoder_attention_heads=4,
+    num_encoder_attention_heads=4,
+    num_key_value_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    kv_channels=8,
+    attention_head_size=8,
+    dim_head=8,
+    d_head=8,
+    query_pre_attn_scalar=8,
+    rotary_dim=4,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    index_head_dim=8,
+    index_n_heads=16,
+    index_topk=128,
     # experts
-    num_experts=4, n_routed_experts=4, num_local_experts=4, moe_num_experts=4, first_k_dense_replace=1,
-    num_experts_per_tok=2, num_experts_per_token=2, moe_topk=2, moe_k=2, num_dense_layers=1,
-    n_group=2, num_expert_group=2, topk_group=1,
-    moe_intermediate_size=16, shared_expert_intermediate_size=16, shared_intermediate_size=16,
-    shared_experts_intermediate_size=16, expert_ffn_hidden_size=16, moe_shared_expert_intermediate_size=16,
+    num_experts=4,
+    n_routed_experts=4,
+    num_local_experts=4,
+    moe_num_experts=4,
+    first_k_dense_replace=1,
+    num_experts_per_tok=2,
+    num_experts_per_token=2,
+    moe_topk=2,
+    moe_k=2,
+    num_dense_layers=1,
+    n_group=2,
+    num_expert_group=2,
+    topk_group=1,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    shared_intermediate_size=16,
+    shared_experts_intermediate_size=16,
+    expert_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=16,
     # states
-    mamba_d_state=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_num_heads=8, mamba_head_dim=8,
-    mamba_chunk_size=8, mamba_dt_rank=4, time_step_rank=4, ssm_state_size=8, state_size=8, chunk_size=8,
+    mamba_d_state=8,
+    mamba_n_heads=8,
+    mamba_d_head=8,
+    mamba_d_ssm=64,
+    mamba_num_heads=8,
+    mamba_head_dim=8,
+    mamba_chunk_size=8,
+    mamba_dt_rank=4,
+    time_step_rank=4,
+    ssm_state_size=8,
+    state_size=8,
+    chunk_size=8,
     n_groups=2,
-    linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_head_dim=8, linear_num_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_head_dim=8,
+    linear_num_heads=4,
 )
-WINDOWS = ["sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "window_size",
-           "attention_chunk_size", "keep_window_size"]
+WINDOWS = [
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "local_attention",
+    "window_size",
+    "attention_chunk_size",
+    "keep_window_size",
+]
 
 # What a type needs beside COMMON
 MIXED = ["linear_attention", "full_attention"] * 2
@@ -95,30 +180,54 @@ OVERRIDES = {
     "big_bird": dict(attention_type="original_full"),
     "bigbird_pegasus": dict(attention_type="original_full"),
     "blt": dict(
-        cross_attn_k=1, encoder_hash_byte_group_size=[3, 4], encoder_hash_byte_group_vocab=50,
+        cross_attn_k=1,
+        encoder_hash_byte_group_size=[3, 4],
+        encoder_hash_byte_group_vocab=50,
         encoder_config=dict(hidden_size_global=32, cross_attn_k=1),
-        decoder_config=dict(hidden_size_global=32, cross_attn_k=1)),
+        decoder_config=dict(hidden_size_global=32, cross_attn_k=1),
+    ),
     "cohere": dict(logit_scale=1.0),
     "cohere2": dict(logit_scale=1.0),
-    "cohere_compass_text": dict(layer_types=SLIDING, rope_parameters={kind: dict(
-        rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]) for kind in SLIDING}),
+    "cohere_compass_text": dict(
+        layer_types=SLIDING,
+        rope_parameters={
+            kind: dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]) for kind in SLIDING
+        },
+    ),
     "dbrx": dict(
-        rope_parameters=dict(rope_type="default", rope_theta=1e4), ffn_config=dict(moe_top_k=2),
-        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8)),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+        ffn_config=dict(moe_top_k=2),
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8),
+    ),
     "deepseek_v2": dict(topk_method="group_limited_greedy"),
     "diffllama": dict(attention_dropout=0.0),  # it refuses another
     "dots1": dict(n_shared_experts=1),
     "dots3_note_text": dict(
-        swa_num_attention_heads=2, swa_num_key_value_heads=2, swa_q_lora_rank=16, swa_kv_lora_rank=16,
-        swa_head_dim=16, swa_qk_nope_head_dim=8, swa_v_head_dim=8, head_dim=16, n_group=1),
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_q_lora_rank=16,
+        swa_kv_lora_rank=16,
+        swa_head_dim=16,
+        swa_qk_nope_head_dim=8,
+        swa_v_head_dim=8,
+        head_dim=16,
+        n_group=1,
+    ),
     "gemma3n_text": dict(
-        layer_types=SLIDING, num_kv_shared_layers=2, vocab_size_per_layer_input=82,
+        layer_types=SLIDING,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=82,
         hidden_size_per_layer_input=8,
-        laurel_rank=8, activation_sparsity_pattern=[0.0] * 4),
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
     "gemma4_text": dict(
-        layer_types=SLIDING, num_kv_shared_layers=1, vocab_size_per_layer_input=82,
+        layer_types=SLIDING,
+        num_kv_shared_layers=1,
+        vocab_size_per_layer_input=82,
         hidden_size_per_layer_input=8,
-        global_head_dim=8),
+        global_head_dim=8,
+    ),
     "gemma4_unified_text": dict(global_head_dim=8, layer_types=SLIDING),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
     "granitemoehybrid": dict(layer_types=MIXED),
@@ -130,28 +239,46 @@ OVERRIDES = {
     "mellum": dict(layer_types=SLIDING),
     "minicpm3": dict(dim_model_base=32),
     "qwen4_exp_text": dict(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=128,
-        indexer_compress_ratio=4),
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=128,
+        indexer_compress_ratio=4,
+    ),
     "reformer": dict(
-        is_decoder=True, attn_layers=["local", "lsh"] * 2,
-        axial_pos_shape=[8, 16], axial_pos_embds_dim=[16, 16],
-        local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=4),
+        is_decoder=True,
+        attn_layers=["local", "lsh"] * 2,
+        axial_pos_shape=[8, 16],
+        axial_pos_embds_dim=[16, 16],
+        local_attn_chunk_length=8,
+        lsh_attn_chunk_length=8,
+        num_buckets=4,
+    ),
     "roc_bert": dict(
-        pronunciation_vocab_size=20, shape_vocab_size=20, pronunciation_embed_dim=16, shape_embed_dim=16),
+        pronunciation_vocab_size=20, shape_vocab_size=20, pronunciation_embed_dim=16, shape_embed_dim=16
+    ),
     "xlstm": dict(hidden_size=64, embedding_dim=64, num_heads=2, qk_dim_factor=1.0),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(
-        num_hidden_layers=6, layers_block_type=["linear_attention", "linear_attention", "hybrid"] * 2,
-        num_key_value_heads=4, attention_head_dim=16),
+        num_hidden_layers=6,
+        layers_block_type=["linear_attention", "linear_attention", "hybrid"] * 2,
+        num_key_value_heads=4,
+        attention_head_dim=16,
+    ),
     "zamba2": dict(
-        layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4, n_mamba_heads=4),
+        layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4, n_mamba_heads=4
+    ),
     "zaya": dict(num_experts_per_tok=1),
 }
 OVERRIDES["dots3_note"] = dict(
-    text_config=OVERRIDES["dots3_note_text"], audio_config=dict(adapter_input_size=32, adapter_out_dim=32),
-    vision_config=dict(pyramid_num_routed=[-1] * 4, adapter_in_dim=32, adapter_out_dim=32))
-OVERRIDES["gemma4_unified"] = dict(text_config=OVERRIDES["gemma4_unified_text"], vision_config=dict(
-    mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32))
+    text_config=OVERRIDES["dots3_note_text"],
+    audio_config=dict(adapter_input_size=32, adapter_out_dim=32),
+    vision_config=dict(pyramid_num_routed=[-1] * 4, adapter_in_dim=32, adapter_out_dim=32),
+)
+OVERRIDES["gemma4_unified"] = dict(
+    text_config=OVERRIDES["gemma4_unified_text"],
+    vision_config=dict(mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32),
+)
 OVERRIDES["gemma4"] = dict(text_config=OVERRIDES["gemma4_text"])
 OVERRIDES["qwen4_exp"] = dict(text_config=OVERRIDES["qwen4_exp_text"])
 
@@ -165,26 +292,41 @@ NOT_BUILT = {
 
 # Windows and sparse keys that a plain forward pass of a short row does not read (moshi's cache alone keeps
 # one), or that give a weight its shape
-NOT_SEEN = ["moshi+window", "nemotron_h+window", "zaya+window", "deepseek_v4+sparse", "inkling_text+window",
-            "inkling2_text+window"]
+NOT_SEEN = [
+    "moshi+window",
+    "nemotron_h+window",
+    "zaya+window",
+    "deepseek_v4+sparse",
+    "inkling_text+window",
+    "inkling2_text+window",
+]
 
 # Other configs of a type, by the name behind the plus: what is changed
 LONGROPE = dict(
-    rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 4.0, 6.0, 8.0])
+    rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 4.0, 6.0, 8.0]
+)
 VARIANTS = {
     "llama+dynamic RoPE within its length": dict(
-        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    ),
     "llama+dynamic RoPE beyond its length": dict(
-        max_position_embeddings=32, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
+        max_position_embeddings=32, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+    ),
     "llama+yarn": dict(
         rope_parameters=dict(
-            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)),
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32
+        )
+    ),
     "phi3+longrope within its length": dict(
-        original_max_position_embeddings=128, max_position_embeddings=256,
-        rope_parameters=dict(**LONGROPE, original_max_position_embeddings=128)),
+        original_max_position_embeddings=128,
+        max_position_embeddings=256,
+        rope_parameters=dict(**LONGROPE, original_max_position_embeddings=128),
+    ),
     "phi3+longrope beyond its length": dict(
-        original_max_position_embeddings=32, max_position_embeddings=128,
-        rope_parameters=dict(**LONGROPE, original_max_position_embeddings=32)),
+        original_max_position_embeddings=32,
+        max_position_embeddings=128,
+        rope_parameters=dict(**LONGROPE, original_max_position_embeddings=32),
+    ),
     "mixtral+router logits": dict(output_router_logits=True),
     "xlm+causal": dict(causal=True),
     "falcon+alibi": dict(alibi=True),
@@ -268,6 +410,7 @@ def names():
 
 # ================================================================ tiny models
 
+
 @torch.no_grad()
 def enlarge(model):
     """Weights whose products neither vanish nor explode: every matrix gets the standard deviation
@@ -310,11 +453,13 @@ def build(name, folder):
 
 # ================================================================ the oracle
 
+
 def load_oracle(folder):
     """The model with eager attention, or with its default where the two disagree; a remark on that."""
     eager, default = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
-        for options in ({"attn_implementation": "eager"}, {}))
+        for options in ({"attn_implementation": "eager"}, {})
+    )
     for model in (eager, default):
         model.config.use_cache = False
     ids = [7 + 11 * i % 70 for i in range(40)]
@@ -328,7 +473,7 @@ def oracle_logprobs(model, ids, prompt_length):
     """Log-probability of each response token in one row of ids, alone and unpadded, (response,)."""
     logits = model(input_ids=torch.tensor([ids])).logits[0].float() / TEMPERATURE
     said = torch.tensor(ids[prompt_length:])
-    return logits[prompt_length - 1:-1].log_softmax(-1).gather(-1, said[:, None]).squeeze(-1)
+    return logits[prompt_length - 1 : -1].log_softmax(-1).gather(-1, said[:, None]).squeeze(-1)
 
 
 def oracle_rows(batch):
@@ -347,6 +492,7 @@ def relative(a, b):
 
 
 # ================================================================ one type
+
 
 @dataclass
 class Result:
@@ -390,10 +536,20 @@ def set_constants(folder, **more):
     script = grpo()
     data = [{"path": f"{folder}/prompts.jsonl", "type": "jsonl", "input": "problem", "output": "solution"}]
     constants = {
-        **SMALL, "ACTOR_MODEL": str(folder), "OUTPUT_DIR": f"{folder}/run", "SEED": 1,
-        "TRAIN_DATASETS": data, "EVAL_DATASETS": data, "REWARD_FUNCTIONS": [(by_position, 1.0)],
-        "GROUP_SIZE": 4, "TEMPERATURE": TEMPERATURE, "MAX_NEW_TOKENS": 24, "MAX_PROMPT_TOKENS": 48,
-        "GRADIENT_CHECKPOINTING": False, **more}
+        **SMALL,
+        "ACTOR_MODEL": str(folder),
+        "OUTPUT_DIR": f"{folder}/run",
+        "SEED": 1,
+        "TRAIN_DATASETS": data,
+        "EVAL_DATASETS": data,
+        "REWARD_FUNCTIONS": [(by_position, 1.0)],
+        "GROUP_SIZE": 4,
+        "TEMPERATURE": TEMPERATURE,
+        "MAX_NEW_TOKENS": 24,
+        "MAX_PROMPT_TOKENS": 48,
+        "GRADIENT_CHECKPOINTING": False,
+        **more,
+    }
     for key, value in constants.items():
         assert key in script.constants(), key
         setattr(script, key, value)
@@ -466,18 +622,18 @@ def compare(result, script, trainer, batch, oracle):
     scored = torch.zeros_like(batch.logprobs)
     for rows in torch.arange(len(scored)).split(5):
         said = script.response_logprobs(trainer.actor, batch, rows, TEMPERATURE)[0]
-        scored[rows, :said.shape[1]] = said
+        scored[rows, : said.shape[1]] = said
     rows = oracle_rows(batch)
     fresh = copy.deepcopy  # a RoPE that grows with the longest row would remember it
     true = [oracle_logprobs(fresh(oracle), ids, n) for ids, n in rows]
     for key, found in (("sampler", batch.logprobs), ("scorer", scored)):
-        result.errors[key] = max(largest(row[:len(said)], said) for row, said in zip(found, true))
-    early = [oracle_logprobs(fresh(oracle), ids[:n + 1], n) for ids, n in rows]
+        result.errors[key] = max(largest(row[: len(said)], said) for row, said in zip(found, true))
+    early = [oracle_logprobs(fresh(oracle), ids[: n + 1], n) for ids, n in rows]
     if not max(largest(a, b[:1]) for a, b in zip(early, true)) < TOLERANCE:
         result.notes.append("the oracle's numbers depend on later tokens")
     widest = max(range(len(rows)), key=lambda i: len(true[i]))
     ids, n = rows[widest]
-    other = [token % 70 + 4 for token in ids[:n - 2]] + ids[n - 2:]
+    other = [token % 70 + 4 for token in ids[: n - 2]] + ids[n - 2 :]
     if not largest(oracle_logprobs(oracle, other, n), true[widest]) > 0.05:
         result.notes.append("the oracle does not see its prompt")
     kind, _, variant = result.name.partition("+")
@@ -520,6 +676,7 @@ def examine_apart(name):
 
 
 # ================================================================ the table
+
 
 def row(result):
     kind, _, variant = result.name.partition("+")

@@ -5,6 +5,7 @@
 
 A block opens with the line `# ==== block: NAME` and closes with `# ==== end of block: NAME`.
 """
+
 import difflib
 import re
 import sys

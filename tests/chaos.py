@@ -16,6 +16,7 @@ that differ from the unbroken run's by a byte. Every fault that loses something 
 exit code 1 then. With --processes N runs are begun by torchrun, resumed by it or as one process, and must
 equal an unbroken run of one process; a process that is left over is lost, too.
 """
+
 import argparse
 import collections
 import concurrent.futures
@@ -43,7 +44,11 @@ import matplotlib.backends.backend_agg  # noqa: E402, F401
 import pyarrow.parquet  # noqa: E402, F401
 import torch  # noqa: E402
 from transformers import (  # noqa: E402, F401
-    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer)
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -467,6 +472,7 @@ def count_operations(folder, into):
 def bad_reward(kind, after):
     """A reward function `faulty` that gives zeros, and from its call number `after` on does what kind
     says."""
+
     def wrong(count):
         return {
             "NaN": [float("nan")] * count,
@@ -1070,10 +1076,7 @@ class Chaos:
                 "other state",
                 "path outside",
             )
-        ] + [
-            lambda n=n: model(n)
-            for n in self.models[: 1 if self.options.quick else 2]
-        ]
+        ] + [lambda n=n: model(n) for n in self.models[: 1 if self.options.quick else 2]]
 
 
 class ProcessesChaos(Chaos):

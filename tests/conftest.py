@@ -90,6 +90,7 @@ def drawing(monkeypatch):
 def started(monkeypatch, capsys):
     """started("ppo/ppo.py", "KEY=value", ...): what run_script() gives, without the seconds that a process
     takes to begin; shrink=False leaves SMALL out."""
+
     def run(path, *words, shrink=True):
         script = load_script(path)
         monkeypatch.setattr(sys, "argv", [path, *(words_of(path, *words) if shrink else words)])
@@ -98,13 +99,16 @@ def started(monkeypatch, capsys):
             script.train_main()
         said = capsys.readouterr()
         return SimpleNamespace(returncode=end.value.code, stdout=said.out, stderr=said.err)
+
     return run
 
 
 def loader(path, tmp_path):
     """load(KEY=value, ...): a fresh module of a trainer with small constants, writing below tmp_path."""
+
     def load(**constants):
         return load_script(path, **{**small(path, OUTPUT_DIR=str(tmp_path / "run")), **constants})
+
     return load
 
 
@@ -132,6 +136,7 @@ def each(request, tmp_path):
     def make(**constants):
         module = load(**constants)
         return module, getattr(module, TRAINERS[request.param])
+
     make.path = request.param
     return make
 
@@ -154,6 +159,7 @@ def distance(got, want):
 
 
 # ---------------------------------------------------------------- what a run wrote
+
 
 def read(path):
     """The objects of a .jsonl file."""

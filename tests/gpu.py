@@ -15,6 +15,7 @@
 A stage that is done stands in OUT/gpu.json and is not done again; one that fails is named and the next one
 begins. The last thing printed, and OUT/gpu.md, is a table.
 """
+
 import filecmp
 import itertools
 import json
@@ -37,20 +38,36 @@ import torch  # noqa: E402
 
 ALGORITHMS = ("ppo", "grpo", "rce")
 SHORT = {
-    "MAX_STEPS": 4, "EVAL_EVERY_N_STEPS": 2, "MAX_EVAL_PROMPTS": 40, "SAVE_EVERY_N_STEPS": 2, "RESUME": "no"}
+    "MAX_STEPS": 4,
+    "EVAL_EVERY_N_STEPS": 2,
+    "MAX_EVAL_PROMPTS": 40,
+    "SAVE_EVERY_N_STEPS": 2,
+    "RESUME": "no",
+}
 COUNTED = {  # as test_pretend_gpu.py counts
-    "BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_TRAIN_PROMPTS": 24,
-    "MAX_STEPS": 1, "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 64, "EVAL_DATASETS": [], "TEMPERATURE": 3.0,
-    "RESUME": "no", "REWARD_FUNCTIONS": [("rouge_l", 1.0)]}
+    "BATCH_SIZE": 4,
+    "GRADIENT_ACCUMULATION_STEPS": 2,
+    "GROUP_SIZE": 4,
+    "MAX_TRAIN_PROMPTS": 24,
+    "MAX_STEPS": 1,
+    "GROUP_EPOCHS": 1,
+    "MAX_NEW_TOKENS": 64,
+    "EVAL_DATASETS": [],
+    "TEMPERATURE": 3.0,
+    "RESUME": "no",
+    "REWARD_FUNCTIONS": [("rouge_l", 1.0)],
+}
 MINED = {"rce": {"MINE_PROMPTS": 64, "ROUNDS": 1}}
 PRETENDED = {  # units, waits, kernels
     "ppo": {"rollout": (126, 7, 31423), "update": (4, 4, 2897)},
-    "grpo": {"rollout": (126, 7, 31423), "update": (2, 3, 1669)}}
+    "grpo": {"rollout": (126, 7, 31423), "update": (2, 3, 1669)},
+}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 # ---------------------------------------------------------------- programs
+
 
 def start(*words):
     """What a program prints; its error is raised."""
@@ -136,6 +153,7 @@ def same(one, two):
 
 # ---------------------------------------------------------------- stages: [(what is asked, answer)]
 
+
 def waits(out, small):
     answers = []
     for name in ("ppo", "grpo"):
@@ -188,9 +206,17 @@ def model_of(out, small):
 
 def memory(out, small):
     constants = {
-        "ACTOR_MODEL": model_of(out, small), "DTYPE": "bfloat16", "MAX_STEPS": 1, "EVAL_DATASETS": [],
-        "SAVE_EVERY_N_STEPS": 0, "BATCH_SIZE": 2 if small else 8, "GRADIENT_ACCUMULATION_STEPS": 1,
-        "GROUP_SIZE": 4 if small else 8, "MAX_NEW_TOKENS": 16 if small else 512, "RESUME": "no"}
+        "ACTOR_MODEL": model_of(out, small),
+        "DTYPE": "bfloat16",
+        "MAX_STEPS": 1,
+        "EVAL_DATASETS": [],
+        "SAVE_EVERY_N_STEPS": 0,
+        "BATCH_SIZE": 2 if small else 8,
+        "GRADIENT_ACCUMULATION_STEPS": 1,
+        "GROUP_SIZE": 4 if small else 8,
+        "MAX_NEW_TOKENS": 16 if small else 512,
+        "RESUME": "no",
+    }
     answers = []
     for rank, checkpointing in itertools.product((0, 8), (False, True)):
         more = {"LORA_RANK": rank, "GRADIENT_CHECKPOINTING": checkpointing}
@@ -244,8 +270,14 @@ def gpu_speed(out, small):
 
 
 STAGES = {
-    "waits": waits, "resume": resume, "two": two, "memory": memory, "rollouts": rollouts, "runs": runs,
-    "speed": gpu_speed}
+    "waits": waits,
+    "resume": resume,
+    "two": two,
+    "memory": memory,
+    "rollouts": rollouts,
+    "runs": runs,
+    "speed": gpu_speed,
+}
 
 
 def table(done):

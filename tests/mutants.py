@@ -15,6 +15,7 @@ Last line `N planted, M alive`; all but killed count as alive, and the exit code
 
 Importing torch and transformers takes longer than most tests: it is done once, and pytest runs in a fork.
 """
+
 import argparse
 import gc
 import importlib
@@ -77,6 +78,7 @@ def copy_repository(parent):
 def be_pytest(tests, output):
     """Turn this process, a fork, into `python -m pytest` in the copy."""
     import pytest
+
     os.setsid()  # a time limit ends what the tests started too
     os.chdir(COPY)
     sys.path.insert(0, str(COPY))
@@ -141,10 +143,12 @@ def main():
 
     prepare()
     found = []
-    with tempfile.TemporaryDirectory() as parent, ProcessPoolExecutor(
-            jobs, FORK, initializer=copy_repository, initargs=[parent]) as pool:
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        ProcessPoolExecutor(jobs, FORK, initializer=copy_repository, initargs=[parent]) as pool,
+    ):
         print(f"{len(tests)} tests without a mutant", flush=True)
-        parts = [tests[n:n + 10] for n in range(0, len(tests), 10)]
+        parts = [tests[n : n + 10] for n in range(0, len(tests), 10)]
         for code, said in pool.map(run_tests, parts):
             if code != 0:
                 print(f"{said}\nThe named tests must pass without a mutant: mend them first")

@@ -6,74 +6,184 @@ IN_PROCESSES = "tests/test_processes.py::test_"
 
 MUTANTS = [
     # what is trained
-    (GRPO, "    trained = [p for p in model.parameters() if p.requires_grad]\n    optimizer",
-     "    trained = list(model.parameters())\n    optimizer",
-     IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]"),
-    (PPO, "modules_to_save=[\"score\", \"classifier\"] if new_head else None", "modules_to_save=None",
-     IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
-    (GRPO, "            parameter.data = parameter.data.float()\n", "            pass\n",
-     IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
-    (GRPO, "lora_alpha=LORA_ALPHA, ", "lora_alpha=32.0, ",
-     IN_LORA + "an_adapters_product_counts_alpha_over_rank"),
-    (GRPO, "r=LORA_RANK, lora_alpha=LORA_ALPHA, ", "r=LORA_RANK, lora_alpha=LORA_ALPHA, use_rslora=True, ",
-     IN_LORA + "an_adapters_product_counts_alpha_over_rank"),
-    (GRPO, "[p for model in models for p in model.parameters() if p.requires_grad]\n    layers",
-     "[p for model in models for p in model.parameters()]\n    layers",
-     IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]"),
-
+    (
+        GRPO,
+        "    trained = [p for p in model.parameters() if p.requires_grad]\n    optimizer",
+        "    trained = list(model.parameters())\n    optimizer",
+        IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]",
+    ),
+    (
+        PPO,
+        'modules_to_save=["score", "classifier"] if new_head else None',
+        "modules_to_save=None",
+        IN_LORA + "the_critics_head_is_trained_whole_and_saved",
+    ),
+    (
+        GRPO,
+        "            parameter.data = parameter.data.float()\n",
+        "            pass\n",
+        IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32",
+    ),
+    (
+        GRPO,
+        "        lora_alpha=LORA_ALPHA,\n",
+        "        lora_alpha=32.0,\n",
+        IN_LORA + "an_adapters_product_counts_alpha_over_rank",
+    ),
+    (
+        GRPO,
+        "        lora_alpha=LORA_ALPHA,\n",
+        ("        lora_alpha=LORA_ALPHA,\n        use_rslora=True,\n"),
+        IN_LORA + "an_adapters_product_counts_alpha_over_rank",
+    ),
+    (
+        GRPO,
+        "[p for model in models for p in model.parameters() if p.requires_grad]\n    layers",
+        "[p for model in models for p in model.parameters()]\n    layers",
+        IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]",
+    ),
     # the reference
-    (GRPO, "        model.enable_adapters()\n", "        pass\n",
-     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]"),
-    (PPO, "with without_adapter(self.reference) if LORA_RANK else nullcontext():", "if True:",
-     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]"),
-    (GRPO, "KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:", "KL_COEF > 0 and LORA_RANK:",
-     IN_LORA + "a_reference_of_its_own_stays_a_model_of_its_own[grpo]"),
-    (REC, "with without_adapter(self.reference) if LORA_RANK else nullcontext():", "if True:",
-     IN_LORA + "recommendation_has_an_adapter_on_what_sft_taught"),
-    (GRPO, "with without_adapter(self.reference) if LORA_RANK else nullcontext():", "if True:",
-     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]"),
-    (RCE, "        model.disable_adapters()\n", "        pass\n",
-     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[rce]"),
-    (PPO, "KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:", "False:",
-     IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]"),
-
+    (
+        GRPO,
+        "        model.enable_adapters()\n",
+        "        pass\n",
+        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]",
+    ),
+    (
+        PPO,
+        "with without_adapter(self.reference) if LORA_RANK else nullcontext():",
+        "if True:",
+        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]",
+    ),
+    (
+        GRPO,
+        "KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:",
+        "KL_COEF > 0 and LORA_RANK:",
+        IN_LORA + "a_reference_of_its_own_stays_a_model_of_its_own[grpo]",
+    ),
+    (
+        REC,
+        "with without_adapter(self.reference) if LORA_RANK else nullcontext():",
+        "if True:",
+        IN_LORA + "recommendation_has_an_adapter_on_what_sft_taught",
+    ),
+    (
+        GRPO,
+        "with without_adapter(self.reference) if LORA_RANK else nullcontext():",
+        "if True:",
+        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]",
+    ),
+    (
+        RCE,
+        "        model.disable_adapters()\n",
+        "        pass\n",
+        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[rce]",
+    ),
+    (
+        PPO,
+        "KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:",
+        "False:",
+        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]",
+    ),
     # what is saved
-    (RCE, "        peft.set_peft_model_state_dict(model, state)\n", "",
-     IN_LORA + "six_steps_equal_three_and_three_to_the_byte[rce]"),
-    (GRPO, "copy.deepcopy(model).float()", "copy.deepcopy(model)",
-     IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32"),
-    (GRPO, "    copied = copy.deepcopy(model).float()", "    copied = model.float()",
-     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
-    (PPO, '"CRITIC_MODEL", self.device, at and at / "critic",', '"CRITIC_MODEL", self.device, None,',
-     IN_LORA + "six_steps_equal_three_and_three_to_the_byte[ppo]"),
-    (GRPO, "            layer.merge()\n", "",
-     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
-    (GRPO, 'policy = merged(self.models["policy"]) if globals().get("LORA_RANK")',
-     'policy = self.models["policy"] if globals().get("LORA_RANK")',
-     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
-    (GRPO, "    copied._hf_peft_config_loaded = False\n", "",
-     IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]"),
-    (GRPO, "config.target_modules = sorted(config.target_modules)", "pass",
-     IN_LORA + "a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names[grpo]"),
-    (GRPO, "path = str(Path(path).resolve()) if Path(path).exists() else path", "path = str(path)",
-     IN_LORA + "a_folder_is_named_to_its_adapter_from_the_root"),
-    (PPO, 'task_type="TOKEN_CLS" if new_head else "CAUSAL_LM"', 'task_type="CAUSAL_LM"',
-     IN_LORA + "the_critics_head_is_trained_whole_and_saved"),
-
-    (GRPO, "lambda module, inputs: inputs[0].contiguous())", "lambda module, inputs: inputs[0])",
-     IN_LORA + "a_frozen_head_reads_no_view_of_the_prompts"),
-
+    (
+        RCE,
+        "        peft.set_peft_model_state_dict(model, state)\n",
+        "",
+        IN_LORA + "six_steps_equal_three_and_three_to_the_byte[rce]",
+    ),
+    (
+        GRPO,
+        "copy.deepcopy(model).float()",
+        "copy.deepcopy(model)",
+        IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32",
+    ),
+    (
+        GRPO,
+        "    copied = copy.deepcopy(model).float()",
+        "    copied = model.float()",
+        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
+    ),
+    (
+        PPO,
+        (
+            "            AutoModelForTokenClassification,\n"
+            "            critic,\n"
+            '            "CRITIC_MODEL",\n'
+            "            self.device,\n"
+            '            at and at / "critic",\n'
+            "            new_head=True,\n"
+        ),
+        '            AutoModelForTokenClassification, critic, "CRITIC_MODEL", self.device, None, new_head=True\n',
+        IN_LORA + "six_steps_equal_three_and_three_to_the_byte[ppo]",
+    ),
+    (
+        GRPO,
+        "            layer.merge()\n",
+        "",
+        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
+    ),
+    (
+        GRPO,
+        'policy = merged(self.models["policy"]) if globals().get("LORA_RANK")',
+        'policy = self.models["policy"] if globals().get("LORA_RANK")',
+        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
+    ),
+    (
+        GRPO,
+        "    copied._hf_peft_config_loaded = False\n",
+        "",
+        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
+    ),
+    (
+        GRPO,
+        "config.target_modules = sorted(config.target_modules)",
+        "pass",
+        IN_LORA + "a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names[grpo]",
+    ),
+    (
+        GRPO,
+        "path = str(Path(path).resolve()) if Path(path).exists() else path",
+        "path = str(path)",
+        IN_LORA + "a_folder_is_named_to_its_adapter_from_the_root",
+    ),
+    (
+        PPO,
+        'task_type="TOKEN_CLS" if new_head else "CAUSAL_LM"',
+        'task_type="CAUSAL_LM"',
+        IN_LORA + "the_critics_head_is_trained_whole_and_saved",
+    ),
+    (
+        GRPO,
+        "lambda module, inputs: inputs[0].contiguous())",
+        "lambda module, inputs: inputs[0])",
+        IN_LORA + "a_frozen_head_reads_no_view_of_the_prompts",
+    ),
     # what is refused
-    (GRPO, '    if (Path(path) / "adapter_config.json").exists():', "    if False:",
-     IN_LORA + "an_adapters_folder_is_no_model[grpo]"),
-    (GRPO, "    if is_sharded():\n        raise", "    if False:\n        raise",
-     IN_LORA + "sharding_is_refused"),
-    (GRPO, "    if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:", "    if False:",
-     IN_LORA + "what_cannot_be_done_right_is_refused[sync]"),
-    (GRPO, '(then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)', "True",
-     IN_LORA + "a_resumed_run_needs_its_own_adapter[grpo-alpha]"),
-
+    (
+        GRPO,
+        '    if (Path(path) / "adapter_config.json").exists():',
+        "    if False:",
+        IN_LORA + "an_adapters_folder_is_no_model[grpo]",
+    ),
+    (
+        GRPO,
+        "    if is_sharded():\n        raise",
+        "    if False:\n        raise",
+        IN_LORA + "sharding_is_refused",
+    ),
+    (
+        GRPO,
+        "    if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:",
+        "    if False:",
+        IN_LORA + "what_cannot_be_done_right_is_refused[sync]",
+    ),
+    (
+        GRPO,
+        "(then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)",
+        "True",
+        IN_LORA + "a_resumed_run_needs_its_own_adapter[grpo-alpha]",
+    ),
     # the check of a base in bfloat16
-
     # several processes
 ]

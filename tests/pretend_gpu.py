@@ -21,6 +21,7 @@ counted in LOG, each with the line of this repository that did it:
 
 Numbers are the CPU's to the bit. One device, no streams, no memory limit, no times, no NCCL: docs/gpu.md.
 """
+
 import collections
 import ctypes
 import functools
@@ -41,21 +42,39 @@ LOG = collections.Counter()  # {(kind, what, phase, line): how often}
 LAST = [None, "else"]  # the last frame that did something, and its phase
 # Of the functions that a line was called by the outermost of these is its phase
 PHASES = (
-    "check_models", "evaluate", "rollout", "score", "compute_advantages", "update", "record", "save", "mine",
-    "load_checkpoint", "baselines")
+    "check_models",
+    "evaluate",
+    "rollout",
+    "score",
+    "compute_advantages",
+    "update",
+    "record",
+    "save",
+    "mine",
+    "load_checkpoint",
+    "baselines",
+)
 WAITS = ("down", "up", "inside")
 MEMORY = 2**30  # bytes: a sixteenth is what micro-batches are cut by on the CPU, too
 HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 # Operations that wait for the device (aten/src/ATen/native/cuda), beside copies and masks as indices
 WAITS_INSIDE = {
-    "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount",
-    "repeat_interleave"}
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+}
 INDEXING = {"index", "_unsafe_index", "_index_put_impl_"}  # their indices may be on the CPU
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"}
 
 
 # ---------------------------------------------------------------- what happened, and which line did it
+
 
 @functools.cache
 def is_ours(file):
@@ -89,6 +108,7 @@ def refuse(kind, what):
 
 # ---------------------------------------------------------------- one memory, two devices
 
+
 class DLTensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int), ("device_id", ctypes.c_int)]
 
@@ -114,6 +134,7 @@ def storage_clone(storage):
 
 
 # ---------------------------------------------------------------- kernels
+
 
 def tensors_in(value):
     values = value if isinstance(value, (list, tuple)) else [value]
@@ -206,7 +227,8 @@ def put(x, host):
     """x with another size: that of `host`, and its memory."""
     storage = relabel(host, CUDA).untyped_storage()
     return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
-        HOST, x, storage, 0, host.shape, host.stride())
+        HOST, x, storage, 0, host.shape, host.stride()
+    )
 
 
 def copy_(to, source, non_blocking=False):
@@ -230,30 +252,46 @@ def attention(query, key, value, bias, compute_log_sumexp, dropout=0.0, is_causa
     note("kernel", "attention")
     *host, bias = hosts("attention", query, key, value, bias)
     out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *host, dropout, is_causal, attn_mask=bias, scale=scale)
+        *host, dropout, is_causal, attn_mask=bias, scale=scale
+    )
     zero = relabel(torch.zeros((), dtype=torch.long), CUDA)
     return *(relabel(x, CUDA) for x in out), zero, zero
 
 
 def attention_backward(
-        grad, query, key, value, bias, out, log_sumexp, seed, offset, dropout, wanted, is_causal=False, *,
-        scale=None):
+    grad,
+    query,
+    key,
+    value,
+    bias,
+    out,
+    log_sumexp,
+    seed,
+    offset,
+    dropout,
+    wanted,
+    is_causal=False,
+    *,
+    scale=None,
+):
     note("kernel", "attention_backward")
     *host, bias = hosts("attention_backward", grad, query, key, value, out, log_sumexp, bias)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *host, dropout, is_causal, attn_mask=bias, scale=scale)
+        *host, dropout, is_causal, attn_mask=bias, scale=scale
+    )
     return *(relabel(x, CUDA) for x in found), None
 
 
 def dropout(x, p, train):
     """native_dropout, which has no parameter for a generator."""
     note("random", "native_dropout")
-    host, = hosts("native_dropout", x)
+    (host,) = hosts("native_dropout", x)
     mask = torch.empty(host.shape).bernoulli_(1 - p, generator=DEFAULT).bool()
     return relabel(host * mask / (1 - p), CUDA), relabel(mask, CUDA)
 
 
 # ---------------------------------------------------------------- what is left of CUDA
+
 
 class Generator(torch._C.Generator):
     """torch.Generator, whose device may be cuda."""
@@ -375,7 +413,8 @@ def install():
     except (AssertionError, AttributeError, ValueError, RuntimeError):
         raise AssertionError(
             f"the pretended GPU knows the tables of PyTorch 2.13: {torch.__version__} has others: see "
-            "pretend_hardware()") from None
+            "pretend_hardware()"
+        ) from None
     register_kernels()
     torch.autograd.set_multithreading_enabled(False)  # so that the lines of backward passes are known
     torch.Generator = Generator
@@ -384,11 +423,18 @@ def install():
     name = "a pretended GPU"
     facts = type("Properties", (), {"name": name, "major": 8, "minor": 0, "total_memory": MEMORY})
     for key, value in {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: 2, "current_device": lambda: 0, "set_device": lambda device: None,
-        "_exchange_device": lambda device: 0, "_maybe_exchange_device": lambda device: 0,
-        "empty_cache": lambda: None, "synchronize": lambda device=None: note("down", "synchronize"),
-        "mem_get_info": lambda device=None: (MEMORY, MEMORY), "get_device_name": lambda device=None: name,
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: note("down", "synchronize"),
+        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "get_device_name": lambda device=None: name,
         "get_device_capability": lambda device=None: (8, 0),
         "get_device_properties": lambda device=None: facts,
         "is_bf16_supported": lambda *args, **kwargs: True,
@@ -404,6 +450,7 @@ def install():
 
 
 # ---------------------------------------------------------------- what is said of it
+
 
 def found():
     """[{"kind", "what", "phase", "line", "count"}] of LOG."""
@@ -423,8 +470,13 @@ def report(records):
     for phase in (*PHASES, "else"):
         counts = []
         for kinds, what in columns.values():
-            counts.append(sum(x["count"] for x in records if x["phase"] == phase
-                              and x["kind"] in kinds and what in (None, x["what"])))
+            counts.append(
+                sum(
+                    x["count"]
+                    for x in records
+                    if x["phase"] == phase and x["kind"] in kinds and what in (None, x["what"])
+                )
+            )
         if any(counts):
             print(f"{phase:20}" + "".join(f"{count:10}" for count in counts))
     for title, kinds, most in (("waits", WAITS, 20), ("kernels", ("kernel",), 10)):

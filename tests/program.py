@@ -1,5 +1,6 @@
 """A trainer run as a user runs it, but begun in a moment: in a fork of a process that has imported torch and
 transformers, which takes longer than most tests. It has a pid, may be killed, and ends with an exit code."""
+
 import multiprocessing
 import os
 import runpy
@@ -12,11 +13,13 @@ from unittest.mock import MagicMock
 
 FORKS = multiprocessing.get_context("forkserver")
 # Nothing of this repository. A fork is safe where no thread runs: one for OpenMP, and no torch operation yet
-FORKS.set_forkserver_preload("""
+FORKS.set_forkserver_preload(
+    """
     filelock matplotlib.figure pyarrow.parquet safetensors.torch sklearn.metrics torch torch.distributed.fsdp
     torch.distributed.tensor transformers
     transformers.generation.utils transformers.models.auto.modeling_auto
-    transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama""".split())
+    transformers.models.auto.tokenization_auto transformers.models.llama.modeling_llama""".split()
+)
 
 
 def save_nothing(figure, path, **options):

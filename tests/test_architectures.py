@@ -1,13 +1,19 @@
 """grpo.py with other architectures: equal to a plain forward pass, or refused in a sentence."""
+
 import pytest
 from architectures import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NOT_BUILT, TOLERANCE, examine, names
 
 CORE = {
-    "llama": "equal", "qwen2": "equal", "qwen3": "equal", "gpt2": "equal",
-    "mistral+window": "equal", "gemma2+window": "equal",
+    "llama": "equal",
+    "qwen2": "equal",
+    "qwen3": "equal",
+    "gpt2": "equal",
+    "mistral+window": "equal",
+    "gemma2+window": "equal",
     "opt": "equal",  # its layers apply their dropout themselves
     "deepseek_v3": "equal",  # changes what the cache returned before attention reads it
-    "qwen3_next": "equal", "lfm2": "equal",  # states beside keys and values
+    "qwen3_next": "equal",
+    "lfm2": "equal",  # states beside keys and values
     "mamba": "refused",  # its states take padding in
     "phimoe+window": "equal",  # a window that only the mask knows
     "mixtral+router logits": "equal",
@@ -52,6 +58,7 @@ def test_the_sweep_reaches_the_architectures():
 def test_the_sweep_sees_a_scorer_that_is_a_token_late(tmp_path, monkeypatch):
     """The harness can fail: what a bug does shows in its errors."""
     import architectures
+
     script = architectures.grpo()
     score = script.response_logprobs
 

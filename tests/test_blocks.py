@@ -1,4 +1,5 @@
 """What the trainers share is the same in each; the algorithm stands above it; lines can be read."""
+
 import subprocess
 import sys
 from functools import cache
@@ -10,16 +11,30 @@ from torch.testing import assert_close
 
 NAMES = ("language models", "rewards", "the run")  # blocks of the small trainers below
 LENGTHS = [
-    ("ppo/ppo.py", 480), ("grpo/grpo.py", 556), ("rce/rce.py", 672), ("ppo/ppo_rag.py", 499),
-    ("grpo/grpo_rec.py", 667), ("rce/rce_icl.py", 731)]
+    ("ppo/ppo.py", 480),
+    ("grpo/grpo.py", 556),
+    ("rce/rce.py", 672),
+    ("ppo/ppo_rag.py", 499),
+    ("grpo/grpo_rec.py", 667),
+    ("rce/rce_icl.py", 731),
+]
 MOST = {  # lines of a block today; a further promise finds its lines inside
-    "language models": 606, "prompts and responses": 226, "records": 73, "rewards": 96, "the run": 714,
-    "mining and check-up": 126, "faster decoding": 63, "faster scoring": 46, "adapters": 74, "sharding": 77}
+    "language models": 606,
+    "prompts and responses": 226,
+    "records": 73,
+    "rewards": 96,
+    "the run": 714,
+    "mining and check-up": 126,
+    "faster decoding": 63,
+    "faster scoring": 46,
+    "adapters": 74,
+    "sharding": 77,
+}
 
 
 def upper_part(text):
     """How many lines stand above the first block."""
-    return text[:blocks.MARK.search(text).start()].count("\n")
+    return text[: blocks.MARK.search(text).start()].count("\n")
 
 
 def test_the_blocks_of_all_trainers_are_equal():
@@ -94,6 +109,7 @@ def test_a_copy_without_the_blocks_that_may_go_trains_as_the_file_does(path, nam
 
 # ---------------------------------------------------------------- tests/blocks.py itself, on small files
 
+
 def trainer(file, **changed):
     """A small trainer: an algorithm of its own, and the blocks with what `changed` makes of them."""
     text = f'"""{file}"""\nMINE = "{file}"\n'
@@ -120,14 +136,17 @@ def root(tmp_path, three):
 
 
 @pytest.mark.parametrize("number, name", list(enumerate(NAMES)))
-@pytest.mark.parametrize("body", [
-    "def function():\n    return 7\n",  # another line
-    "def function_0():\n    return  0\n",  # a space more
-    "",  # nothing
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def function():\n    return 7\n",  # another line
+        "def function_0():\n    return  0\n",  # a space more
+        "",  # nothing
+    ],
+)
 def test_a_planted_difference_is_shown_with_both_files(root, number, name, body):
     (root / "grpo/grpo.py").write_text(trainer("grpo/grpo.py", **{f"block_{number}": body}))
-    wrong, = blocks.differences(root)
+    (wrong,) = blocks.differences(root)
     assert f"the block {name!r} differs between ppo/ppo.py and grpo/grpo.py" in wrong
     assert "--- ppo/ppo.py\n+++ grpo/grpo.py" in wrong
     assert f"\n-    return {number}" in wrong
@@ -136,7 +155,7 @@ def test_a_planted_difference_is_shown_with_both_files(root, number, name, body)
 def test_a_difference_in_line_ends_alone_is_one(root):
     text = (root / "rce/rce.py").read_bytes()
     (root / "rce/rce.py").write_bytes(text.replace(b"return 1\n", b"return 1\r\n"))
-    wrong, = blocks.differences(root)
+    (wrong,) = blocks.differences(root)
     assert "between ppo/ppo.py and rce/rce.py" in wrong
 
 
@@ -149,7 +168,7 @@ def test_the_real_files_are_compared(tmp_path, three):
     planted = text.replace("handle = os.open(path, os.O_RDONLY)", "handle = os.open(path, 0)")
     assert planted != text
     (tmp_path / "grpo/grpo.py").write_text(planted)
-    wrong, = blocks.differences(tmp_path)
+    (wrong,) = blocks.differences(tmp_path)
     assert "the block 'the run' differs between ppo/ppo.py and grpo/grpo.py" in wrong
     assert "+    handle = os.open(path, 0)" in wrong
 
@@ -173,17 +192,32 @@ def test_spreading_mends_it_and_leaves_the_rest_of_the_file_alone(root):
     assert blocks.spread("grpo/grpo.py", root) == []
 
 
-@pytest.mark.parametrize("old, new, says", [
-    ("# ==== end of block: rewards\n", "",
-     "grpo/grpo.py: line 18 opens the block 'the run' before 'rewards' has its end"),
-    ("# ==== end of block: the run\n", "",
-     "grpo/grpo.py: the block 'the run' has no line `# ==== end of block: the run`"),
-    ("# ==== block: the run\n", "",
-     "grpo/grpo.py: line 22 closes the block 'the run', which is not open there"),
-    ("# ==== block: the run\n", "# ==== block: rewards\n",
-     "grpo/grpo.py: line 19 opens the block 'rewards' a second time"),
-    ("block: the run\n", "block: another\n", "grpo/grpo.py: there is no block 'the run'"),
-])
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (
+            "# ==== end of block: rewards\n",
+            "",
+            "grpo/grpo.py: line 18 opens the block 'the run' before 'rewards' has its end",
+        ),
+        (
+            "# ==== end of block: the run\n",
+            "",
+            "grpo/grpo.py: the block 'the run' has no line `# ==== end of block: the run`",
+        ),
+        (
+            "# ==== block: the run\n",
+            "",
+            "grpo/grpo.py: line 22 closes the block 'the run', which is not open there",
+        ),
+        (
+            "# ==== block: the run\n",
+            "# ==== block: rewards\n",
+            "grpo/grpo.py: line 19 opens the block 'rewards' a second time",
+        ),
+        ("block: the run\n", "block: another\n", "grpo/grpo.py: there is no block 'the run'"),
+    ],
+)
 def test_markers_that_do_not_fit_are_named_and_nothing_is_spread(root, old, new, says):
     (root / "grpo/grpo.py").write_text(trainer("grpo/grpo.py").replace(old, new))
     before = {file: (root / file).read_bytes() for file in TRAINERS}

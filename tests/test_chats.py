@@ -1,4 +1,5 @@
 """Lists of messages as prompts, further columns for reward functions, and rewards a token."""
+
 import json
 import re
 import shutil
@@ -94,22 +95,25 @@ def test_nulls_that_parquet_puts_into_records_are_taken_out_again(tmp_path):
         {"role": "tool", "name": "add", "content": "1"},
     ]
     for kind in ("parquet", "jsonl"):
-        row, = PPO.load_rows([chat_rows(tmp_path / f"a.{kind}", chat)], "TRAIN_DATASETS")
+        (row,) = PPO.load_rows([chat_rows(tmp_path / f"a.{kind}", chat)], "TRAIN_DATASETS")
         wanted = [chat[0], {"role": "assistant", "content": "", "tool_calls": [call, other]}, chat[2]]
         assert row["prompt"] == wanted and "add" in PPO.transcript(row["prompt"])
 
 
-@pytest.mark.parametrize("chat", [
-    [],
-    ["Tom"],
-    " ",
-    {"text": "Tom"},
-    [{"from": "human", "value": "Tom"}],
-    [{"role": "user", "content": [{"type": "image"}]}],
-    [USER, {"role": "user"}],
-    [{"role": "user"}, USER],
-    [USER, {"role": "assistant", "content": "x"}],
-])
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [],
+        ["Tom"],
+        " ",
+        {"text": "Tom"},
+        [{"from": "human", "value": "Tom"}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [USER, {"role": "user"}],
+        [{"role": "user"}, USER],
+        [USER, {"role": "assistant", "content": "x"}],
+    ],
+)
 def test_a_prompt_that_is_none_is_named_with_its_line(tmp_path, chat):
     spec = chat_rows(tmp_path / "a.jsonl", [USER], chat)
     says = "^TRAIN_DATASETS: .*a.jsonl line 2: 'prompt': a prompt is a text, or messages such as .* not "
@@ -136,7 +140,8 @@ def test_the_policy_reads_the_chat_and_the_reward_model_the_response_too(each, t
     data = [chat_rows(tmp_path / "a.jsonl", TURNS, "Tom has 1 apples.")]
     models = {
         "ACTOR_MODEL": with_template(tmp_path / "policy"),
-        "REWARD_MODEL": with_template(tmp_path / "reward", "reward_model")}
+        "REWARD_MODEL": with_template(tmp_path / "reward", "reward_model"),
+    }
     script, trainer_class = each(TRAIN_DATASETS=data, EVAL_DATASETS=[], **models)
     trainer = trainer_class()
     first, second = trainer.train_rows
@@ -160,8 +165,11 @@ def test_a_system_prompt_goes_before_what_has_none(each, tmp_path):
     options = {"SYSTEM_PROMPT": "How many?", "PROMPT_TEMPLATE": "{input}+", "EVAL_DATASETS": []}
     script, trainer_class = each(TRAIN_DATASETS=data, ACTOR_MODEL=model, **options)
     trainer = trainer_class()
-    wanted = ["$(Ann has 2 apples.)#### 2<eos>(Tom has 1 apples.)", "How many?(Tom has 1 apples.)",
-              "How many?(Tom has 1 apples.+)"]  # the template is for texts alone
+    wanted = [
+        "$(Ann has 2 apples.)#### 2<eos>(Tom has 1 apples.)",
+        "How many?(Tom has 1 apples.)",
+        "How many?(Tom has 1 apples.+)",
+    ]  # the template is for texts alone
     assert [row["ids"] for row in trainer.train_rows] == [ids_of(trainer, text) for text in wanted]
     system = {"role": "system", "content": "How many?"}
     asked = {"role": "user", "content": "Tom has 1 apples.+"}
@@ -320,6 +328,10 @@ def test_a_parameter_that_nothing_fills_is_a_sentence():
     with pytest.raises(PPO.UserError, match="^judge: too many positional arguments"):
         PPO.call_reward("judge", lambda responses: [1.0], ["x"], ["a"], [None])
     columns = {"answers": ["SQuAD's"], "n": [3.0]}  # what stands in the first three places is no column
-    for judge in (lambda p, r, answers, n: n, lambda *lists: [float(len(lists))], lambda messages, r, a: [3],
-                  lambda p, r, answers, **known: known["n"]):
+    for judge in (
+        lambda p, r, answers, n: n,
+        lambda *lists: [float(len(lists))],
+        lambda messages, r, a: [3],
+        lambda p, r, answers, **known: known["n"],
+    ):
         assert PPO.call_reward("judge", judge, ["x"], ["a"], [None], columns).tolist() == [3.0]

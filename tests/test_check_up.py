@@ -1,4 +1,5 @@
 """tools/check_up.py: its figures by hand and as the trainers have them, its verdict, its files."""
+
 import ast
 import csv
 import json
@@ -18,19 +19,42 @@ GREEDY = {"source": ["greedy"], "temperature": [None]}
 
 def candidate(hard, soft=0.0, gt_prob=0.0, source=("sample",), temperature=(1.0,), **more):
     return {
-        "prompt_id": "p", "prompt": "q", "token_ids": [5, 1], "text": "", "truncated": False, "hard": hard,
-        "soft": soft, "gt_prob": gt_prob, "source": list(source), "temperature": list(temperature),
-        "logprob": -1.0, "eval_mode": "verified", "eval_failed": False, "eval_error": None, **more}
+        "prompt_id": "p",
+        "prompt": "q",
+        "token_ids": [5, 1],
+        "text": "",
+        "truncated": False,
+        "hard": hard,
+        "soft": soft,
+        "gt_prob": gt_prob,
+        "source": list(source),
+        "temperature": list(temperature),
+        "logprob": -1.0,
+        "eval_mode": "verified",
+        "eval_failed": False,
+        "eval_error": None,
+        **more,
+    }
 
 
 def hand_made():
     return [
-        [candidate(1, 0.9, 0.8, ["greedy", "sample"], [None, 1.0]), candidate(0, 0.5, 0.1),
-         candidate(0, 0.2, 0.0, ["beam"], [None])],
-        [candidate(0, 0.6, 0.3, **GREEDY), candidate(1, 1.0, 0.9, ["sample", "sample"], [0.5, 1.0]),
-         candidate(None, None, None, eval_failed=True, eval_mode="failed")],
-        [candidate(0, 0.1, 0.0, **GREEDY), candidate(0, 0.4, 0.2, ["beam"], [None]),
-         candidate(None, None, 0.05, eval_mode="cheap")]]
+        [
+            candidate(1, 0.9, 0.8, ["greedy", "sample"], [None, 1.0]),
+            candidate(0, 0.5, 0.1),
+            candidate(0, 0.2, 0.0, ["beam"], [None]),
+        ],
+        [
+            candidate(0, 0.6, 0.3, **GREEDY),
+            candidate(1, 1.0, 0.9, ["sample", "sample"], [0.5, 1.0]),
+            candidate(None, None, None, eval_failed=True, eval_mode="failed"),
+        ],
+        [
+            candidate(0, 0.1, 0.0, **GREEDY),
+            candidate(0, 0.4, 0.2, ["beam"], [None]),
+            candidate(None, None, 0.05, eval_mode="cheap"),
+        ],
+    ]
 
 
 def drawn(count=40):
@@ -60,18 +84,34 @@ def test_it_imports_nothing_of_ours():
 def test_figures_of_a_hand_made_table():
     figures = tool.check_up(hand_made(), 11, tool.CONSTANTS)
     wanted = {
-        "prompts": 3, "candidates": 9, "proposed": 11, "verified": 7, "positive rate": 2 / 7,
-        "positive rate, greedy": 1 / 3, "positive rate, beam": 0.0, "positive rate, sample at 1": 2 / 3,
-        "positive rate, sample at 0.5": 1.0, "positives a prompt, min": 0, "positives a prompt, p25": 0.5,
-        "positives a prompt, median": 1, "positives a prompt, p75": 1, "positives a prompt, max": 1,
-        "prompts without a positive": 1 / 3, "prompts with flat reward": 1 / 3,
+        "prompts": 3,
+        "candidates": 9,
+        "proposed": 11,
+        "verified": 7,
+        "positive rate": 2 / 7,
+        "positive rate, greedy": 1 / 3,
+        "positive rate, beam": 0.0,
+        "positive rate, sample at 1": 2 / 3,
+        "positive rate, sample at 0.5": 1.0,
+        "positives a prompt, min": 0,
+        "positives a prompt, p25": 0.5,
+        "positives a prompt, median": 1,
+        "positives a prompt, p75": 1,
+        "positives a prompt, max": 1,
+        "prompts without a positive": 1 / 3,
+        "prompts with flat reward": 1 / 3,
         # ranks of soft .9 .5 .2 .6 1. .1 .4: 6 4 2 5 7 1 3, of hard 1 0 0 0 1 0 0: 6.5 3 3 3 6.5 3 3
         "Spearman of soft with hard": 17.5 / math.sqrt(28 * 17.5),
         # gt_prob .8 .1 0 .3 .9 0 .2: ranks 6 3 1.5 5 7 1.5 4
         "Spearman of gt_prob with hard": 17.5 / math.sqrt(27.5 * 17.5),
-        "accuracy of the policy's pick": 1 / 3, "accuracy of the oracle": 2 / 3,
-        "oracle's reward above the pick's, mean": 1 / 3, "oracle above the pick by .2, prompts": 1 / 3,
-        "eval mode cheap": 1 / 9, "eval mode failed": 1 / 9, "eval mode verified": 7 / 9}
+        "accuracy of the policy's pick": 1 / 3,
+        "accuracy of the oracle": 2 / 3,
+        "oracle's reward above the pick's, mean": 1 / 3,
+        "oracle above the pick by .2, prompts": 1 / 3,
+        "eval mode cheap": 1 / 9,
+        "eval mode failed": 1 / 9,
+        "eval mode verified": 7 / 9,
+    }
     assert figures == pytest.approx(wanted)
     assert tool.find_verdict(figures, "hard_only").startswith("fix the reward: scoring failed for 11%")
     soft = tool.check_up(hand_made(), 11, {**tool.CONSTANTS, "REWARD_MODE": "hard_plus_soft"})
@@ -81,10 +121,14 @@ def test_figures_of_a_hand_made_table():
     assert math.isnan(none["accuracy of the oracle"]) and math.isnan(none["Spearman of soft with hard"])
 
 
-@pytest.mark.parametrize("script, constants", [
-    *((script, {"REWARD_MODE": mode}) for script in (rce, icl) for mode in script._LIMITS["REWARD_MODE"]),
-    (rce, {"REWARD_MODE": "hybrid", "HYBRID_SCORE": "rouge_l", "SIMILARITY_WEIGHT": 0.3}),
-    (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score"})])
+@pytest.mark.parametrize(
+    "script, constants",
+    [
+        *((script, {"REWARD_MODE": mode}) for script in (rce, icl) for mode in script._LIMITS["REWARD_MODE"]),
+        (rce, {"REWARD_MODE": "hybrid", "HYBRID_SCORE": "rouge_l", "SIMILARITY_WEIGHT": 0.3}),
+        (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score"}),
+    ],
+)
 def test_its_figures_are_the_trainers_own(monkeypatch, script, constants):
     for key, value in constants.items():
         monkeypatch.setattr(script, key, value)
@@ -96,20 +140,37 @@ def test_its_figures_are_the_trainers_own(monkeypatch, script, constants):
     assert own == {key: pytest.approx(figures[key]) for key in own}
     for group in groups[:5]:
         assert tool.shaped_rewards(group, {**tool.CONSTANTS, **constants}) == pytest.approx(
-            script.shaped_rewards(group))
+            script.shaped_rewards(group)
+        )
         assert tool.own_pick(group) == script.own_pick(group)
 
 
-@pytest.mark.parametrize("mode, groups, says", [
-    ("hard_only", [[candidate(1, **GREEDY), candidate(0)]] * 2 + [[candidate(0, **GREEDY), candidate(1)]],
-     "train: the best candidate is right for 100%"),
-    ("hard_only", [[candidate(0), candidate(0)]] * 3 + [[candidate(1), candidate(0)]],
-     "mine more: 75% of the prompts have no right candidate"),
-    ("hard_only", [[candidate(1, **GREEDY), candidate(0)]] * 4, "mine more: the candidates are hardly"),
-    ("hard_only", [[candidate(1), candidate(1)]] * 3 + [[candidate(0, **GREEDY), candidate(1)]],
-     "fix the reward: 75% of the prompts have equal rewards"),
-    ("hard_plus_soft", [[candidate(0, 0.9), candidate(1, 0.1)]] * 4,
-     "fix the reward: soft hardly goes with being right (Spearman -1.00)")])
+@pytest.mark.parametrize(
+    "mode, groups, says",
+    [
+        (
+            "hard_only",
+            [[candidate(1, **GREEDY), candidate(0)]] * 2 + [[candidate(0, **GREEDY), candidate(1)]],
+            "train: the best candidate is right for 100%",
+        ),
+        (
+            "hard_only",
+            [[candidate(0), candidate(0)]] * 3 + [[candidate(1), candidate(0)]],
+            "mine more: 75% of the prompts have no right candidate",
+        ),
+        ("hard_only", [[candidate(1, **GREEDY), candidate(0)]] * 4, "mine more: the candidates are hardly"),
+        (
+            "hard_only",
+            [[candidate(1), candidate(1)]] * 3 + [[candidate(0, **GREEDY), candidate(1)]],
+            "fix the reward: 75% of the prompts have equal rewards",
+        ),
+        (
+            "hard_plus_soft",
+            [[candidate(0, 0.9), candidate(1, 0.1)]] * 4,
+            "fix the reward: soft hardly goes with being right (Spearman -1.00)",
+        ),
+    ],
+)
 def test_the_verdict_names_what_to_do(mode, groups, says):
     figures = tool.check_up(groups, 9, {**tool.CONSTANTS, "REWARD_MODE": mode})
     assert tool.find_verdict(figures, mode).startswith(says)
@@ -142,12 +203,16 @@ def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys):
     assert "REWARD_MODE = hard_only\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words, says", [
-    ((), "it takes an OUTPUT_DIR or a file of candidates"),
-    (("{}", "TAU=3"), "it takes an OUTPUT_DIR"),
-    (("{}",), "there are no candidates at .*: run STAGE=mine first"),
-    (("{}/odd.parquet",), "odd.parquet cannot be read"),
-    (("{}/odd.parquet", "REWARD_MODE=best"), "REWARD_MODE = 'best': it takes hard_only, ")])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ((), "it takes an OUTPUT_DIR or a file of candidates"),
+        (("{}", "TAU=3"), "it takes an OUTPUT_DIR"),
+        (("{}",), "there are no candidates at .*: run STAGE=mine first"),
+        (("{}/odd.parquet",), "odd.parquet cannot be read"),
+        (("{}/odd.parquet", "REWARD_MODE=best"), "REWARD_MODE = 'best': it takes hard_only, "),
+    ],
+)
 def test_what_cannot_be_checked_is_a_sentence(tmp_path, capsys, words, says):
     (tmp_path / "odd.parquet").write_text("no parquet")
     with pytest.raises(SystemExit) as end:

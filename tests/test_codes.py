@@ -1,4 +1,5 @@
 """data/make_codes.py: a plain log and titles become what grpo/grpo_rec.py trains on."""
+
 import csv
 import itertools
 import subprocess
@@ -27,8 +28,11 @@ def codes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("titles.csv", "item,title", [(f"i{n}", f"{WORDS[n % 6]} {THINGS[n // 6]}") for n in range(24)])
     chance = np.random.default_rng(0)
-    rows = [(f"u{n}", f"i{chance.integers(24)}", 1000 * chance.integers(9) + n) for n in range(30)
-            for _ in range(1 + n % 12)]
+    rows = [
+        (f"u{n}", f"i{chance.integers(24)}", 1000 * chance.integers(9) + n)
+        for n in range(30)
+        for _ in range(1 + n % 12)
+    ]
     write("log.csv", "user,item,time", rows)
     return make_codes
 
@@ -41,7 +45,8 @@ def write(path, head, rows):
 EVENTS = {  # by time, as read_log() gives them
     "u": [(1, "a"), (2, "b"), (2, "c"), (6, "d"), (8, "e"), (9, "f")],
     "v": [(3, "a"), (4, "b"), (7, "a")],
-    "w": [(5, "c")]}
+    "w": [(5, "c")],
+}
 
 
 def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(codes):
@@ -50,7 +55,8 @@ def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(co
     assert rows == {
         "train": [("u", ["a", "b", "c"]), ("v", ["a", "b"])],
         "valid": [("u", list("abcd"))],
-        "test": [("u", list("abcde")), ("u", list("abcdef")), ("v", list("aba"))]}
+        "test": [("u", list("abcde")), ("u", list("abcdef")), ("v", list("aba"))],
+    }
 
 
 def test_the_split_by_users_asks_for_the_last_and_the_one_before(codes):
@@ -60,7 +66,8 @@ def test_the_split_by_users_asks_for_the_last_and_the_one_before(codes):
     assert rows == {
         "train": [("u", ["a", "b"]), ("u", list("abcd")), ("x", ["a", "b"])],
         "valid": [("u", list("abcde")), ("v", ["a", "b"])],
-        "test": [("u", list("abcdef")), ("v", list("aba"))]}
+        "test": [("u", list("abcdef")), ("v", list("aba"))],
+    }
 
 
 def test_a_users_interactions_are_ordered_by_time_and_equal_times_as_in_the_log(codes):
@@ -110,6 +117,7 @@ def test_a_models_vectors_are_the_means_of_a_titles_own_last_hidden_states(codes
     texts = ["7", "What is 3 + 4 * 5 ?"]  # the first is padded beside the second
     found = codes.model_vectors(texts)
     from transformers import AutoModel, AutoTokenizer
+
     tokenizer, model = (some.from_pretrained(codes.MODEL) for some in (AutoTokenizer, AutoModel))
     for text, vector in zip(texts, found):
         with torch.no_grad():
@@ -131,7 +139,8 @@ def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, t
     assert len(names) == 24 == len(set(trainer.catalogue.codes))
     trained, *asked = (
         [(row["user"], names[row["history"][-1]], names[row["target"]]) for row in some]
-        for some in (trainer.train_rows, trainer.valid_rows, trainer.test_rows))
+        for some in (trainer.train_rows, trainer.valid_rows, trainer.test_rows)
+    )
     wanted = Counter()
     events = codes.read_log(dict.fromkeys(names, "title"))
     times = sorted(seconds for some in events.values() for seconds, _ in some)
@@ -173,7 +182,7 @@ BAD = [
     ("log.csv", b"user,item,time\n\xff\xfe,i1,1\n", [], "LOG = 'log.csv': 'utf-8' codec can't decode"),
     ("titles.csv", "item,name\ni1,x\n", [], "TITLES = 'titles.csv': there is no column 'title'"),
     ("titles.csv", "item,title\ni1,\n", [], "TITLES = 'titles.csv' line 2: title is empty"),
-    ("titles.csv", "item,title\ni1,\"x" + 140000 * "y", [], "TITLES = 'titles.csv': field larger than"),
+    ("titles.csv", 'item,title\ni1,"x' + 140000 * "y", [], "TITLES = 'titles.csv': field larger than"),
     ("other.csv", "", ["LOG=nowhere.csv"], "LOG = 'nowhere.csv': [Errno 2] No such file"),
     ("other.csv", "", ["MODEL=nowhere/at/all"], "MODEL = 'nowhere/at/all' gives no vectors of titles"),
     ("other.csv", "", ["LOGS=log.csv"], "'LOGS=log.csv' is not KEY=VALUE with a constant"),

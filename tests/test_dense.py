@@ -1,4 +1,5 @@
 """Rewards inside a response: compute_rewards of ppo/ppo.py may return a list of numbers, one a token."""
+
 import math
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ PPO = load_script("ppo/ppo.py")
 
 def with_rewards(script, compute_rewards):
     """A trainer whose compute_rewards this is."""
+
     class Mine(script.PPOTrainer):
         pass
 
@@ -66,6 +68,7 @@ def test_only_rewards_a_token_tell_two_tokens_apart(ppo):
 
 def test_a_score_is_a_reward_of_the_last_token(ppo):
     """To the bit: the dense form of a score a response is the score's own."""
+
     def a_token(self, prompts, responses, answers, response_ids):
         return [[0.0] * (len(ids) - 1) + [len(ids) / 7] for ids in response_ids]
 
@@ -101,7 +104,7 @@ def test_the_cookbooks_recipe_rewards_each_right_line_where_it_ends(ppo):
     trainer = space["StepTrainer"]()
     said = "34-23=11\n11+40=50\n#### 51<eos>"
     ids = trainer.tokenizer(said)["input_ids"]
-    row, = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
+    (row,) = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
     ends = [i for i, token in enumerate(ids) if trainer.tokenizer.decode([token]) == "\n"]
     assert len(ends) == 2 and row == [0.1 * (i == ends[0]) + (i == len(ids) - 1) for i in range(len(ids))]
     assert rolled_out(trainer, 2).dense.sum(1).gt(0).any()
@@ -111,13 +114,19 @@ def of_three(values):
     return f"must return 3 finite numbers, one per token of response 1; it returned {values}"
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda rows: [rows[0], rows[1][:-1]], of_three(r"\[0.5, 0.5\], of shape \(2,\)")),
-    (lambda rows: [rows[0], [*rows[1], 0.0]], of_three(r"\[0.5, 0.5, 0.5, 0.0\]")),
-    (lambda rows: [rows[0], [math.nan, 0, 0]], of_three(r"\[nan, 0, 0\]")),
-    (lambda rows: [rows[0], 1.0], of_three("1.0")),
-    (lambda rows: rows[:1], r"must return 2 finite numbers, one per response; it returned \[\[0.5, 0.5\]\]"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda rows: [rows[0], rows[1][:-1]], of_three(r"\[0.5, 0.5\], of shape \(2,\)")),
+        (lambda rows: [rows[0], [*rows[1], 0.0]], of_three(r"\[0.5, 0.5, 0.5, 0.0\]")),
+        (lambda rows: [rows[0], [math.nan, 0, 0]], of_three(r"\[nan, 0, 0\]")),
+        (lambda rows: [rows[0], 1.0], of_three("1.0")),
+        (
+            lambda rows: rows[:1],
+            r"must return 2 finite numbers, one per response; it returned \[\[0.5, 0.5\]\]",
+        ),
+    ],
+)
 def test_a_list_that_does_not_fit_its_response_is_a_sentence(change, says):
     def rewards_of(prompts, responses, answers, response_ids):
         return change([[0.5] * len(ids) for ids in response_ids])

@@ -1,5 +1,6 @@
 """GRPO's maths against hand-worked numbers and independent float64 sums; the classic bugs that concern it;
 its runs."""
+
 import copy
 import json
 import math
@@ -14,8 +15,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, small, untimed,
-    walk, words_of)
+    NATS,
+    ROOT,
+    TINY,
+    assert_same_state,
+    distance,
+    load_script,
+    policy_with_two_ends,
+    read,
+    small,
+    untimed,
+    walk,
+    words_of,
+)
 from program import Program
 from test_ppo import ENDS, algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import AutoModelForCausalLM
@@ -91,13 +103,24 @@ def test_a_group_of_one_has_no_advantage(scale):
     assert module.group_advantages(torch.tensor([0.3, 2.0, 5.0]), 1, scale, True).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({"GROUP_SIZE": 1}, "GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or distil: rewards of"),
-    ({"GROUP_SIZE": 1, "REWARD_FUNCTIONS": [("exact_answer", 0.0)]}, "GROUP_SIZE = 1 has nothing"),  # no KL
-    ({"GROUP_SIZE": 1, "KL_COEF": 1.0}, "GROUP_SIZE = 1 has nothing"),
-    ({"KL_COEF": 1.0, "REWARD_FUNCTIONS": [("exact_answer", 0.0)], "RESAMPLE_FLAT_GROUPS": 2},
-     "RESAMPLE_FLAT_GROUPS = 2: with rewards of weight 0 all groups are flat: set it to 0"),
-])
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        (
+            {"GROUP_SIZE": 1},
+            "GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or distil: rewards of",
+        ),
+        (
+            {"GROUP_SIZE": 1, "REWARD_FUNCTIONS": [("exact_answer", 0.0)]},
+            "GROUP_SIZE = 1 has nothing",
+        ),  # no KL
+        ({"GROUP_SIZE": 1, "KL_COEF": 1.0}, "GROUP_SIZE = 1 has nothing"),
+        (
+            {"KL_COEF": 1.0, "REWARD_FUNCTIONS": [("exact_answer", 0.0)], "RESAMPLE_FLAT_GROUPS": 2},
+            "RESAMPLE_FLAT_GROUPS = 2: with rewards of weight 0 all groups are flat: set it to 0",
+        ),
+    ],
+)
 def test_a_group_of_one_is_for_distillation_which_has_only_flat_groups(grpo, constants, says):
     script = grpo(**constants)
     with pytest.raises(script.UserError, match=says):
@@ -120,7 +143,7 @@ def test_distillation_has_the_gradient_of_half_the_squared_log_ratio_to_the_teac
     for row, ids, n in zip(batch.rows, batch.response_ids.tolist(), batch.response_lengths.tolist()):
         whole = torch.tensor([row["ids"] + ids[:n]])
         chosen = whole[0, -n:, None]
-        logs = [m(whole).logits[0, -n - 1:-1].log_softmax(-1).gather(1, chosen) for m in (ours, theirs)]
+        logs = [m(whole).logits[0, -n - 1 : -1].log_softmax(-1).gather(1, chosen) for m in (ours, theirs)]
         loss = loss + 0.7 * ((logs[0] - logs[1].detach()) ** 2 / 2).sum() / batch.response_mask.sum()
     loss.backward()
     assert distance(got, torch.cat([p.grad.flatten() for p in ours.parameters()])) < 1e-4
@@ -198,7 +221,8 @@ def by_hand(loss_type, new, old, advantages, lengths, low, high, dual, max_new):
             "sapo": 1 / n / rows,
             "dapo": 1 / tokens,
             "cispo": 1 / tokens,
-            "dr_grpo": 1 / (rows * max_new)}[loss_type]
+            "dr_grpo": 1 / (rows * max_new),
+        }[loss_type]
         for t in range(n):
             rho = math.exp(sum(logs) / n if loss_type == "gspo" else logs[t])
             if loss_type == "cispo":
@@ -251,8 +275,7 @@ def test_the_clip_has_a_gradient_exactly_where_it_should(loss_type, advantage, r
     logprobs = torch.full((1, 2), math.log(ratio), dtype=torch.float64).requires_grad_()
     advantages = torch.tensor([[float(advantage)]])
     mask = torch.ones(1, 2)
-    losses, _ = module.policy_loss(
-        logprobs, torch.zeros(1, 2), advantages, mask, loss_type, 0.2, 0.2, 3.0)
+    losses, _ = module.policy_loss(logprobs, torch.zeros(1, 2), advantages, mask, loss_type, 0.2, 0.2, 3.0)
     losses.mean().backward()
     assert logprobs.grad.sum().item() == pytest.approx(-advantage * ratio if gradient else 0.0)
 
@@ -260,7 +283,8 @@ def test_the_clip_has_a_gradient_exactly_where_it_should(loss_type, advantage, r
 def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
     logprobs = torch.tensor([[math.log(9.0), math.log(0.5)]], dtype=torch.float64, requires_grad=True)
     losses, _ = module.policy_loss(
-        logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), "cispo", 0.2, 3.0)
+        logprobs, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), "cispo", 0.2, 3.0
+    )
     losses.sum().backward()
     assert logprobs.grad[0].tolist() == pytest.approx([-4.0, -0.5])
 
@@ -270,7 +294,8 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
 def test_sapos_gradient_is_grpos_on_policy_and_falls_to_either_side(advantage, tau, ratio):
     logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     losses, _ = module.policy_loss(
-        logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1), "sapo", 0.2, 0.2)
+        logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1), "sapo", 0.2, 0.2
+    )
     losses.sum().backward()
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     assert logprobs.grad.item() == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage, rel=1e-6)
@@ -379,13 +404,14 @@ def equal_scores(trainer, groups):
     batch = scored_batch(trainer)
     batch.scores = torch.tensor([1.0, 0.0] * 8)
     for group in groups:
-        batch.scores[2 * group:2 * group + 2] = 1.0
+        batch.scores[2 * group : 2 * group + 2] = 1.0
     trainer.compute_advantages(batch)
     return batch
 
 
 def with_length_term(script, coefficient=0.1):
     """A trainer whose loss has a term of the user's own: long responses become less likely."""
+
     class Shorter(script.GRPOTrainer):
         def token_losses(self, batch, rows, logprobs, entropy):
             losses, *others = super().token_losses(batch, rows, logprobs, entropy)
@@ -431,7 +457,7 @@ def test_a_term_that_counts_only_where_the_policy_has_moved_is_trained(grpo, mon
     class Careful(script.GRPOTrainer):
         def token_losses(self, batch, rows, logprobs, entropy):
             losses, *others = super().token_losses(batch, rows, logprobs, entropy)
-            apart = logprobs - batch.logprobs[rows, :logprobs.shape[1]]
+            apart = logprobs - batch.logprobs[rows, : logprobs.shape[1]]
             return losses + (moves * apart).relu() ** 2, *others
 
     trainer = Careful()
@@ -444,7 +470,8 @@ def test_a_term_that_counts_only_where_the_policy_has_moved_is_trained(grpo, mon
 
 @pytest.mark.parametrize("constants", [{}, GSPO, {"LOSS_TYPE": "cispo"}], ids=["dapo", "gspo", "cispo"])
 def test_without_a_term_flat_groups_alone_are_left_out_and_the_gradient_is_the_same(
-        grpo, monkeypatch, constants):
+    grpo, monkeypatch, constants
+):
     """Whatever the clip range: a tight one must not take a negative advantage for none."""
     learning = {}
     found = []
@@ -566,7 +593,8 @@ def test_the_greatest_ratio_of_a_step_is_that_of_its_passes(path, name, tmp_path
     trainer.optimizer_step = lambda *some, **more: {"ratio_max": next(passes), "loss": 1.0, "log_ratio": 0.0}
     zeros = torch.zeros(2, 3)
     metrics = trainer.update(
-        SimpleNamespace(rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, response_mask=zeros + 1))
+        SimpleNamespace(rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, response_mask=zeros + 1)
+    )
     assert (metrics["ratio_max"], metrics["ratio_max_first"], metrics["loss"]) == (0.5, 0.0, 1.0)
 
 
@@ -594,8 +622,16 @@ def test_pass_at_k_counts_a_problem_that_any_of_k_samples_solves(grpo, monkeypat
 
 # As much state as there can be: an epoch's end, further prompts, a reference that follows, mini-batches
 KILLED = (
-    "MAX_STEPS=6", "SAVE_EVERY_N_STEPS=3", "EVAL_EVERY_N_STEPS=2", "MINI_BATCHES=2", "KL_COEF=0.1",
-    "GROUP_SIZE=3", "REFERENCE_SYNC_STEPS=2", "RESAMPLE_FLAT_GROUPS=1", "NUM_EPOCHS=3")
+    "MAX_STEPS=6",
+    "SAVE_EVERY_N_STEPS=3",
+    "EVAL_EVERY_N_STEPS=2",
+    "MINI_BATCHES=2",
+    "KL_COEF=0.1",
+    "GROUP_SIZE=3",
+    "REFERENCE_SYNC_STEPS=2",
+    "RESAMPLE_FLAT_GROUPS=1",
+    "NUM_EPOCHS=3",
+)
 
 
 def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(tmp_path, started):
@@ -624,8 +660,13 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
     trainer.train()
     out = tmp_path / "run"
     assert sorted(p.name for p in out.glob("[!.]*")) == [
-        "best", "grpo_metrics_with_entropy.png", "logs", "step_2", "training_config.json",
-        "training_metrics_detailed.png"]
+        "best",
+        "grpo_metrics_with_entropy.png",
+        "logs",
+        "step_2",
+        "training_config.json",
+        "training_metrics_detailed.png",
+    ]
     wanted = """step epoch policy_loss reward reward/exact_answer advantage entropy kl approx_kl clip_fraction
         ratio_max_first grad_norm learning_rate response_length truncated_fraction zero_variance_groups
         tokens_per_second seconds/rollout seconds/score seconds/update"""
@@ -670,7 +711,7 @@ def test_further_prompts_come_out_of_the_runs_own_epochs(grpo, epochs, rounds, s
     trainer.train()
     assert len(taken) == 10 * epochs
     for i in range(0, len(taken), 10):
-        assert len(set(taken[i:i + 10])) == 10
+        assert len(set(taken[i : i + 10])) == 10
     records = read(trainer.run.logs["metrics.jsonl"].name)
     assert len([r for r in records if r["phase"] == "train"]) == steps
     assert trainer.run.step == trainer.run.total_steps == steps
@@ -687,7 +728,7 @@ def test_a_run_that_resampled_resumes_to_the_same_end(grpo, tmp_path):
     trainer = script.GRPOTrainer(resume_from_checkpoint=str(tmp_path / "run/step_2"))
     trainer.train()
     assert len(again) < 30 == len(taken)
-    assert taken[-len(again):] == again
+    assert taken[-len(again) :] == again
     steps = [line for line in untimed(tmp_path / "run/logs/metrics.jsonl") if line["step"] > 2]
     assert untimed(trainer.run.logs["metrics.jsonl"].name) == steps
     assert len({line["learning_rate"] for line in steps}) == len(steps) > 1
@@ -947,14 +988,16 @@ def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
             "reward": 30 + i,
             "advantage": i - 4,
             "reward/exact_answer": 10 + i,
-            "reward/answer_format": i * i}
+            "reward/answer_format": i * i,
+        }
     (record,) = read(trainer.run.logs["metrics.jsonl"].name)
     wanted = {
         "reward": 33.5,
         "reward/exact_answer": 13.5,
         "reward/answer_format": 17.5,
         "advantage": 2.0,
-        "truncated_fraction": 0.75}
+        "truncated_fraction": 0.75,
+    }
     assert {key: record[key] for key in wanted} == pytest.approx(wanted)
     assert record["response_length"] == pytest.approx(batch.response_lengths.float().mean().item())
 
@@ -1159,9 +1202,14 @@ def one_step(tmp_path_factory):
         batch, metrics = trainer.batch, trainer.metrics
         seen.update({key: getattr(batch, key) for key in ("scores", "advantages", "trained")})
         seen.update(
-            plan=trainer.run.total_steps, responses=batch.response_ids, policy_loss=metrics["policy_loss"],
-            kl=metrics["kl"], clipped=metrics["clip_fraction"], norm=metrics["grad_norm"],
-            reference=flat_weights(trainer.reference))
+            plan=trainer.run.total_steps,
+            responses=batch.response_ids,
+            policy_loss=metrics["policy_loss"],
+            kl=metrics["kl"],
+            clipped=metrics["clip_fraction"],
+            norm=metrics["grad_norm"],
+            reference=flat_weights(trainer.reference),
+        )
         return script, trainer, seen
 
     yield take_step
@@ -1186,10 +1234,17 @@ def test_no_constant_of_the_algorithm_was_forgotten():
     assert algorithm_of("grpo/grpo.py") - set(elsewhere.split()) <= CONSTANTS.keys()
 
 
-@pytest.mark.parametrize("changed", [
-    {"KL_ESTIMATOR": "k1"}, {"LOSS_TYPE": "grpo", "KL_ESTIMATOR": "k2"}, {"LOSS_TYPE": "dr_grpo"},
-    {"LOSS_TYPE": "gspo", "KL_ESTIMATOR": "k3"}, {"LOSS_TYPE": "cispo", "DUAL_CLIP": None},
-], ids=["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"KL_ESTIMATOR": "k1"},
+        {"LOSS_TYPE": "grpo", "KL_ESTIMATOR": "k2"},
+        {"LOSS_TYPE": "dr_grpo"},
+        {"LOSS_TYPE": "gspo", "KL_ESTIMATOR": "k3"},
+        {"LOSS_TYPE": "cispo", "DUAL_CLIP": None},
+    ],
+    ids=["dapo", "grpo", "dr_grpo", "gspo", "cispo"],
+)
 def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step, changed):
     c, trainer, seen = one_step(**changed)
     batch = trainer.batch
@@ -1205,7 +1260,8 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     # log-probabilities, each row alone
     actor, moved, reference = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-        for path in (c.ACTOR_MODEL, c.ACTOR_MODEL, c.REFERENCE_MODEL))
+        for path in (c.ACTOR_MODEL, c.ACTOR_MODEL, c.REFERENCE_MODEL)
+    )
     moved.load_state_dict(trainer.actor.state_dict())
     lengths = batch.response_lengths.tolist()
     ids = [row["ids"] + said[:n] for row, said, n in zip(batch.rows, batch.response_ids.tolist(), lengths)]
@@ -1214,7 +1270,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
         """[(log-probabilities, entropies)] of each response's tokens."""
         found = []
         for row, n in zip(ids, lengths):
-            logs = (model(torch.tensor([row])).logits[0, -n - 1:-1] / c.TEMPERATURE).log_softmax(-1)
+            logs = (model(torch.tensor([row])).logits[0, -n - 1 : -1] / c.TEMPERATURE).log_softmax(-1)
             found.append((logs.gather(1, torch.tensor(row[-n:])[:, None])[:, 0], -(logs.exp() * logs).sum(1)))
         return found
 
@@ -1230,7 +1286,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
     scores = [0.31 * m + 0.6 * v - 0.73 * x for m, v, x in each]
     assert len(set(overlong)) > 3 and seen["scores"].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-4)
     deviation = 1.0 if c.LOSS_TYPE == "dr_grpo" else torch.tensor(scores).std().item() + 1e-4
-    groups = [scores[i - i % 4:i - i % 4 + 4] for i in range(count)]
+    groups = [scores[i - i % 4 : i - i % 4 + 4] for i in range(count)]
     advantages = [(s - (sum(group) - s) / 3) / deviation for s, group in zip(scores, groups)]
     assert seen["advantages"].tolist() == pytest.approx(advantages, rel=1e-3, abs=1e-3)
 
@@ -1262,10 +1318,10 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
         is_clipped = rho > high if a > 0 or c.LOSS_TYPE == "cispo" else rho < low
         clipped += is_clipped.sum().item() / tokens
         apart = p - q
-        value = {"k1": apart, "k2": apart ** 2 / 2, "k3": (-apart).exp() - 1 + apart}[c.KL_ESTIMATOR]
+        value = {"k1": apart, "k2": apart**2 / 2, "k3": (-apart).exp() - 1 + apart}[c.KL_ESTIMATOR]
         kl += value.sum().item() / tokens
         policy -= (weight * gain).sum().item()
-        loss = loss + (weight * (c.KL_COEF * apart ** 2 / 2 - c.ENTROPY_COEF * h - gain)).sum()
+        loss = loss + (weight * (c.KL_COEF * apart**2 / 2 - c.ENTROPY_COEF * h - gain)).sum()
     assert 0.02 < clipped < 0.95 and seen["clipped"] == pytest.approx(clipped, abs=1e-6)
     assert seen["kl"] == pytest.approx(kl, rel=1e-3)
     assert seen["policy_loss"] == pytest.approx(policy, rel=1e-3, abs=1e-5)
@@ -1292,7 +1348,7 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
     ids = [row["ids"] for row in rows]
     said = c.respond(trainer.actor, trainer.tokenizer, ids, uniform, c.EVAL_SAMPLES).responses
     right = vowels(None, said, None)
-    best = [max(right[i:i + 3]) for i in range(0, len(right), 3)]
+    best = [max(right[i : i + 3]) for i in range(0, len(right), 3)]
     assert seen["evaluation"]["pass@1"] == pytest.approx(sum(right) / len(right))
     assert seen["evaluation"]["pass@3"] == pytest.approx(sum(best) / len(best))
     assert all(row["id"].startswith("test.jsonl:") for row in rows) and 1 < len(rows) <= c.MAX_EVAL_PROMPTS
@@ -1300,6 +1356,6 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
     # and training those of its step by the run's own
     torch.manual_seed(c.SEED)
     uniform = torch.rand(len(trainer.batch.rows), c.MAX_NEW_TOKENS)
-    asked = [row["ids"] for row in trainer.batch.rows[::c.GROUP_SIZE]]
+    asked = [row["ids"] for row in trainer.batch.rows[:: c.GROUP_SIZE]]
     said = c.respond(trainer.actor, trainer.tokenizer, asked, uniform, c.GROUP_SIZE)
     assert torch.equal(said.response_ids, seen["responses"])

@@ -1,5 +1,6 @@
 """rce/rce_icl.py: the pointer network, mining, RCE and GRPO, the readers, resume and errors, on a toy world
 of questions whose answers a reader can only know from demonstrations."""
+
 import csv
 import itertools
 import json
@@ -16,8 +17,16 @@ import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
-    T5Config, T5Model)
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5Model,
+)
 
 FILE = "rce/rce_icl.py"
 INTENTS = "card loan cash rate lost fees".split()
@@ -45,17 +54,37 @@ def world(tmp_path_factory):
 
 
 TOY = {
-    "VALIDATION_QUERIES": 12, "MINE_QUERIES": 40, "POOL_SIZE": 16, "EMBEDDING_SIZE": 12, "RANDOM": 8,
-    "SHOTS": 2, "BEAMS": 2, "SAMPLES": 1, "LOCAL": 6, "LOCAL_TOP": 2, "KEEP_TOP": 4, "KEEP_RANDOM": 2,
-    "MINE_BATCH_SIZE": 16, "HIDDEN_SIZE": 8, "HEADS": 2, "BATCH_SIZE": 10, "RCE_EPOCHS": 2,
-    "EVAL_SHOTS": (1, 2), "SAVE_EVERY_N_STEPS": 0, "EVAL_EVERY_N_STEPS": 3, "BOOTSTRAP": 50}
+    "VALIDATION_QUERIES": 12,
+    "MINE_QUERIES": 40,
+    "POOL_SIZE": 16,
+    "EMBEDDING_SIZE": 12,
+    "RANDOM": 8,
+    "SHOTS": 2,
+    "BEAMS": 2,
+    "SAMPLES": 1,
+    "LOCAL": 6,
+    "LOCAL_TOP": 2,
+    "KEEP_TOP": 4,
+    "KEEP_RANDOM": 2,
+    "MINE_BATCH_SIZE": 16,
+    "HIDDEN_SIZE": 8,
+    "HEADS": 2,
+    "BATCH_SIZE": 10,
+    "RCE_EPOCHS": 2,
+    "EVAL_SHOTS": (1, 2),
+    "SAVE_EVERY_N_STEPS": 0,
+    "EVAL_EVERY_N_STEPS": 3,
+    "BOOTSTRAP": 50,
+}
 
 
 def toy_constants(world, out, **constants):
     kinds = {"type": "csv", "input": "text", "output": "category"}
     files = {
         "TRAIN_DATASET": {"path": f"{world}/train.csv", **kinds},
-        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds}, "OUTPUT_DIR": str(out / "run")}
+        "TEST_DATASET": {"path": f"{world}/test.csv", **kinds},
+        "OUTPUT_DIR": str(out / "run"),
+    }
     return {**files, **TOY, **constants}
 
 
@@ -82,9 +111,17 @@ def trained(world, tmp_path_factory):
 def pointer(script, queries=3, pool=7, seed=0, layers=2):
     """A policy, and (queries, vectors, pool, known) that it reads."""
     torch.manual_seed(seed)
-    policy = script.Pointer(script.PointerConfig(
-        query_size=5, candidate_size=6, hidden_size=8, layers=layers, heads=2, dropout=0.3,
-        pointer_temperature=0.1)).eval()
+    policy = script.Pointer(
+        script.PointerConfig(
+            query_size=5,
+            candidate_size=6,
+            hidden_size=8,
+            layers=layers,
+            heads=2,
+            dropout=0.3,
+            pointer_temperature=0.1,
+        )
+    ).eval()
     policy.choice_weights.data = torch.tensor([[1.0, 2, 3, 0, 0], [-1, 1, 2, 2, 1]]) / 90
     pools = torch.stack([torch.randperm(20)[:pool] % 5 for _ in range(queries)])  # answers occur twice
     known = torch.rand(queries, 2, pool) * torch.tensor([1.0, -1.0])[:, None]
@@ -92,6 +129,7 @@ def pointer(script, queries=3, pool=7, seed=0, layers=2):
 
 
 # ---------------------------------------------------------------- the pointer network
+
 
 def test_log_probabilities_equal_a_step_by_step_computation():
     script = load_script(FILE)
@@ -105,8 +143,10 @@ def test_log_probabilities_equal_a_step_by_step_computation():
         return torch.nn.functional.layer_norm(x, (8,), p[f"{name}.weight"], p[f"{name}.bias"])
 
     for q, i in itertools.product(range(3), range(2)):
-        keys = norm(vectors[pool[q]] @ p["candidate_projection.weight"].T + p["candidate_projection.bias"],
-                    "candidate_norm")
+        keys = norm(
+            vectors[pool[q]] @ p["candidate_projection.weight"].T + p["candidate_projection.bias"],
+            "candidate_norm",
+        )
         state = 5 * queries[q] @ p["query_projection.0.weight"].T + p["query_projection.0.bias"]
         state = state * (1 + torch.erf(state / math.sqrt(2))) / 2
         state = state @ p["query_projection.3.weight"].T + p["query_projection.3.bias"]
@@ -242,8 +282,9 @@ def test_the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same(icl, w
 
     rows = (world / "train.csv").read_text().splitlines()
     (tmp_path / "train.csv").write_text("\n".join([*rows, *rows[1:9]]) + "\n")  # eight questions twice
-    script = icl(TRAIN_DATASET={
-        "path": f"{tmp_path}/train.csv", "type": "csv", "input": "text", "output": "category"})
+    script = icl(
+        TRAIN_DATASET={"path": f"{tmp_path}/train.csv", "type": "csv", "input": "text", "output": "category"}
+    )
     trainer = script.ICLTrainer()
     corpus, answers = trainer.corpus, [demo["answer"] for demo in trainer.demos]
     asked = [script.what_is_asked(demo) for demo in trainer.demos]
@@ -255,7 +296,8 @@ def test_the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same(icl, w
         kept = [n for n in range(len(asked)) if number is None or corpus.asked[n] % 5 != number % 5]
         assert script.what_is_asked(query) not in [asked[n] for n in kept]
         model = LogisticRegression(C=10, max_iter=1000).fit(
-            corpus.demo_vectors[kept].numpy(), [answers[n] for n in kept])
+            corpus.demo_vectors[kept].numpy(), [answers[n] for n in kept]
+        )
         column = dict(zip(model.classes_, model.predict_log_proba(query["vector"][None])[0]))
         wanted = [max(-1, column[answers[n]] / 10) for n in numbers]
         assert found.tolist() == pytest.approx(wanted, abs=1e-6)
@@ -280,6 +322,7 @@ def test_an_answer_that_no_kept_row_has_is_the_least_likely_and_one_alone_is_cer
 
 # ---------------------------------------------------------------- the maths
 
+
 def test_rce_weights_by_hand_and_zscored_once():
     script = load_script(FILE)
     r = [3.0, 1.0]
@@ -303,8 +346,7 @@ def test_advantages_are_normalised_once_and_equal_rewards_give_none():
     assert script.group_advantages([2.0, 2.0, 2.0]).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("advantage, ratio", [
-    (a, r) for a in (1.0, -1.0) for r in (0.5, 0.9, 1.1, 1.5)])
+@pytest.mark.parametrize("advantage, ratio", [(a, r) for a in (1.0, -1.0) for r in (0.5, 0.9, 1.1, 1.5)])
 def test_the_clip_stops_the_gradient_on_the_right_side(advantage, ratio):
     script = load_script(FILE)
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
@@ -326,7 +368,8 @@ def test_the_kl_of_a_choice_is_exact_and_masked_candidates_count_nothing():
 def test_gold_answers_weigh_by_how_many_gave_them():
     script = load_script(FILE, GOLDS="annotators")
     assert script.gold_weights(["red", "Red.", "blue", "the red", "blue", "x"]) == pytest.approx(
-        {"red": 1.0, "blue": 2 / 3, "x": 1 / 3})
+        {"red": 1.0, "blue": 2 / 3, "x": 1 / 3}
+    )
     assert script.gold_weights(["red"]) == {"red": 1.0}
 
 
@@ -337,10 +380,24 @@ def test_vqa_accuracy_is_the_official_leave_one_out_mean(agreeing, wanted):
     assert script.rewards.vqa_accuracy("Yes.", golds) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("said, same", [
-    ("The  two dogs", "2 dogs"), ("dont", "don't"), ("1,000", "1000"), ("2.5", "2.5"), ("None", "0"),
-    ("red/blue", "red blue"), ("Its", "its"), ("what?", "what"), ("an apple\n", "apple"), ("hed", "he'd"),
-    ("couldn'tve", "couldn't've"), ("couldnt've", "couldn't've"), ("'ows'at", "'ow's'at")])
+@pytest.mark.parametrize(
+    "said, same",
+    [
+        ("The  two dogs", "2 dogs"),
+        ("dont", "don't"),
+        ("1,000", "1000"),
+        ("2.5", "2.5"),
+        ("None", "0"),
+        ("red/blue", "red blue"),
+        ("Its", "its"),
+        ("what?", "what"),
+        ("an apple\n", "apple"),
+        ("hed", "he'd"),
+        ("couldn'tve", "couldn't've"),
+        ("couldnt've", "couldn't've"),
+        ("'ows'at", "'ow's'at"),
+    ],
+)
 def test_answers_are_normalised_as_the_vqa_evaluation_does(said, same):
     assert load_script(FILE).rewards.normalise_vqa(said) == load_script(FILE).rewards.normalise_vqa(same)
 
@@ -376,6 +433,7 @@ def test_the_two_more_reward_modes_by_hand():
 
 # ---------------------------------------------------------------- readers
 
+
 def test_votes_by_hand(icl):
     script = icl(PRIOR_STRENGTH=0.5)
     demos = [{"answer": a, "vector": np.array(v)} for a, v in (("x", [1.0, 0.0]), ("y", [0.0, 1.0]))]
@@ -383,7 +441,7 @@ def test_votes_by_hand(icl):
     reader = script.VoteReader(demos)
     query = {"vector": np.array([0.8, 0.6]), "golds": ["x"]}
     total = 0.5 + 0.8 + 0.6 + 0.002
-    probability, = reader.gold_probabilities([({**query, "golds": ["y"]}, demos[:2])])
+    (probability,) = reader.gold_probabilities([({**query, "golds": ["y"]}, demos[:2])])
     assert probability == pytest.approx((0.5 / 3 + 0.601) / total)
     asked = [(query, demos[:2]), (query, [demos[1]]), (query, [])]
     assert reader.answers(asked) == ["x", "y", "x"]  # of no demonstration the commonest
@@ -402,9 +460,16 @@ def tiny_tokenizer():
 
 
 LLAMA = {
-    "vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "max_position_embeddings": 600, "bos_token_id": None, "eos_token_id": 1,
-    "pad_token_id": 0}
+    "vocab_size": 259,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 600,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 def save_random(model, folder, *parts):
@@ -426,8 +491,10 @@ def readers(tmp_path_factory):
 
 
 def asked_rows():
-    rows = [{"text": f"what is {'so ' * n}{n}", "answer": f"a{n}", "golds": [f"a{n}"], "image": None}
-            for n in range(5)]
+    rows = [
+        {"text": f"what is {'so ' * n}{n}", "answer": f"a{n}", "golds": [f"a{n}"], "image": None}
+        for n in range(5)
+    ]
     rows[1]["golds"] = ["a1", "b", "b", "b", "cc"]
     return [(rows[0], [rows[1]]), (rows[1], [rows[2], rows[4]]), (rows[2], [])]
 
@@ -454,10 +521,12 @@ def test_a_language_models_gold_probability_is_that_of_each_gold_read_alone(icl,
 
 QWEN = (  # how Qwen2.5's tokenizer, and Llama 3's but for numbers, cut a text before merging
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+")
+    r"|\s+(?!\S)|\s+"
+)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
 
 
@@ -472,14 +541,21 @@ def qwen(tmp_path_factory):
     turns = "<|im_start|>user\nQuestion: {}\nAnswer:<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
     documents = {
         "base": ["".join(shown.format(*pair) for pair in draw.sample(told, 3)) for _ in range(64)],
-        "chat": [turns.format(*pair) for pair in draw.sample(told * 4, 64)]}
+        "chat": [turns.format(*pair) for pair in draw.sample(told * 4, 64)],
+    }
     made = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(QWEN), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(documents["base"] * 9, trainers.BpeTrainer(
-        vocab_size=340, special_tokens=["<pad>", "</s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    made.train_from_iterator(
+        documents["base"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=340,
+            special_tokens=["<pad>", "</s>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     folder = tmp_path_factory.mktemp("qwen")
     for name, texts in documents.items():
         end = "<|im_end|>" if name == "chat" else "</s>"
@@ -491,7 +567,7 @@ def qwen(tmp_path_factory):
         model = LlamaForCausalLM(LlamaConfig(**config))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for n in range(60):
-            ids = tokenizer(texts[n % 4 * 16:][:16], return_tensors="pt", padding=True)["input_ids"]
+            ids = tokenizer(texts[n % 4 * 16 :][:16], return_tensors="pt", padding=True)["input_ids"]
             model(input_ids=ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -528,7 +604,8 @@ def test_a_chat_is_the_readers_own_template_around_the_prompt(icl, qwen):
     row = {"text": "sky", "golds": ["blue"]}
     reader = icl(INSTRUCTION="Say. ").LanguageReader(f"{qwen}/chat", torch.device("cpu"))
     assert reader.prompt(row, []) == (
-        "<|im_start|>user\nSay. Question: sky\nAnswer:<|im_end|>\n<|im_start|>assistant\n")
+        "<|im_start|>user\nSay. Question: sky\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    )
     script = icl(CHAT_TEMPLATE=False, QUERY="Q: {text} A: ")
     reader = script.LanguageReader(f"{qwen}/chat", torch.device("cpu"))
     assert reader.prompt(row, []) == "Q: sky A:"  # the blank is the answer's
@@ -539,7 +616,7 @@ def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl, reade
     script = icl(READER_BATCH_SIZE=2, GOLDS="annotators")
     reader = script.LanguageReader(f"{readers}/llama", torch.device("cpu"))
     asked = []
-    reader.ids_of = lambda texts: [[text[n:n + 2] for n in range(0, len(text), 2)] for text in texts]
+    reader.ids_of = lambda texts: [[text[n : n + 2] for n in range(0, len(text), 2)] for text in texts]
     chances = [math.log(0.3)] * 2
     reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or chances
     reader.prompt = lambda query, demos: query["text"]
@@ -562,9 +639,20 @@ def test_a_language_models_answers_do_not_depend_on_the_batch_and_end_with_the_l
 
 def test_a_whole_run_with_a_language_model_for_a_reader(icl, readers):
     script = icl(
-        READER=f"{readers}/llama", VALIDATION_QUERIES=3, MINE_QUERIES=6, TEST_QUERIES=2, RANDOM=2, LOCAL=2,
-        KEEP_TOP=2, KEEP_RANDOM=1, MAX_ANSWER_TOKENS=2, EVAL_SHOTS=(2,), RCE_EPOCHS=1, POOL_SIZE=8,
-        REWARD_MODE="hybrid")
+        READER=f"{readers}/llama",
+        VALIDATION_QUERIES=3,
+        MINE_QUERIES=6,
+        TEST_QUERIES=2,
+        RANDOM=2,
+        LOCAL=2,
+        KEEP_TOP=2,
+        KEEP_RANDOM=1,
+        MAX_ANSWER_TOKENS=2,
+        EVAL_SHOTS=(2,),
+        RCE_EPOCHS=1,
+        POOL_SIZE=8,
+        REWARD_MODE="hybrid",
+    )
     trainer = script.ICLTrainer()
     trainer.train()
     kept = [c for row in trainer.train_rows for c in row["candidates"]]
@@ -583,9 +671,22 @@ def test_a_whole_run_of_questions_with_images_ten_golds_and_a_reader_of_ones_own
     kind = {"type": "jsonl", "input": "q", "output": "a", "image": "i"}
     script = icl(
         TRAIN_DATASET={"path": f"{tmp_path}/train.jsonl", **kind},
-        TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind}, VALIDATION_QUERIES=3, MINE_QUERIES=4,
-        RANDOM=2, BEAMS=1, SAMPLES=0, RETRIEVED=1, LOCAL=0, KEEP_TOP=2, KEEP_RANDOM=1, EVAL_SHOTS=(2,),
-        RCE_EPOCHS=1, POOL_SIZE=6, REWARD_MODE="hybrid", GOLDS="annotators")
+        TEST_DATASET={"path": f"{tmp_path}/test.jsonl", **kind},
+        VALIDATION_QUERIES=3,
+        MINE_QUERIES=4,
+        RANDOM=2,
+        BEAMS=1,
+        SAMPLES=0,
+        RETRIEVED=1,
+        LOCAL=0,
+        KEEP_TOP=2,
+        KEEP_RANDOM=1,
+        EVAL_SHOTS=(2,),
+        RCE_EPOCHS=1,
+        POOL_SIZE=6,
+        REWARD_MODE="hybrid",
+        GOLDS="annotators",
+    )
     seen = set()
 
     class Sees:
@@ -633,12 +734,21 @@ def test_a_hub_models_vectors_do_not_depend_on_padding(icl, tmp_path, kind):
 
 # ---------------------------------------------------------------- mining
 
+
 def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates(icl, world, tmp_path):
     """Padding was taken for a candidate: the last demonstration, its own query's answer too."""
     rows = (world / "train.csv").read_text().splitlines()
     (tmp_path / "train.csv").write_text("\n".join([*rows, rows[1], rows[2], rows[2]]) + "\n")
-    script = icl(POOL_SIZE=300, RANDOM=70, TRAIN_DATASET={
-        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    script = icl(
+        POOL_SIZE=300,
+        RANDOM=70,
+        TRAIN_DATASET={
+            "path": str(tmp_path / "train.csv"),
+            "type": "csv",
+            "input": "text",
+            "output": "category",
+        },
+    )
     trainer = script.ICLTrainer()
     last = next(q for q in trainer.splits["train"] if q["number"] == trainer.demos[-1]["number"])
     same = [q for q in trainer.splits["train"] if q["number"] in (0, 1, 120, 121, 122)]
@@ -669,8 +779,7 @@ def test_a_masked_candidate_is_never_chosen(icl):
     assert (scores[0] > -1e8).sum() == 6 and (scores[1] > -1e8).sum() == 2
     assert all(set(row) == {0, 1} for row in lists[1, :2].tolist())
     assert set(policy.sample(*inputs, torch.rand(2, 40, 2, 3))[1].flatten().tolist()) == {0, 1}
-    for choose in (lambda: policy.search(*inputs, 3),
-                   lambda: policy.sample(*inputs, torch.rand(2, 4, 3, 3))):
+    for choose in (lambda: policy.search(*inputs, 3), lambda: policy.sample(*inputs, torch.rand(2, 4, 3, 3))):
         with pytest.raises(script.UserError, match="a query's pool holds 2 candidates, a list of 3 needs"):
             choose()
     trainer = script.ICLTrainer()
@@ -689,8 +798,16 @@ def test_minings_log_probabilities_equal_trainings(trained):
     miner = script.Miner(trainer.corpus, policy, trainer.reader)
     groups = miner.mine(trainer.splits["train"][:7], 2)
     trainer.policy.load_state_dict(policy.state_dict())
-    rows = [{"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates,
-             "rewards": script.shaped_rewards(g.candidates)} for g in groups]
+    rows = [
+        {
+            "id": g.query["id"],
+            "query": g.query,
+            "pool": g.pool,
+            "candidates": g.candidates,
+            "rewards": script.shaped_rewards(g.candidates),
+        }
+        for g in groups
+    ]
     trainer.train_rows, trainer.state.cursor = rows, 0
     batch = trainer.next_batch()
     trainer.policy.eval()
@@ -709,7 +826,7 @@ def test_minings_log_probabilities_equal_trainings(trained):
 def test_lists_are_distinct_in_order_and_keep_every_source(icl):
     script = icl(BEAMS=4, POOL_SIZE=4, RANDOM=40, RETRIEVED=2, EVAL_SHOTS=(1, 2))
     trainer = script.ICLTrainer()
-    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    (group,) = trainer.miner.propose(trainer.splits["train"][:1], 2)
     pointers = [c["pointer"] for c in group.candidates]
     assert len(set(pointers)) == len(pointers) and len({frozenset(p) for p in pointers}) < len(pointers)
     sources = {source for c in group.candidates for source in c["source"]}
@@ -724,15 +841,22 @@ def test_random_lists_try_the_whole_pool_not_its_first_few(icl):
     """The source drew random pointers from as many candidates as a vector has numbers."""
     script = icl(BEAMS=0, SAMPLES=0, RETRIEVED=0, RANDOM=30, POOL_SIZE=60)
     trainer = script.ICLTrainer()
-    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    (group,) = trainer.miner.propose(trainer.splits["train"][:1], 2)
     assert {j for c in group.candidates for j in c["pointer"]} == set(range(60))
 
 
 def test_no_pool_holds_the_query_or_another_row_that_asks_the_same(icl, world, tmp_path):
     rows = (world / "train.csv").read_text().splitlines()
     (tmp_path / "train.csv").write_text("\n".join([*rows, rows[1].upper(), rows[2]]) + "\n")
-    script = icl(POOL_SIZE=200, TRAIN_DATASET={
-        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    script = icl(
+        POOL_SIZE=200,
+        TRAIN_DATASET={
+            "path": str(tmp_path / "train.csv"),
+            "type": "csv",
+            "input": "text",
+            "output": "category",
+        },
+    )
     trainer = script.ICLTrainer()
     for query in (*trainer.splits["train"], *trainer.splits["validation"]):
         asked = [trainer.demos[j]["text"].lower() for j in trainer.corpus.pool_of(query).tolist()]
@@ -768,7 +892,7 @@ def test_similar_pools_hold_the_most_similar(icl):
 def test_kept_are_the_best_by_gt_prob_some_others_and_the_policys_own(icl):
     script = icl(KEEP_TOP=3, KEEP_RANDOM=2)
     trainer = script.ICLTrainer()
-    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    (group,) = trainer.miner.propose(trainer.splits["train"][:1], 2)
     trainer.miner.score_gold([group])
     every = list(group.candidates)
     own = max((c for c in every if c["beam_score"] is not None), key=lambda c: c["beam_score"])
@@ -784,7 +908,7 @@ def test_recombined_lists_begin_with_what_is_right_alone(icl):
     """A reader blind to order cannot tell (wrong, right) from (right, wrong): the policy would learn both."""
     script = icl(LOCAL_TOP=2, LOCAL=100, KEEP_TOP=100)
     trainer = script.ICLTrainer()
-    group, = trainer.miner.propose(trainer.splits["train"][:1], 2)
+    (group,) = trainer.miner.propose(trainer.splits["train"][:1], 2)
     trainer.miner.score_gold([group])
     pairs = itertools.permutations(group.candidates, 2)
     one, other = next(x for x in pairs if len({*x[0]["pointer"]} & {*x[1]["pointer"]}) == 1)
@@ -806,7 +930,7 @@ def test_recombined_lists_begin_with_what_is_right_alone(icl):
     new = group.candidates[known:]
     assert len(new) > 20 and all(c["source"] == ["local"] and len(set(c["pointer"])) == 3 for c in new)
     good = {j for j in members if right[j]}
-    assert all(set(c["pointer"][:len(good)]) == good for c in new)
+    assert all(set(c["pointer"][: len(good)]) == good for c in new)
     assert {c["pointer"][0] for c in new} == good  # each of them begins some
     assert {c["pointer"][2] for c in new} == set(range(16)) - good  # any row of the pool is a filler
     for c in new:
@@ -876,6 +1000,7 @@ def test_a_probability_above_one_is_an_error_that_names_the_query(icl):
 
 # ---------------------------------------------------------------- files
 
+
 def test_json_comes_back_as_it_was_written(trained, tmp_path):
     script, trainer, folder = trained
     groups = trainer.miner.mine(trainer.splits["train"][:3], 2)
@@ -898,10 +1023,18 @@ def source_file(tmp_path, numbers, **changed):
         others = [m for m in numbers if m != n]
         lists = []
         for i in range(4):
-            lists.append({
-                "pointer": [others[i], others[i + 1]], "gen_method": "beam" if i else "random",
-                "beam_score": -i, "logprob_score": -i, "vqa_pred_answer": "a", "vqa_correct": i % 2,
-                "vqa_acc_score": 0.6 * (i % 2), "vqa_eval_mode": "fallback" if i == 3 else "file"})
+            lists.append(
+                {
+                    "pointer": [others[i], others[i + 1]],
+                    "gen_method": "beam" if i else "random",
+                    "beam_score": -i,
+                    "logprob_score": -i,
+                    "vqa_pred_answer": "a",
+                    "vqa_correct": i % 2,
+                    "vqa_acc_score": 0.6 * (i % 2),
+                    "vqa_eval_mode": "fallback" if i == 3 else "file",
+                }
+            )
         lists[0].update(changed)
         records[str(n)] = {"pointer_candidates": lists}
     path = tmp_path / "source.json"
@@ -931,11 +1064,15 @@ def test_lists_that_the_sources_fallback_marked_can_be_left_out(icl, tmp_path):
     assert all(len(script.usable(group.candidates)) == 3 for group in groups)
 
 
-@pytest.mark.parametrize("changed, says", [
-    ({"pointer": [7, 99]}, "7, 99. has 99, which is no demonstration of the data or not in the pool"),
-    ({"pointer": [7, 7]}, "names a demonstration twice"),
-    ({"vqa_correct": 3}, "cannot be read .ValueError: vqa_correct takes 0 or 1"),
-    ({"pointer": None}, "cannot be read .TypeError")])
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"pointer": [7, 99]}, "7, 99. has 99, which is no demonstration of the data or not in the pool"),
+        ({"pointer": [7, 7]}, "names a demonstration twice"),
+        ({"vqa_correct": 3}, "cannot be read .ValueError: vqa_correct takes 0 or 1"),
+        ({"pointer": None}, "cannot be read .TypeError"),
+    ],
+)
 def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, changed, says):
     script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)))
     trainer = script.ICLTrainer()
@@ -949,17 +1086,31 @@ def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, chan
         script.read_candidates(path, trainer.splits, trainer.demos)
 
 
-@pytest.mark.parametrize("changed, says", [
-    ({"candidate_pool_ids": [7, 8, 6]}, "its pool has row 6, which asks what the query asks"),
-    ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what"),
-    ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool is empty or names a demonstration twice"),
-    ({"pointer_candidates": [{"pointer": [7, 6], "vqa_correct": 1}]}, "pointer .7, 6. has row 6, which asks"),
-    ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which")])
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"candidate_pool_ids": [7, 8, 6]}, "its pool has row 6, which asks what the query asks"),
+        ({"candidate_pool_ids": [7, 8, 120]}, "its pool has row 120, which asks what"),
+        ({"candidate_pool_ids": [7, 8, 9, 8]}, "its pool is empty or names a demonstration twice"),
+        (
+            {"pointer_candidates": [{"pointer": [7, 6], "vqa_correct": 1}]},
+            "pointer .7, 6. has row 6, which asks",
+        ),
+        ({"pointer_candidates": [{"pointer": [120, 7], "vqa_correct": 1}]}, "pointer .* has row 120, which"),
+    ],
+)
 def test_no_file_shows_a_query_its_own_answer_or_a_demonstration_twice(icl, world, tmp_path, changed, says):
     rows = (world / "train.csv").read_text().splitlines()
     (tmp_path / "train.csv").write_text("\n".join([*rows, rows[7].upper()]) + "\n")
-    script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), TRAIN_DATASET={
-        "path": str(tmp_path / "train.csv"), "type": "csv", "input": "text", "output": "category"})
+    script = icl(
+        CANDIDATES=source_file(tmp_path, range(5, 40)),
+        TRAIN_DATASET={
+            "path": str(tmp_path / "train.csv"),
+            "type": "csv",
+            "input": "text",
+            "output": "category",
+        },
+    )
     records = json.loads((tmp_path / "source.json").read_text())
     records["6"]["pointer_candidates"] = [{"pointer": [7, 8], "vqa_correct": 1}]
     records["6"].update(changed)
@@ -985,6 +1136,8 @@ def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_r
         found = [demos[group.pool[j]]["number"] for j in group.candidates[0]["pointer"]]
         key = str(group.query["number"])
         assert found == records[key]["pointer_candidates"][0]["pointer_global"]
+
+
 @pytest.fixture(scope="module")
 def mined(world, tmp_path_factory):
     """The folder of a run that has mined, and been tested with TEST_QUERIES = 12."""
@@ -993,9 +1146,17 @@ def mined(world, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("key, value", [
-    ("PRIOR_STRENGTH", 5.0), ("POOL_SIZE", 15), ("POOL", "similarity"), ("EMBEDDING_SIZE", 9),
-    ("GOLDS", "annotators"), ("SPLIT_SEED", 7)])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("PRIOR_STRENGTH", 5.0),
+        ("POOL_SIZE", 15),
+        ("POOL", "similarity"),
+        ("EMBEDDING_SIZE", 9),
+        ("GOLDS", "annotators"),
+        ("SPLIT_SEED", 7),
+    ],
+)
 def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined, tmp_path, key, value):
     (tmp_path / "run").mkdir()
     shutil.copy(mined / "candidates.json", tmp_path / "run")
@@ -1056,13 +1217,17 @@ def test_a_checkpoint_with_a_wrong_weight_is_an_error(trained, tmp_path, fault):
         weights["gate.more"] = torch.zeros(2)
     sizes = (trainer.corpus.sizes[0], 3) if fault == "size" else trainer.corpus.sizes
     save_file(weights, tmp_path / "policy/model.safetensors", {"format": "pt"})
-    says = {"missing": "missing_keys.*gate.bias", "unexpected": "unexpected_keys.*gate.more",
-            "size": "reads vectors of"}
+    says = {
+        "missing": "missing_keys.*gate.bias",
+        "unexpected": "unexpected_keys.*gate.more",
+        "size": "reads vectors of",
+    }
     with pytest.raises(script.UserError, match=says[fault]):
         script.load_pointer(tmp_path / "policy", sizes)
 
 
 # ---------------------------------------------------------------- RCE, then GRPO
+
 
 def test_grpos_first_ratio_is_one_since_old_means_where_grpo_starts(trained):
     """The source took them from before RCE."""
@@ -1121,12 +1286,14 @@ def test_every_list_counts_and_rewards_are_normalised_once(trained):
     trainer.state.stage, trainer.state.cursor = "grpo", 0
     trainer.train_rows = [
         {**row, "candidates": row["candidates"][:6], "rewards": [3.0, 0.0, 0.0, 1.0, 0.0, 0.0]}
-        for row in trainer.train_rows]
+        for row in trainer.train_rows
+    ]
     batch = trainer.next_batch()
     assert batch.present.sum(1).tolist() == [len(c) for c in batch.lists]
     rewards = torch.tensor(batch.rewards[0])
     assert batch.advantages[0].tolist() == pytest.approx(
-        ((rewards - rewards.mean()) / rewards.std()).tolist(), rel=1e-3)
+        ((rewards - rewards.mean()) / rewards.std()).tolist(), rel=1e-3
+    )
 
 
 def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
@@ -1159,8 +1326,19 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, drawing):
     write_rows(tmp_path / "train.csv", 500, 3)
     write_rows(tmp_path / "test.csv", 100, 4)
     script = toy(
-        tmp_path, tmp_path, MINE_QUERIES=None, RCE_EPOCHS=5, BATCH_SIZE=16, HIDDEN_SIZE=32, POOL_SIZE=12,
-        LEARNING_RATE=5e-3, EMBEDDING_SIZE=25, RANDOM=12, LOCAL=20, SAVE_EVERY_N_STEPS=0)
+        tmp_path,
+        tmp_path,
+        MINE_QUERIES=None,
+        RCE_EPOCHS=5,
+        BATCH_SIZE=16,
+        HIDDEN_SIZE=32,
+        POOL_SIZE=12,
+        LEARNING_RATE=5e-3,
+        EMBEDDING_SIZE=25,
+        RANDOM=12,
+        LOCAL=20,
+        SAVE_EVERY_N_STEPS=0,
+    )
     script.ICLTrainer().train()
     found = json.loads((tmp_path / "run/eval_test.json").read_text())["shots"]["2"]
     accuracy = found["accuracy"]
@@ -1171,20 +1349,36 @@ def test_it_learns_what_the_reader_needs(world, tmp_path, drawing):
 
 # ---------------------------------------------------------------- which constant, row and seed goes where
 
+
 def test_each_number_of_the_search_is_handed_where_it_belongs(icl):
     """Four of them are 4 by default."""
     script = icl(
-        BEAMS=3, SAMPLES=2, SAMPLE_TEMPERATURES=[0.5, 3.0, 9.0], RETRIEVED=5, RANDOM=13, LOCAL_TOP=4,
-        LOCAL=11, KEEP_TOP=7, KEEP_RANDOM=6, POOL_SIZE=30)
+        BEAMS=3,
+        SAMPLES=2,
+        SAMPLE_TEMPERATURES=[0.5, 3.0, 9.0],
+        RETRIEVED=5,
+        RANDOM=13,
+        LOCAL_TOP=4,
+        LOCAL=11,
+        KEEP_TOP=7,
+        KEEP_RANDOM=6,
+        POOL_SIZE=30,
+    )
     trainer = script.ICLTrainer()
-    group, = trainer.miner.propose(trainer.splits["train"][:1], 3)
+    (group,) = trainer.miner.propose(trainer.splits["train"][:1], 3)
     assert {len(c["pointer"]) for c in group.candidates} == {3} and len(group.pool) == 30
     counts = {}
     for c in group.candidates:
         for key in zip(c["source"], c["temperature"]):
             counts[key] = counts.get(key, 0) + 1
-    assert counts == {("beam", None): 3, ("sample", 0.5): 2, ("sample", 3.0): 2, ("sample", 9.0): 2,
-                      ("retrieval", None): 5, ("random", None): 13}
+    assert counts == {
+        ("beam", None): 3,
+        ("sample", 0.5): 2,
+        ("sample", 3.0): 2,
+        ("sample", 9.0): 2,
+        ("retrieval", None): 5,
+        ("random", None): 13,
+    }
     for c in group.candidates:  # the pick is among the best
         c["gt_prob"] = 0.9 if "beam" in c["source"] else 0.1 + 0.01 * group.candidates.index(c)
     best = sorted(group.candidates, key=script.gold_first)[:4]
@@ -1231,9 +1425,15 @@ def test_both_stages_have_their_own_rate_and_schedule(trained):
     assert rates == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("kind, wanted", [
-    ("linear", [0.5, 1, 1, 0.75]), ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2]), (None, [0.5, 1, 1, 1]),
-    ("plateau", [0.5, 1, 0.25, 0.25])])
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        ("linear", [0.5, 1, 1, 0.75]),
+        ("cosine", [0.5, 1, 1, (1 + math.sqrt(0.5)) / 2]),
+        (None, [0.5, 1, 1, 1]),
+        ("plateau", [0.5, 1, 0.25, 0.25]),
+    ],
+)
 def test_the_rate_warms_up_and_then_follows_its_schedule(kind, wanted):
     script = load_script(FILE)
     found = [script.learning_rate_scale(step, 6, 2, kind, 2 if step > 1 else 0) for step in range(4)]
@@ -1242,15 +1442,38 @@ def test_the_rate_warms_up_and_then_follows_its_schedule(kind, wanted):
 
 def test_an_update_takes_its_own_constants(icl, monkeypatch):
     script = icl(
-        STAGE="train", LEARNING_RATE=7e-3, GRPO_LEARNING_RATE=2e-4, WEIGHT_DECAY=0.03, MAX_GRAD_NORM=0.6,
-        CLIP_RANGE=0.35, KL_COEF=0.7, KL_TARGET=0.05, WARMUP_STEPS=5, TAU=4.0, TAU_END=1.0, RCE_EPOCHS=3,
-        WEIGHT_REWARDS="zscore", BATCH_SIZE=3, GROUP_SIZE=5, SHOTS=2, GRPO_EPOCHS=1)
+        STAGE="train",
+        LEARNING_RATE=7e-3,
+        GRPO_LEARNING_RATE=2e-4,
+        WEIGHT_DECAY=0.03,
+        MAX_GRAD_NORM=0.6,
+        CLIP_RANGE=0.35,
+        KL_COEF=0.7,
+        KL_TARGET=0.05,
+        WARMUP_STEPS=5,
+        TAU=4.0,
+        TAU_END=1.0,
+        RCE_EPOCHS=3,
+        WEIGHT_REWARDS="zscore",
+        BATCH_SIZE=3,
+        GROUP_SIZE=5,
+        SHOTS=2,
+        GRPO_EPOCHS=1,
+    )
     trainer = script.ICLTrainer()
     groups = trainer.miner.mine(trainer.splits["train"][:9], 2)
     trainer.oracle = math.nan
     trainer.train_rows = [
-        {"id": g.query["id"], "query": g.query, "pool": g.pool, "candidates": g.candidates, "held_out": False,
-         "rewards": [n % 3 + c["gt_prob"] for n, c in enumerate(g.candidates)]} for g in groups]
+        {
+            "id": g.query["id"],
+            "query": g.query,
+            "pool": g.pool,
+            "candidates": g.candidates,
+            "held_out": False,
+            "rewards": [n % 3 + c["gt_prob"] for n, c in enumerate(g.candidates)],
+        }
+        for g in groups
+    ]
     norms = []
     one = torch.ones(())
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda _, most: norms.append(most) or one)
@@ -1259,7 +1482,7 @@ def test_an_update_takes_its_own_constants(icl, monkeypatch):
         batch = trainer.next_batch()
         taus.append(batch.facts["tau"])
         wanted = script.rce_weights(batch.rewards[0], taus[-1], "zscore")
-        assert batch.weights[0][:len(wanted)].tolist() == pytest.approx(wanted.tolist(), rel=1e-4)
+        assert batch.weights[0][: len(wanted)].tolist() == pytest.approx(wanted.tolist(), rel=1e-4)
     assert taus == pytest.approx([4] * 3 + [2] * 3 + [1]) and len(batch.rows) == 3
     found = trainer.update(batch)
     optimizer = trainer.optimizers["policy"]
@@ -1337,7 +1560,8 @@ def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     fitted = []
     fit = TfidfVectorizer.fit_transform
     monkeypatch.setattr(
-        TfidfVectorizer, "fit_transform", lambda self, x: fitted.append(list(x)) or fit(self, x))
+        TfidfVectorizer, "fit_transform", lambda self, x: fitted.append(list(x)) or fit(self, x)
+    )
     script = icl()
     trainer = script.ICLTrainer()
     trainer.corpus.embedder = None
@@ -1346,7 +1570,8 @@ def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     vectors = []
     fit_logistic = LogisticRegression.fit
     monkeypatch.setattr(
-        LogisticRegression, "fit", lambda self, x, y: vectors.extend(x) or fit_logistic(self, x, y))
+        LogisticRegression, "fit", lambda self, x, y: vectors.extend(x) or fit_logistic(self, x, y)
+    )
     for query in trainer.splits["train"] + trainer.splits["test"]:
         trainer.corpus.log_likelihood(query, torch.tensor([0]))
     script.fit_baselines(trainer)
@@ -1384,7 +1609,7 @@ def test_best_leaves_similarity_for_a_clear_gain_alone(icl, right, wrong, kept):
     trainer.oracle = math.nan
     similar, picked = np.zeros(12), np.zeros(12)
     picked[:right] = 1
-    similar[11:11 + wrong] = 1
+    similar[11 : 11 + wrong] = 1
     marks = iter([similar, similar, similar, picked])  # step 0, step 1
     trainer.accuracy_of = lambda queries, lists: next(marks)
     trainer.run.write_metrics = lambda *_: None
@@ -1401,14 +1626,21 @@ def test_each_baseline_shows_the_rows_that_its_name_says(icl):
     trainer.accuracy_of = lambda _, lists: lists
     found = script.baseline_accuracies(trainer, models, queries, 3)
     assert list(found) == [
-        "no demonstrations", "random", "similarity", "kNN", "classifier", "classifier, fillers"]
+        "no demonstrations",
+        "random",
+        "similarity",
+        "kNN",
+        "classifier",
+        "classifier, fillers",
+    ]
     assert found["no demonstrations"] == [[]] * 4
     places = set()
     for query, drawn, similar in zip(queries, found["random"], found["similarity"]):
         pool = trainer.corpus.pool_of(query).tolist()
         cosines = {j: float(trainer.demos[j]["vector"] @ query["vector"]) for j in pool}
         assert sorted((cosines[j] for j in similar), reverse=True) == pytest.approx(
-            sorted(cosines.values(), reverse=True)[:3], abs=1e-6)
+            sorted(cosines.values(), reverse=True)[:3], abs=1e-6
+        )
         assert cosines[similar[0]] >= cosines[similar[1]] >= cosines[similar[2]]
         places.add(tuple(pool.index(j) for j in drawn))
         assert len(set(drawn)) == 3
@@ -1446,7 +1678,8 @@ def test_the_baselines_settings_are_chosen_on_validation_at_one_shot(icl):
 def test_answers_are_remembered_by_query_and_order(icl):
     trainer = icl().ICLTrainer()
     trainer.reader = SimpleNamespace(
-        answers=lambda asked: [f"{query['id']} {demos[0]['number']}" for query, demos in asked])
+        answers=lambda asked: [f"{query['id']} {demos[0]['number']}" for query, demos in asked]
+    )
     one, other = trainer.splits["test"][:2]
     numbers = trainer.demos[3]["number"], trainer.demos[4]["number"]
     for query, lists, wanted in ((one, [3, 4], 0), (one, [4, 3], 1), (other, [3, 4], 0)):
@@ -1474,6 +1707,7 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
 
 
 # ---------------------------------------------------------------- evaluation
+
 
 def test_the_test_compares_at_each_number_of_shots(trained):
     script, trainer, folder = trained
@@ -1555,8 +1789,13 @@ def test_the_terminal_names_the_best_of_the_others(icl):
 
 def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):
     script = icl()
-    results = {2: {"similarity": np.array([0.0, 0, 1, 0]), "RCE": np.array([1.0, 0, 1, 0]),
-                   "oracle": np.array([1.0, 1, 1, 0])}}
+    results = {
+        2: {
+            "similarity": np.array([0.0, 0, 1, 0]),
+            "RCE": np.array([1.0, 0, 1, 0]),
+            "oracle": np.array([1.0, 1, 1, 0]),
+        }
+    }
     found = script.test_figures(results, "RCE")["shots"]["2"]
     assert found["gain_over_similarity"] == 0.25 and found["share_of_gap"] == pytest.approx(0.5)
     low, high = found["intervals_of_gains"]["oracle"]
@@ -1586,6 +1825,7 @@ def test_select_gives_rows_of_the_training_data(trained, world):
 
 
 # ---------------------------------------------------------------- data and embeddings
+
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_rows_are_read_from_each_kind_of_file_with_one_gold_or_ten(icl, tmp_path, kind):
@@ -1624,7 +1864,7 @@ def test_a_candidates_vector_holds_its_answers(icl):
     for demo in trainer.demos:
         by_answer.setdefault(demo["answer"], set()).add(demo["candidate_vector"].tobytes())
     assert all(len(vectors) == 1 for vectors in by_answer.values())
-    vectors = np.stack([np.frombuffer(x, np.float32) for x, in by_answer.values()])
+    vectors = np.stack([np.frombuffer(x, np.float32) for (x,) in by_answer.values()])
     assert vectors @ vectors.T == pytest.approx(np.eye(6), abs=1e-5)  # none says anything of another
     assert len(trainer.corpus.vectors) == 6
     for j, demo in enumerate(trainer.demos):
@@ -1635,6 +1875,7 @@ def test_a_candidates_vector_holds_its_answers(icl):
 
 
 # ---------------------------------------------------------------- runs and errors
+
 
 class Killed(BaseException):
     """In place of SIGKILL: nothing of the program catches it."""
@@ -1722,17 +1963,21 @@ def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
         script.ICLTrainer().train()
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({"POOL_SIZE": 1}, "POOL_SIZE = 1 holds fewer than the rows"),
-    ({"HEADS": 3}, "HIDDEN_SIZE = 8 must be a multiple of HEADS = 3"),
-    ({"EVAL_SHOTS": ()}, "EVAL_SHOTS"),
-    ({"SAMPLE_TEMPERATURES": [0.0]}, "SAMPLE_TEMPERATURES"),
-    ({"REWARD_MODE": "best"}, "REWARD_MODE = 'best' is unknown"),
-    ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
-    ({"STAGE": "train"}, "run STAGE=mine first"),
-    ({"READER": "/nowhere"}, "READER = '/nowhere': no such folder"),
-    ({"EMBEDDING": "/nowhere"}, "EMBEDDING = '/nowhere': no such folder"),
-    ({"BEAMS": 0, "SAMPLES": 0, "RETRIEVED": 0, "RANDOM": 0}, "nothing proposes a list")])
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({"POOL_SIZE": 1}, "POOL_SIZE = 1 holds fewer than the rows"),
+        ({"HEADS": 3}, "HIDDEN_SIZE = 8 must be a multiple of HEADS = 3"),
+        ({"EVAL_SHOTS": ()}, "EVAL_SHOTS"),
+        ({"SAMPLE_TEMPERATURES": [0.0]}, "SAMPLE_TEMPERATURES"),
+        ({"REWARD_MODE": "best"}, "REWARD_MODE = 'best' is unknown"),
+        ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
+        ({"STAGE": "train"}, "run STAGE=mine first"),
+        ({"READER": "/nowhere"}, "READER = '/nowhere': no such folder"),
+        ({"EMBEDDING": "/nowhere"}, "EMBEDDING = '/nowhere': no such folder"),
+        ({"BEAMS": 0, "SAMPLES": 0, "RETRIEVED": 0, "RANDOM": 0}, "nothing proposes a list"),
+    ],
+)
 def test_what_a_user_can_mend_is_said_in_one_sentence(icl, constants, says):
     script = icl(**constants)
     with pytest.raises(script.UserError, match=says) as error:
@@ -1742,16 +1987,19 @@ def test_what_a_user_can_mend_is_said_in_one_sentence(icl, constants, says):
 
 def data_of(texts, **changed):
     """Constants: training rows of these texts."""
+
     def write(folder):
         rows = [f'"{text}",x{n % 3}' for n, text in enumerate(texts)]
         (folder / "odd.csv").write_text("text,category\n" + "\n".join(rows) + "\n")
         spec = {"path": str(folder / "odd.csv"), "type": "csv", "input": "text", "output": "category"}
         return {"TRAIN_DATASET": {**spec, **changed}}
+
     return write
 
 
 def lines_of(**row):
     """Constants: training rows of a jsonl file, of which the 30th is odd."""
+
     def write(folder):
         picture = str(folder / "x.png")
         Path(picture).touch()
@@ -1760,11 +2008,13 @@ def lines_of(**row):
         (folder / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         spec = {"path": str(folder / "odd.jsonl"), "type": "jsonl", "input": "q", "output": "a"}
         return {"TRAIN_DATASET": {**spec, **({"image": "i"} if "i" in row else {})}}
+
     return write
 
 
 def lists_of(queries=35, record=None, **changed):
     """Constants: given candidates of so many queries, of which one list, and one record, are changed."""
+
     def write(folder):
         path = source_file(folder, list(range(5, 40)))
         records = json.loads((folder / "source.json").read_text())
@@ -1772,6 +2022,7 @@ def lists_of(queries=35, record=None, **changed):
         records["6"].update(record or {})
         (folder / "source.json").write_text(json.dumps(dict(list(records.items())[:queries])))
         return {"CANDIDATES": path, "REWARD_MODE": "hard_plus_soft"}
+
     return write
 
 
@@ -1795,7 +2046,8 @@ ODD = {  # what makes the constants of a run in a folder, and what its one sente
     "gt_prob of 37": (lists_of(vqa_gt_prob=37), "query 6: cannot be read .ValueError: .*0 to 1, not .*37"),
     "a pointer of halves": (lists_of(pointer=[7.5, 8]), "query 6: cannot be read .TypeError: .*float"),
     "a pool of a number": (lists_of(record={"candidate_pool_ids": 7}), "query 6: cannot be read .TypeError"),
-    "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read")}
+    "lists of a number": (lists_of(record={"pointer_candidates": 7}), "query 6: cannot be read"),
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -1809,10 +2061,15 @@ def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("text, says", [
-    ("text,category\na\n", "line 2: it has not as many fields"),
-    ("text,category\nq,\n", "line 2: there is no value"),
-    ("words,category\nq,x\n", "no value for column 'text'"), ("text,category\n", "the data set is empty")])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("text,category\na\n", "line 2: it has not as many fields"),
+        ("text,category\nq,\n", "line 2: there is no value"),
+        ("words,category\nq,x\n", "no value for column 'text'"),
+        ("text,category\n", "the data set is empty"),
+    ],
+)
 def test_a_faulty_csv_is_named_with_its_line(icl, tmp_path, text, says):
     script = icl()
     (tmp_path / "x.csv").write_text(text)

@@ -1,4 +1,5 @@
 """LoRA: an adapter alone is trained, saved and resumed; the weights under it are the reference."""
+
 import builtins
 import json
 import shutil
@@ -15,7 +16,8 @@ SIX = {"MAX_STEPS": 6, "SAVE_EVERY_N_STEPS": 3, "EVAL_EVERY_N_STEPS": 3}
 MORE = {  # a trainer's own, so that six steps are many and cheap
     "ppo/ppo.py": {"KL_COEF": 0.1},
     "grpo/grpo.py": {"KL_COEF": 0.1},
-    "rce/rce.py": {"ROUNDS": 1, "MINE_PROMPTS": 24, "GROUP_SIZE": 3, "BEAMS": 0, "BATCH_SIZE": 1}}
+    "rce/rce.py": {"ROUNDS": 1, "MINE_PROMPTS": 24, "GROUP_SIZE": 3, "BEAMS": 0, "BATCH_SIZE": 1},
+}
 
 
 def make(path, out, **constants):
@@ -98,7 +100,8 @@ def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six)
 def test_an_adapters_product_counts_alpha_over_rank(grpo):
     module = grpo(LORA_RANK=4, LORA_ALPHA=6.0)
     model = module.load_trained(
-        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu"))
+        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu")
+    )
     layer = model.model.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     with torch.no_grad():
@@ -296,14 +299,18 @@ def test_recomputing_gives_the_same_adapter(tmp_path):
 # ---------------------------------------------------------------- what is refused, in a sentence
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({"LORA_TARGETS": "q_proj, nope"}, "'q_proj, nope': .*tiny/policy has no layer 'nope'"),
-    ({"LORA_TARGETS": "mlp"}, "LORA_TARGETS = 'mlp': Target module LlamaMLP$"),
-    ({"LORA_TARGETS": "embed_tokens"}, "'embed_tokens': Model has `tie_word_embeddings=True`"),
-    ({"LORA_RANK": -1}, "LORA_RANK = -1 is out of range"),
-    ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
-    ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: LORA_RANK keeps"),
-], ids=["absent", "no_layer", "tied", "rank", "alpha", "sync"])
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({"LORA_TARGETS": "q_proj, nope"}, "'q_proj, nope': .*tiny/policy has no layer 'nope'"),
+        ({"LORA_TARGETS": "mlp"}, "LORA_TARGETS = 'mlp': Target module LlamaMLP$"),
+        ({"LORA_TARGETS": "embed_tokens"}, "'embed_tokens': Model has `tie_word_embeddings=True`"),
+        ({"LORA_RANK": -1}, "LORA_RANK = -1 is out of range"),
+        ({"LORA_ALPHA": 0.0}, "LORA_ALPHA = 0.0 is out of range"),
+        ({"REFERENCE_SYNC_STEPS": 2}, "REFERENCE_SYNC_STEPS = 2: LORA_RANK keeps"),
+    ],
+    ids=["absent", "no_layer", "tied", "rank", "alpha", "sync"],
+)
 def test_what_cannot_be_done_right_is_refused(tmp_path, constants, says):
     with pytest.raises(Exception, match=says) as error:
         make("grpo/grpo.py", tmp_path / "run", **constants)
@@ -315,7 +322,8 @@ def test_a_frozen_head_reads_no_view_of_the_prompts(grpo):
     with a copy of it: SmolLM2's head took 8 s and 3.6 GB for 64 prompts, and .02 s without the view."""
     module = grpo(LORA_RANK=4)
     model = module.load_trained(
-        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu"))
+        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu")
+    )
     head = model.get_output_embeddings()
     read = []
     head.register_forward_pre_hook(lambda _, args: read.append((args[0].shape[:2], args[0].is_contiguous())))
@@ -332,12 +340,16 @@ def test_sharding_is_refused(grpo):
         module.load_trained(module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", None)
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({"LORA_RANK": 8}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-    ({"LORA_ALPHA": 8.0}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-    ({"LORA_TARGETS": "q_proj"}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-    ({"LORA_RANK": 0}, "ACTOR_MODEL = .*step_6/policy' is an adapter: set its LORA_RANK"),
-], ids=["rank", "alpha", "targets", "whole"])
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({"LORA_RANK": 8}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+        ({"LORA_ALPHA": 8.0}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+        ({"LORA_TARGETS": "q_proj"}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+        ({"LORA_RANK": 0}, "ACTOR_MODEL = .*step_6/policy' is an adapter: set its LORA_RANK"),
+    ],
+    ids=["rank", "alpha", "targets", "whole"],
+)
 @grpo_alone
 def test_a_resumed_run_needs_its_own_adapter(six, tmp_path, constants, says):
     with pytest.raises(Exception, match=says):
@@ -367,14 +379,19 @@ def test_an_adapters_folder_is_no_model(six, tmp_path):
 
 def test_untied_embeddings_may_have_an_adapter(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig.from_pretrained(TINY / "policy", tie_word_embeddings=False)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "untied")
     for file in (TINY / "policy").glob("*token*"):
         shutil.copy(file, tmp_path / "untied")
     module, trainer = make(
-        "grpo/grpo.py", tmp_path / "run", ACTOR_MODEL=str(tmp_path / "untied"), MAX_STEPS=1,
-        LORA_TARGETS="q_proj,embed_tokens")
+        "grpo/grpo.py",
+        tmp_path / "run",
+        ACTOR_MODEL=str(tmp_path / "untied"),
+        MAX_STEPS=1,
+        LORA_TARGETS="q_proj,embed_tokens",
+    )
     trainer.train()
     ids = torch.arange(5, 25)[None]
     module.merged(trainer.actor).save_pretrained(tmp_path / "merged")

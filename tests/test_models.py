@@ -1,5 +1,6 @@
 """How models are loaded, tried and read: whatever their architecture, what samples and what scores are the
 model's own forward pass."""
+
 import json
 import math
 import shutil
@@ -11,8 +12,16 @@ import torch
 from conftest import TINY, TRAINERS, load_script, read, small
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DiffLlamaConfig, GPT2Config,
-    LlamaConfig, OPTConfig, PhimoeConfig)
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV2Config,
+    DiffLlamaConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PhimoeConfig,
+)
 
 module = load_script("grpo/grpo.py")
 NAMES = [path.split("/")[0] for path in TRAINERS]
@@ -23,6 +32,7 @@ SAME = dict(rtol=1e-4, atol=1e-4)  # rounding; a bug is 1e-2 nats or more
 def trainer_of(tmp_path):
     """trainer_of(name, KEY=value, ...): a trainer with small constants, writing below tmp_path; its module is
     trainer_of.script."""
+
     def make(name, **constants):
         path = f"{name}/{name}.py"
         script = load_script(path, **{**small(path, OUTPUT_DIR=str(tmp_path / "run")), **constants})
@@ -58,15 +68,39 @@ def try_models(script, trainer):
 
 
 COMMON = dict(
-    vocab_size=82, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    eos_token_id=1, bos_token_id=None, pad_token_id=0, initializer_range=0.4)
+    vocab_size=82,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    eos_token_id=1,
+    bos_token_id=None,
+    pad_token_id=0,
+    initializer_range=0.4,
+)
 LATENT = DeepseekV2Config(
-    **COMMON, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
-    v_head_dim=8, first_k_dense_replace=2)
+    **COMMON,
+    num_key_value_heads=4,
+    kv_lora_rank=8,
+    q_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    first_k_dense_replace=2,
+)
 SPLIT_VALUES = DiffLlamaConfig(**COMMON, num_key_value_heads=2, head_dim=8)
 OPT = dict(
-    vocab_size=82, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
-    word_embed_proj_dim=32, max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    vocab_size=82,
+    hidden_size=32,
+    ffn_dim=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    word_embed_proj_dim=32,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
+)
 
 
 # ---------------------------------------------------------------- sampling
@@ -74,7 +108,8 @@ OPT = dict(
 
 @pytest.mark.parametrize("config", [LATENT, SPLIT_VALUES], ids=["keys", "values"])
 def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing(
-        config, tmp_path, trainer_of):
+    config, tmp_path, trainer_of
+):
     """Latent attention expands the keys, DiffLlama cuts the values."""
     torch.manual_seed(0)
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
@@ -87,7 +122,7 @@ def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing
     for i, n in enumerate(lengths.tolist()):
         whole = prompts[i // 3] + ids[i, :n].tolist()
         with torch.no_grad():
-            want = (model(torch.tensor([whole])).logits[0, -n - 1:-1] / 1.3).log_softmax(-1)
+            want = (model(torch.tensor([whole])).logits[0, -n - 1 : -1] / 1.3).log_softmax(-1)
         want = want.gather(1, ids[i, :n, None]).squeeze(1)
         torch.testing.assert_close(logprobs[i, :n], want, **SAME)
 
@@ -234,10 +269,14 @@ def test_bfloat16s_rounding_is_told_from_a_mistake_by_a_positions_mean():
     assert "values" in module.disagreement(rounded, lambda: (wanted[0] + noise[3], wanted[0]))
 
 
-@pytest.mark.parametrize("dtype, has, slower", [
-    ("bfloat16", {"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
-    ("bfloat16", {"avx512_bf16": False, "amx_bf16": True}, False),
-    ("float32", {"avx2": True}, False)])
+@pytest.mark.parametrize(
+    "dtype, has, slower",
+    [
+        ("bfloat16", {"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
+        ("bfloat16", {"avx512_bf16": False, "amx_bf16": True}, False),
+        ("float32", {"avx2": True}, False),
+    ],
+)
 def test_a_processor_that_is_slower_in_bfloat16_is_said(trainer_of, monkeypatch, dtype, has, slower):
     trainer = trainer_of("grpo", DTYPE=dtype)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
@@ -311,7 +350,8 @@ def test_a_layers_own_dropout_is_off_while_activations_are_recomputed(tmp_path, 
     for _ in script.summed([trainer.actor], [0], {}):
         assert any(layer.training for layer in trainer.actor.modules())
         first, second = (
-            script.response_logprobs(trainer.actor, one_row(), torch.tensor([0]), 1.0)[0] for _ in range(2))
+            script.response_logprobs(trainer.actor, one_row(), torch.tensor([0]), 1.0)[0] for _ in range(2)
+        )
     assert not any(layer.training for layer in trainer.actor.modules())
     assert torch.equal(first, second)
 
@@ -370,8 +410,10 @@ def test_prompts_and_responses_longer_than_a_models_positions_are_refused(tmp_pa
 
 ROPES = {  # the longest sequence, and what else the type wants
     "dynamic": (128, dict(original_max_position_embeddings=64)),
-    "longrope": (128, dict(
-        original_max_position_embeddings=64, short_factor=[1.0] * 4, long_factor=[2.0] * 4)),
+    "longrope": (
+        128,
+        dict(original_max_position_embeddings=64, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
+    ),
 }
 
 
@@ -445,7 +487,8 @@ def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_i
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_a_token_that_leaves_the_nucleus_in_a_later_pass_has_ratio_0_and_finite_metrics(
-        trainer_of, monkeypatch, name):
+    trainer_of, monkeypatch, name
+):
     trainer = trainer_of(name, KL_COEF=0.1)
     script = trainer_of.script
     batch = trainer.rollout(trainer.train_rows[:4])
@@ -481,7 +524,7 @@ def test_a_lost_tokens_kl_is_finite_and_has_no_gradient():
     logprobs = torch.tensor([-1e30, -1.0], requires_grad=True)
     for estimator in ("k1", "k2", "k3"):
         loss = module.kl_loss(logprobs, torch.tensor([-2.0, -1.5]), estimator)
-        gradient, = torch.autograd.grad(loss.sum(), logprobs)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         assert loss[0] == 0 and loss[1] > 0 and gradient.tolist() == [0.0, 0.5]
 
 

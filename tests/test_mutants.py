@@ -1,4 +1,5 @@
 """The mutants of mutants_*.py fit the files they are planted in. (To plant them: python tests/mutants.py.)"""
+
 import ast
 from functools import cache
 

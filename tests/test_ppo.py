@@ -1,5 +1,6 @@
 """PPO's maths, its conventions on tensors and the classic bugs of DESIGN.md section 10, each imported from
 ppo/ppo.py."""
+
 import copy
 import itertools
 import json
@@ -13,9 +14,20 @@ import pytest
 import torch
 from conftest import NATS, ROOT, TINY, distance, load_script, reward_batch, small
 from transformers import (
-    AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
-    GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, MistralConfig, Phi3Config,
-    Qwen2Config, Qwen3Config)
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import rewards
 
@@ -113,7 +125,7 @@ def test_gae_of_unequal_lengths_equals_each_row_alone():
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).float()
     together = module.gae(rewarded, values, mask, 0.99, 0.9)
     for i, n in enumerate(lengths):
-        alone = module.gae(rewarded[i:i + 1, :n], values[i:i + 1, :n], torch.ones(1, n), 0.99, 0.9)
+        alone = module.gae(rewarded[i : i + 1, :n], values[i : i + 1, :n], torch.ones(1, n), 0.99, 0.9)
         assert torch.allclose(together[i, :n], alone[0])
         assert (together[i, n:] == 0).all()
 
@@ -210,6 +222,7 @@ def test_sampling_follows_the_distribution_and_never_takes_the_impossible():
 
 def test_a_token_beyond_the_likeliest_few_is_sampled_too():
     shares = torch.tensor([1, 300, 200, 100, 90, 85, 84, 70, 50, 20]) / 1000
+
     def says(input_ids, **_):
         return SimpleNamespace(logits=shares.log().expand(len(input_ids), 1, 10), past_key_values=Script([0]))
 
@@ -315,8 +328,7 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
 
 
 SAME = dict(vocab_size=82, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
-COMMON = dict(
-    **SAME, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+COMMON = dict(**SAME, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 ARCHITECTURES = {
     "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2),
     "qwen3": Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=16),
@@ -361,10 +373,11 @@ def test_left_padding_with_absolute_positions_changes_nothing(shared):
             alone = [logits[len(prompt) - 1 + t, token].item() for t, token in enumerate(response)]
             assert together[i, : len(response)].tolist() == pytest.approx(alone, abs=NATS)
         ids, lengths, logprobs, _ = module.generate(
-            model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0)
+            model, prompts, torch.rand(3, 5), 1, 5, 1.0, torch.tensor([0]), 0
+        )
         batch = make_batch(prompts, [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())])
         again, _ = module.response_logprobs(model, batch, torch.arange(3), 1.0)
-    first = logprobs[:, :again.shape[1]]
+    first = logprobs[:, : again.shape[1]]
     assert torch.allclose(again * batch.response_mask, first * batch.response_mask, atol=NATS)
 
 
@@ -383,7 +396,7 @@ def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(
     found = []
     for trainer.actor.shares_prompts in (True, False):
         logprobs, entropy = script.response_logprobs(trainer.actor, batch, rows, 1.3)
-        mask = batch.response_mask[rows, :logprobs.shape[1]]
+        mask = batch.response_mask[rows, : logprobs.shape[1]]
         trainer.actor.zero_grad()
         ((logprobs**2 + entropy) * mask).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
@@ -427,8 +440,8 @@ def test_values_are_those_predicted_before_the_token_is_seen_and_padding_does_no
         padded = make_batch(prompts, responses, extra=2)
         together = module.response_values(trainer.critic, padded, torch.tensor([0, 1]))
         for i, (p, r) in enumerate(zip(prompts, responses)):
-            alone = trainer.critic(torch.tensor([p + r])).logits[0, len(p) - 1:-1, 0]
-            assert distance(together[i, :len(r)], alone) < 1e-4
+            alone = trainer.critic(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0]
+            assert distance(together[i, : len(r)], alone) < 1e-4
 
 
 def test_a_new_critic_says_zero_and_starts_from_the_actors_weights(ppo):
@@ -452,7 +465,7 @@ def test_weights_lie_where_no_file_put_them(ppo):
 def test_reward_model_scores_of_a_batch_equal_single_scores(ppo):
     trainer = ppo(REWARD_MODEL=str(TINY / "reward_model"), BATCH_SIZE=3).PPOTrainer()
     prompts = [row["prompt"] for row in trainer.train_rows[:7]]
-    responses = [row["answer"][:10 * i] for i, row in enumerate(trainer.train_rows[:7])]
+    responses = [row["answer"][: 10 * i] for i, row in enumerate(trainer.train_rows[:7])]
     together = trainer.reward_model_score(prompts, responses)
     alone = torch.stack([trainer.reward_model_score(p, r) for p, r in zip(prompts, responses)])
     assert distance(together, alone) < 1e-4 and alone.std() > 0.1
@@ -638,6 +651,7 @@ def test_a_model_that_scores_otherwise_than_it_samples_is_caught_on_the_first_st
     script = ppo(EVAL_DATASETS=[])
     trainer = script.PPOTrainer()
     score = script.response_logprobs
+
     def late(*arguments):
         """One token late."""
         return tuple(x.roll(1, 1) for x in score(*arguments))
@@ -736,7 +750,7 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     for i, sample in zip((0, 3, 6, 9), samples, strict=True):
         row = batch.rows[i]
         lists = [row["prompt"]], [batch.responses[i]], [row["answer"]]
-        mean = sum(whitened[i][:lengths[i]]) / lengths[i]
+        mean = sum(whitened[i][: lengths[i]]) / lengths[i]
         assert sample.pop("advantage") == pytest.approx(mean, rel=1e-4, abs=1e-5)
         assert sample == {
             "step": 1,
@@ -747,7 +761,8 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
             "truncated": bool(batch.truncated[i]),
             "reward": batch.scores[i].item(),
             "reward/exact_answer": rewards.exact_answer(*lists)[0],
-            "reward/size": size(*lists)[0]}
+            "reward/size": size(*lists)[0],
+        }
     assert len({sample["reward/size"] for sample in samples}) == 4
 
     def tokens(*rows):
@@ -868,7 +883,7 @@ def test_generate_response_is_the_librarys_greedy_one(ppo):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
     inputs = tokenizer(prompt + "\n", return_tensors="pt", return_token_type_ids=False)
     out = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    response = out[0, inputs["input_ids"].shape[1]:]
+    response = out[0, inputs["input_ids"].shape[1] :]
     assert trainer.generate_response(prompt) == tokenizer.decode(response, skip_special_tokens=True)
 
 
@@ -1042,6 +1057,7 @@ def one_step(tmp_path_factory):
         trainer.weights = weights
         trainer.seen = seen = {"calls": [], "passes": [], "gradients": [], "rates": []}
         for name, optimizer in trainer.optimizers.items():
+
             def keep_gradient(model=trainer.models[name]):
                 seen["gradients"] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -1060,8 +1076,10 @@ def one_step(tmp_path_factory):
         seen.update({key: metrics[key] for key in ("policy_loss", "value_loss", "kl")})
         seen.update({key: getattr(batch, key) for key in ("scores", "advantages")})
         seen.update(
-            plan=trainer.run.total_steps, responses=batch.response_ids,
-            norms=[metrics["grad_norm"], metrics["critic_grad_norm"]])
+            plan=trainer.run.total_steps,
+            responses=batch.response_ids,
+            norms=[metrics["grad_norm"], metrics["critic_grad_norm"]],
+        )
         return script, trainer, seen
 
     yield take_step
@@ -1070,6 +1088,7 @@ def one_step(tmp_path_factory):
 
 def differences(a, b):
     """The names of what is not the same in two steps, but for the last bits."""
+
     def same(x, y):
         if isinstance(x, torch.Tensor):
             return x.shape == y.shape and distance(x, y) < 1e-6
@@ -1094,7 +1113,7 @@ def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_ste
 def algorithm_of(path):
     """The constants of a trainer from its rewards to its schedule."""
     text = (ROOT / path).read_text()
-    text = text[text.index("\n# Rewards:"):text.index("\n# Bookkeeping")]
+    text = text[text.index("\n# Rewards:") : text.index("\n# Bookkeeping")]
     return set(re.findall("^([A-Z_]+)[ :]", text, re.M))
 
 
@@ -1135,12 +1154,12 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
         """[(log-probabilities, entropies)] of each response's tokens."""
         found = []
         for row, n in zip(ids, lengths):
-            logs = (model(torch.tensor([row])).logits[0, -n - 1:-1] / c.TEMPERATURE).log_softmax(-1)
+            logs = (model(torch.tensor([row])).logits[0, -n - 1 : -1] / c.TEMPERATURE).log_softmax(-1)
             found.append((logs.gather(1, torch.tensor(row[-n:])[:, None])[:, 0], -(logs.exp() * logs).sum(1)))
         return found
 
     def values(model):
-        return [model(torch.tensor([row])).logits[0, -n - 1:-1, 0] for row, n in zip(ids, lengths)]
+        return [model(torch.tensor([row])).logits[0, -n - 1 : -1, 0] for row, n in zip(ids, lengths)]
 
     with torch.no_grad():
         old, ref, old_values = logprobs(actor), logprobs(reference), values(critic)
@@ -1221,6 +1240,6 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
     # and training those of its step by the run's own
     torch.manual_seed(c.SEED)
     uniform = torch.rand(len(trainer.batch.rows), c.MAX_NEW_TOKENS)
-    asked = [row["ids"] for row in trainer.batch.rows[::c.GROUP_SIZE]]
+    asked = [row["ids"] for row in trainer.batch.rows[:: c.GROUP_SIZE]]
     said = c.respond(trainer.actor, trainer.tokenizer, asked, uniform, c.GROUP_SIZE)
     assert torch.equal(said.response_ids, seen["responses"])

@@ -1,5 +1,6 @@
 """Every program on a GPU that is not there (pretend_gpu.py): no mix of devices, the CPU's bits, and how often
 the host waits. A run on the device is cut in two by a resume; the CPU's is not."""
+
 import json
 import shutil
 from types import SimpleNamespace
@@ -14,9 +15,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="pretended on a CPU build of PyTorch")
 SMALL = {
-    "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 3, "MAX_TRAIN_PROMPTS": 24,
-    "MAX_EVAL_PROMPTS": 2, "MAX_NEW_TOKENS": 20, "EVAL_EVERY_N_STEPS": 1, "SAVE_EVERY_N_STEPS": 1,
-    "LOG_SAMPLES": 2}
+    "BATCH_SIZE": 2,
+    "GRADIENT_ACCUMULATION_STEPS": 2,
+    "GROUP_SIZE": 3,
+    "MAX_TRAIN_PROMPTS": 24,
+    "MAX_EVAL_PROMPTS": 2,
+    "MAX_NEW_TOKENS": 20,
+    "EVAL_EVERY_N_STEPS": 1,
+    "SAVE_EVERY_N_STEPS": 1,
+    "LOG_SAMPLES": 2,
+}
 NARROW = {"DTYPE": "bfloat16", "LORA_RANK": 2, "GRADIENT_CHECKPOINTING": True}
 USE = """
 import json, sys
@@ -86,8 +94,14 @@ def train(tmp_path, models, path, **constants):
     """Two steps on the CPU; one on the device, and one more after a resume; the same came of them."""
     own = {**SMALL, "ACTOR_MODEL": str(models / "policy"), **constants}
     if path == "rce/rce.py":
-        own |= {"MINE_PROMPTS": 8, "ROUNDS": 1, "USE_LR_SCHEDULER": False, "BEAMS": 2, "EVAL_SAMPLES": 2,
-                "REWARD_MODE": "hard_plus_gtprob"}
+        own |= {
+            "MINE_PROMPTS": 8,
+            "ROUNDS": 1,
+            "USE_LR_SCHEDULER": False,
+            "BEAMS": 2,
+            "EVAL_SAMPLES": 2,
+            "REWARD_MODE": "hard_plus_gtprob",
+        }
     own |= {"OUTPUT_DIR": str(tmp_path / "gpu"), "MAX_STEPS": 1}
     words = [f"{key}={value}" for key, value in own.items()]
     run(tmp_path / "one", ROOT / path, *words, "RESUME=no")
@@ -105,8 +119,15 @@ def train(tmp_path, models, path, **constants):
 
 def test_ppo(tmp_path, models):
     reward_model = str(models / "reward_model")
-    train(tmp_path, models, "ppo/ppo.py", REWARD_MODEL=reward_model, KL_TARGET=0.1, ENTROPY_COEF=0.01,
-          MINI_BATCHES=2)
+    train(
+        tmp_path,
+        models,
+        "ppo/ppo.py",
+        REWARD_MODEL=reward_model,
+        KL_TARGET=0.1,
+        ENTROPY_COEF=0.01,
+        MINI_BATCHES=2,
+    )
 
 
 def test_ppo_narrow(tmp_path, models):
@@ -114,8 +135,16 @@ def test_ppo_narrow(tmp_path, models):
 
 
 def test_grpo(tmp_path, models):
-    train(tmp_path, models, "grpo/grpo.py", REWARD_MODEL=str(models / "reward_model"), KL_COEF=0.1,
-          REFERENCE_SYNC_STEPS=1, ENTROPY_COEF=0.01, MINI_BATCHES=2)
+    train(
+        tmp_path,
+        models,
+        "grpo/grpo.py",
+        REWARD_MODEL=str(models / "reward_model"),
+        KL_COEF=0.1,
+        REFERENCE_SYNC_STEPS=1,
+        ENTROPY_COEF=0.01,
+        MINI_BATCHES=2,
+    )
 
 
 @pytest.mark.sweep
@@ -133,6 +162,7 @@ def test_rce_narrow(tmp_path, models):
 
 
 # ---------------------------------------------------------------- the three systems
+
 
 def run_system(tmp_path, path, steps, meant=(), **constants):
     """As train(), of a program that ends after so many steps: the last is taken away before the resume."""
@@ -153,17 +183,44 @@ def run_system(tmp_path, path, steps, meant=(), **constants):
 
 def test_ppo_rag(tmp_path):
     # its policy, a few thousand weights, is meant to stay on the CPU
-    run_system(tmp_path, "ppo/ppo_rag.py", 2, meant=("RAGTrainer", "answers"), SAMPLE=24,
-               VALIDATION_QUESTIONS=4, TEST_QUESTIONS=4, TOP_KS="(1,)", TEMPERATURES="(0.0, 1.0)",
-               FIXED_ACTION="(1, 1.0, 0)", RERANKS="(0,)", MAX_NEW_TOKENS=3, N_STEPS=16, BATCH_SIZE=8,
-               MAX_STEPS=2)
+    run_system(
+        tmp_path,
+        "ppo/ppo_rag.py",
+        2,
+        meant=("RAGTrainer", "answers"),
+        SAMPLE=24,
+        VALIDATION_QUESTIONS=4,
+        TEST_QUESTIONS=4,
+        TOP_KS="(1,)",
+        TEMPERATURES="(0.0, 1.0)",
+        FIXED_ACTION="(1, 1.0, 0)",
+        RERANKS="(0,)",
+        MAX_NEW_TOKENS=3,
+        N_STEPS=16,
+        BATCH_SIZE=8,
+        MAX_STEPS=2,
+    )
 
 
 def test_grpo_rec(tmp_path):
-    run_system(tmp_path, "grpo/grpo_rec.py", 3, MAX_TRAIN_ROWS=4, MAX_EVAL_ROWS=4,
-               TEST_FILE=ROOT / "data/rec/valid.csv", SFT_EPOCHS=1, SFT_BATCH_SIZE=8, BATCH_SIZE=2,
-               GROUP_SIZE=3, EVAL_BEAMS=20, RANKING_WEIGHT=0.5, MINI_BATCHES=2, MAX_STEPS=2, HIDDEN_SIZE=16,
-               LAYERS=1)
+    run_system(
+        tmp_path,
+        "grpo/grpo_rec.py",
+        3,
+        MAX_TRAIN_ROWS=4,
+        MAX_EVAL_ROWS=4,
+        TEST_FILE=ROOT / "data/rec/valid.csv",
+        SFT_EPOCHS=1,
+        SFT_BATCH_SIZE=8,
+        BATCH_SIZE=2,
+        GROUP_SIZE=3,
+        EVAL_BEAMS=20,
+        RANKING_WEIGHT=0.5,
+        MINI_BATCHES=2,
+        MAX_STEPS=2,
+        HIDDEN_SIZE=16,
+        LAYERS=1,
+    )
 
 
 @pytest.mark.parametrize("dropout", [0, pytest.param(0.3, marks=pytest.mark.sweep)])
@@ -174,13 +231,33 @@ def test_rce_icl(tmp_path, models, dropout):
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,category", *lines]))
     kinds = {"type": "csv", "input": "text", "output": "category"}
     reader = "votes" if dropout else models / "policy"
-    run_system(tmp_path, "rce/rce_icl.py", 4, meant=("encode", "LanguageReader.answers"), TEST_QUERIES=4,
-               TRAIN_DATASET={"path": f"{tmp_path}/train.csv", **kinds}, VALIDATION_QUERIES=4, MINE_QUERIES=8,
-               TEST_DATASET={"path": f"{tmp_path}/test.csv", **kinds}, POOL_SIZE=8, EMBEDDING_SIZE=8,
-               RANDOM=4, LOCAL=4, MINE_BATCH_SIZE=8, HIDDEN_SIZE=8, HEADS=2, BATCH_SIZE=4,
-               RCE_EPOCHS=2 if dropout else 1,
-               GRPO_EPOCHS=0 if dropout else 1, EVAL_SHOTS="(2,)", BOOTSTRAP=20,
-               ON_POLICY=not dropout, READER=reader, MAX_ANSWER_TOKENS=3, DROPOUT=dropout)
+    run_system(
+        tmp_path,
+        "rce/rce_icl.py",
+        4,
+        meant=("encode", "LanguageReader.answers"),
+        TEST_QUERIES=4,
+        TRAIN_DATASET={"path": f"{tmp_path}/train.csv", **kinds},
+        VALIDATION_QUERIES=4,
+        MINE_QUERIES=8,
+        TEST_DATASET={"path": f"{tmp_path}/test.csv", **kinds},
+        POOL_SIZE=8,
+        EMBEDDING_SIZE=8,
+        RANDOM=4,
+        LOCAL=4,
+        MINE_BATCH_SIZE=8,
+        HIDDEN_SIZE=8,
+        HEADS=2,
+        BATCH_SIZE=4,
+        RCE_EPOCHS=2 if dropout else 1,
+        GRPO_EPOCHS=0 if dropout else 1,
+        EVAL_SHOTS="(2,)",
+        BOOTSTRAP=20,
+        ON_POLICY=not dropout,
+        READER=reader,
+        MAX_ANSWER_TOKENS=3,
+        DROPOUT=dropout,
+    )
 
 
 # ---------------------------------------------------------------- waits and kernels
@@ -193,9 +270,20 @@ MOST = {"ppo": (0.088, 63, 38, 2, 1449), "grpo": (0.088, 63, 38, 1.5, 835)}
 
 @pytest.mark.parametrize("name", MOST)
 def test_how_often_the_host_waits(tmp_path, name):
-    own = {"BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": 2, "GROUP_SIZE": 4, "MAX_TRAIN_PROMPTS": 24,
-           "MAX_STEPS": 1, "GROUP_EPOCHS": 1, "MAX_NEW_TOKENS": 64, "EVAL_DATASETS": [], "RESUME": "no",
-           "TEMPERATURE": 3.0, "REWARD_FUNCTIONS": [("rouge_l", 1.0)], "OUTPUT_DIR": tmp_path / "run"}
+    own = {
+        "BATCH_SIZE": 4,
+        "GRADIENT_ACCUMULATION_STEPS": 2,
+        "GROUP_SIZE": 4,
+        "MAX_TRAIN_PROMPTS": 24,
+        "MAX_STEPS": 1,
+        "GROUP_EPOCHS": 1,
+        "MAX_NEW_TOKENS": 64,
+        "EVAL_DATASETS": [],
+        "RESUME": "no",
+        "TEMPERATURE": 3.0,
+        "REWARD_FUNCTIONS": [("rouge_l", 1.0)],
+        "OUTPUT_DIR": tmp_path / "run",
+    }
     words = [f"{key}={value}" for key, value in own.items()]
     log = run(tmp_path / "run", ROOT / f"{name}/{name}.py", *words).log
 
@@ -214,12 +302,18 @@ def test_how_often_the_host_waits(tmp_path, name):
     assert tokens >= 64 and micros == 2
     attention = kernels_of(" attend", "Layer.")
     ours = count("rollout", "kernel") / tokens - attention - kernels_of("call_model")  # transformers'
-    found = (count("rollout", *WAITS) / tokens, attention, ours, count("update", *WAITS) / micros,
-             count("update", "kernel") / micros)
+    found = (
+        count("rollout", *WAITS) / tokens,
+        attention,
+        ours,
+        count("update", *WAITS) / micros,
+        count("update", "kernel") / micros,
+    )
     assert all(x <= most for x, most in zip(found, MOST[name])), found
 
 
 # ---------------------------------------------------------------- gpu.py, which asks a real one
+
 
 def test_a_stage_that_is_done_is_kept_and_one_that_fails_is_named(tmp_path, monkeypatch, capsys):
     def works(out, small):
@@ -251,9 +345,9 @@ def test_what_the_profiler_is_asked_of(tmp_path):
 
 def test_the_recipe_of_an_offloaded_optimizer_steps_as_adamw_and_resumes():
     text = (ROOT / "docs/cookbook.md").read_text()
-    code = text[text.index("class OffloadedAdamW"):]
+    code = text[text.index("class OffloadedAdamW") :]
     recipe = {"torch": torch}
-    exec(code[:code.index("```")], recipe)
+    exec(code[: code.index("```")], recipe)
     torch.manual_seed(0)
     first, second = ([torch.nn.Parameter(torch.ones(n)) for n in (3, 5)] for _ in range(2))
     options = {"lr": 0.1, "weight_decay": 0.1, "fused": True}
@@ -272,6 +366,7 @@ def test_the_recipe_of_an_offloaded_optimizer_steps_as_adamw_and_resumes():
 
 
 # ---------------------------------------------------------------- what neither has: patched
+
 
 @pytest.fixture
 def ppo():

@@ -2,6 +2,7 @@
 sums of gradients in one order, models sharded by FSDP2. Processes begin as torchrun begins them, but in a
 moment; torchrun itself stands in the last tests. Further numbers of processes: python -m pytest -m sweep
 tests/test_processes.py."""
+
 import math
 import os
 import random
@@ -22,18 +23,45 @@ REC = "grpo/grpo_rec.py"
 FILES = ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", REC]
 # Four chunks of prompts a step and more micro-batches than processes; the epoch ends with fewer
 WORDS = {
-    **SMALL, "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 4, "MAX_TRAIN_PROMPTS": 13,
-    "MAX_EVAL_PROMPTS": 3, "MAX_NEW_TOKENS": 12, "NUM_EPOCHS": 2, "MAX_STEPS": 3, "EVAL_EVERY_N_STEPS": 2,
-    "KL_COEF": 0.05}
+    **SMALL,
+    "BATCH_SIZE": 2,
+    "GRADIENT_ACCUMULATION_STEPS": 4,
+    "MAX_TRAIN_PROMPTS": 13,
+    "MAX_EVAL_PROMPTS": 3,
+    "MAX_NEW_TOKENS": 12,
+    "NUM_EPOCHS": 2,
+    "MAX_STEPS": 3,
+    "EVAL_EVERY_N_STEPS": 2,
+    "KL_COEF": 0.05,
+}
 MORE = {
     "ppo/ppo.py": {"MINI_BATCHES": 2},
     "grpo/grpo.py": {"RESAMPLE_FLAT_GROUPS": 1, "REFERENCE_SYNC_STEPS": 2},
-    "rce/rce.py": {"MAX_TRAIN_PROMPTS": 16, "MINE_PROMPTS": 7, "ROUNDS": 2, "NUM_EPOCHS": 1, "BEAMS": 2,
-                   "MAX_NEW_TOKENS": 48, "INCLUDE_REFERENCE": True, "EVAL_SAMPLES": 2}}
+    "rce/rce.py": {
+        "MAX_TRAIN_PROMPTS": 16,
+        "MINE_PROMPTS": 7,
+        "ROUNDS": 2,
+        "NUM_EPOCHS": 1,
+        "BEAMS": 2,
+        "MAX_NEW_TOKENS": 48,
+        "INCLUDE_REFERENCE": True,
+        "EVAL_SAMPLES": 2,
+    },
+}
 REC_WORDS = {
-    "MAX_TRAIN_ROWS": 60, "MAX_EVAL_ROWS": 70, "EVAL_BEAMS": 20, "SFT_EPOCHS": 1, "SFT_BATCH_SIZE": 32,
-    "BATCH_SIZE": 2, "GRADIENT_ACCUMULATION_STEPS": 3, "GROUP_SIZE": 4, "MAX_STEPS": 2,
-    "EVAL_EVERY_N_STEPS": 1, "CANDIDATES": "sample", "SAVE_EVERY_N_STEPS": 0}
+    "MAX_TRAIN_ROWS": 60,
+    "MAX_EVAL_ROWS": 70,
+    "EVAL_BEAMS": 20,
+    "SFT_EPOCHS": 1,
+    "SFT_BATCH_SIZE": 32,
+    "BATCH_SIZE": 2,
+    "GRADIENT_ACCUMULATION_STEPS": 3,
+    "GROUP_SIZE": 4,
+    "MAX_STEPS": 2,
+    "EVAL_EVERY_N_STEPS": 1,
+    "CANDIDATES": "sample",
+    "SAVE_EVERY_N_STEPS": 0,
+}
 
 
 def words_of(file, **more):
@@ -113,6 +141,7 @@ def alone(tmp_path_factory):
             made[file] = tmp_path_factory.mktemp("alone") / "run"
             run(1, file, made[file])
         return made[file]
+
     return get
 
 
@@ -122,8 +151,9 @@ USUAL = [("ppo/ppo.py", 2), ("grpo/grpo.py", 3), *((file, 2) for file in FILES[2
 SWEEP = [(file, count) for file in FILES for count in (2, 3, 4) if (file, count) not in USUAL]
 
 
-@pytest.mark.parametrize("file, count", [
-    *USUAL, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP)])
+@pytest.mark.parametrize(
+    "file, count", [*USUAL, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP)]
+)
 def test_a_run_is_the_same_to_the_byte_on_any_number_of_processes(file, count, alone, tmp_path):
     run(count, file, tmp_path / "run")
     assert_same_run(alone(file), tmp_path / "run")
@@ -133,20 +163,35 @@ def test_a_run_is_the_same_to_the_byte_on_any_number_of_processes(file, count, a
 LORA = {"LORA_RANK": 4, "LEARNING_RATE": 1e-3, "MAX_STEPS": 2}
 
 
-@pytest.mark.parametrize("file, more", [
-    ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 0}),
-    pytest.param("ppo/ppo.py", {}, marks=pytest.mark.sweep),
-    pytest.param("rce/rce.py", {}, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "file, more",
+    [
+        ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 0}),
+        pytest.param("ppo/ppo.py", {}, marks=pytest.mark.sweep),
+        pytest.param("rce/rce.py", {}, marks=pytest.mark.sweep),
+    ],
+)
 def test_adapters_are_the_same_to_the_byte_on_two_processes(file, more, tmp_path):
     for count, folder in (1, tmp_path / "alone"), (2, tmp_path / "two"):
         run(count, file, folder, **LORA, **more)
     assert_same_run(tmp_path / "alone", tmp_path / "two")
 
 
-@pytest.mark.parametrize("file, before, after", [
-    ("ppo/ppo.py", 4, 1),
-    *(pytest.param(*case, marks=pytest.mark.sweep) for case in (
-        ("rce/rce.py", 1, 3), ("ppo/ppo.py", 1, 3), ("rce/rce.py", 4, 1), ("grpo/grpo.py", 4, 1)))])
+@pytest.mark.parametrize(
+    "file, before, after",
+    [
+        ("ppo/ppo.py", 4, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                ("rce/rce.py", 1, 3),
+                ("ppo/ppo.py", 1, 3),
+                ("rce/rce.py", 4, 1),
+                ("grpo/grpo.py", 4, 1),
+            )
+        ),
+    ],
+)
 def test_a_run_killed_on_some_processes_goes_on_on_others(file, before, after, alone, tmp_path):
     folder = tmp_path / "run"
     begun = Processes(before, ROOT / file, *words_of(file, OUTPUT_DIR=folder, SAVE_EVERY_N_STEPS=1))
@@ -196,20 +241,29 @@ def run_edited(count, tmp_path, body, **more):
 
 
 def test_a_reward_that_raises_on_one_process_ends_all_and_shows_where(tmp_path):
-    ended = run_edited(3, tmp_path, """
+    ended = run_edited(
+        3,
+        tmp_path,
+        """
 def wrong(prompts, responses, answers):
     return [1 / (ppo.rank() - 1)] * len(responses)
-ppo.REWARD_FUNCTIONS = [(wrong, 1.0)]""")
+ppo.REWARD_FUNCTIONS = [(wrong, 1.0)]""",
+    )
     assert [end.returncode for end in ended] == [2, 1, 2]
     assert "ZeroDivisionError" in ended[1].stderr and "raised by the reward function wrong" in ended[1].stderr
     assert ended[0].stderr == ended[2].stderr == ""
 
 
 def test_a_disk_that_fills_ends_all_with_one_sentence(tmp_path):
-    ended = run_edited(2, tmp_path, """
+    ended = run_edited(
+        2,
+        tmp_path,
+        """
 def fill(self, *parts):
     raise OSError(28, "No space left on device")
-ppo.Run.fill_checkpoint = fill""", SAVE_EVERY_N_STEPS=1)
+ppo.Run.fill_checkpoint = fill""",
+        SAVE_EVERY_N_STEPS=1,
+    )
     assert [end.returncode for end in ended] == [2, 2]
     assert "could not be saved" in ended[0].stderr and ended[1].stderr == ""
 
@@ -231,21 +285,26 @@ DIFFER = {
     "constants": ("ppo.SEED += ppo.rank()", "the processes differ in SEED: make it the same"),
     "source": (SOURCE, "the processes differ in ppo.py: make it the same"),
     "later": (DRAWS_LATER, "drew different random numbers"),
-    "numpy": (
-        DRAWS_LATER.replace("import random", "import numpy.random as random"), "drew different random"),
+    "numpy": (DRAWS_LATER.replace("import random", "import numpy.random as random"), "drew different random"),
     "torch": (
         DRAWS_LATER.replace("import random", "import torch").replace("random.random()", "torch.rand(1)"),
-        "drew different random")}
+        "drew different random",
+    ),
+}
 MORE_SELDOM = {"torch", "numpy"}
 
 
-@pytest.mark.parametrize("body, sentence", [
-    pytest.param(*case, id=name, marks=pytest.mark.sweep if name in MORE_SELDOM else ())
-    for name, case in DIFFER.items()])
+@pytest.mark.parametrize(
+    "body, sentence",
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.sweep if name in MORE_SELDOM else ())
+        for name, case in DIFFER.items()
+    ],
+)
 def test_processes_that_would_make_different_runs_end_with_a_sentence(body, sentence, tmp_path):
     ended = run_edited(2, tmp_path, body)
     assert [end.returncode for end in ended] == [2, 2], ended
-    said, = [end.stderr for end in ended if end.stderr]  # by the first that fails
+    (said,) = [end.stderr for end in ended if end.stderr]  # by the first that fails
     assert sentence in said
 
 
@@ -279,12 +338,13 @@ def test_trainers_of_one_process_say_so(file, tmp_path):
 
 def test_another_number_of_threads_is_said_at_a_resume(tmp_path):
     run(1, "ppo/ppo.py", tmp_path / "run", MAX_STEPS=1)
-    ended, = run_edited(1, tmp_path, "import torch\ntorch.set_num_threads(2)", MAX_STEPS=2)
+    (ended,) = run_edited(1, tmp_path, "import torch\ntorch.set_num_threads(2)", MAX_STEPS=2)
     assert ended.returncode == 0, ended
     assert "Changed since the checkpoint: OMP_NUM_THREADS was 1, is 2" in ended.stdout
 
 
 # ---------------------------------------------------------------- sums of gradients
+
 
 class OneNumber(torch.nn.Module):
     """A model whose gradient is what the loss says."""
@@ -382,6 +442,7 @@ def test_plain_sums_run_too_and_are_near(alone, tmp_path):
 
 # ---------------------------------------------------------------- models in parts
 
+
 def nearly(a, b):
     """Two runs' weights and train metrics are equal to rounding."""
     one, two = last_checkpoint(a), last_checkpoint(b)
@@ -401,11 +462,23 @@ def nearly(a, b):
             assert second[key] == pytest.approx(first[key], rel=0.01, abs=1e-4), key
 
 
-@pytest.mark.parametrize("file, count, dtype", [
-    ("ppo/ppo.py", 2, "bfloat16"),
-    # on three some have nothing to mine in the last turn
-    *(pytest.param(*case, "float32", marks=pytest.mark.sweep) for case in (
-        ("rce/rce.py", 3), ("ppo/ppo.py", 3), ("ppo/ppo.py", 1), ("ppo/ppo.py", 2), ("grpo/grpo.py", 2)))])
+@pytest.mark.parametrize(
+    "file, count, dtype",
+    [
+        ("ppo/ppo.py", 2, "bfloat16"),
+        # on three some have nothing to mine in the last turn
+        *(
+            pytest.param(*case, "float32", marks=pytest.mark.sweep)
+            for case in (
+                ("rce/rce.py", 3),
+                ("ppo/ppo.py", 3),
+                ("ppo/ppo.py", 1),
+                ("ppo/ppo.py", 2),
+                ("grpo/grpo.py", 2),
+            )
+        ),
+    ],
+)
 def test_sharded_models_make_the_same_run_to_rounding(file, count, dtype, tmp_path):
     more = {"REWARD_MODEL": ROOT / "data/tiny/reward_model", "SHARD": "fsdp2", "DTYPE": dtype}
     words = words_of(file, OUTPUT_DIR=tmp_path / "parts", MAX_STEPS=2, **more)
@@ -433,13 +506,20 @@ def test_sharding_without_torchrun_is_refused(started):
 
 # ---------------------------------------------------------------- torchrun itself
 
+
 def torchrun(*words):
     """torchrun as a user starts it, in its own session."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT)
+        command,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def children_of(pid):
@@ -485,8 +565,18 @@ def test_a_start_does_not_meet_the_processes_of_an_earlier_one(tmp_path):
 def test_two_nodes_make_the_run_of_one_process(alone, tmp_path):
     port = free_port()
     words = words_of("ppo/ppo.py", OUTPUT_DIR=tmp_path / "run")
-    nodes = [torchrun("--nnodes=2", "--nproc_per_node=1", f"--node_rank={n}", "--master_addr=127.0.0.1",
-                      f"--master_port={port}", "ppo/ppo.py", *words) for n in range(2)]
+    nodes = [
+        torchrun(
+            "--nnodes=2",
+            "--nproc_per_node=1",
+            f"--node_rank={n}",
+            "--master_addr=127.0.0.1",
+            f"--master_port={port}",
+            "ppo/ppo.py",
+            *words,
+        )
+        for n in range(2)
+    ]
     try:
         said = [node.communicate(timeout=200)[0] for node in nodes]
     finally:

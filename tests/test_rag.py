@@ -1,5 +1,6 @@
 """PPO over retrieval: what is read, what is answered, what it costs, what is learnt from it; on a toy world
 with random tiny models."""
+
 import copy
 import json
 import math
@@ -14,8 +15,15 @@ import torch
 from conftest import ROOT, assert_same_state, load_script, read, untimed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
-    PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration)
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 BASELINES = "fixed random best_fixed best_by_type tree oracle_greedy oracle every_action".split()
 NAMES = "Ada Bea Cid Dov Eli Fay Gus Hal Ida Jon Kim Leo Mia Ned Ola Pia".split()
@@ -29,8 +37,9 @@ def make_tokenizer(**options):
     words = [*words.split(), *NAMES, *TOWNS, *"0123456789[]:,.?", *(f"w{n}" for n in range(80))]
     vocabulary = {word: n for n, word in enumerate(["<pad>", "</s>", "<unk>", *dict.fromkeys(words)])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(True)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(True)]
+    )
     ends = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=made, **ends, **options)
 
@@ -63,8 +72,14 @@ def world(tmp_path_factory):
     tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1}
     llama = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "max_position_embeddings": 256, "bos_token_id": None, **sizes}
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        **sizes,
+    }
     save(LlamaForCausalLM(LlamaConfig(**llama)), tokenizer, folder / "llama")
     save(LlamaForSequenceClassification(LlamaConfig(num_labels=1, **llama)), tokenizer, folder / "reranker")
     t5 = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
@@ -75,12 +90,27 @@ def world(tmp_path_factory):
 
 def toy(world, out, **constants):
     small = {
-        "DATASET": {"path": str(world), "type": "folder"}, "GENERATOR": f"{world}/llama",
-        "RERANKER": f"{world}/reranker", "CACHE_DIR": str(out / "cache"), "OUTPUT_DIR": str(out / "run"),
-        "VALIDATION_QUESTIONS": 6, "TEST_QUESTIONS": 8, "MAX_NEW_TOKENS": 4, "TOP_KS": (1, 3),
-        "TEMPERATURES": (0.0, 1.0), "FIXED_ACTION": (3, 1.0, 0), "RERANK_DEPTH": 6, "QUESTIONS_AT_ONCE": 8,
-        "N_STEPS": 16, "BATCH_SIZE": 8, "GROUP_EPOCHS": 2, "MAX_STEPS": 4, "EVAL_EVERY_N_STEPS": 2,
-        "SAVE_EVERY_N_STEPS": 0, "HIDDEN_SIZE": 8}
+        "DATASET": {"path": str(world), "type": "folder"},
+        "GENERATOR": f"{world}/llama",
+        "RERANKER": f"{world}/reranker",
+        "CACHE_DIR": str(out / "cache"),
+        "OUTPUT_DIR": str(out / "run"),
+        "VALIDATION_QUESTIONS": 6,
+        "TEST_QUESTIONS": 8,
+        "MAX_NEW_TOKENS": 4,
+        "TOP_KS": (1, 3),
+        "TEMPERATURES": (0.0, 1.0),
+        "FIXED_ACTION": (3, 1.0, 0),
+        "RERANK_DEPTH": 6,
+        "QUESTIONS_AT_ONCE": 8,
+        "N_STEPS": 16,
+        "BATCH_SIZE": 8,
+        "GROUP_EPOCHS": 2,
+        "MAX_STEPS": 4,
+        "EVAL_EVERY_N_STEPS": 2,
+        "SAVE_EVERY_N_STEPS": 0,
+        "HIDDEN_SIZE": 8,
+    }
     return load_script("ppo/ppo_rag.py", **{**small, **constants})
 
 
@@ -112,6 +142,7 @@ def trained(world, tmp_path_factory):
 
 # ---------------------------------------------------------------- maths
 
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.1, 1.5])
 def test_the_clip_stops_the_gradient_where_the_ratio_left_the_range_as_the_advantage_wants(advantage, ratio):
@@ -127,12 +158,12 @@ def test_the_value_loss_is_clipped_around_the_rollouts_value():
     script = load_script("ppo/ppo_rag.py")
     tensors = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])  # value, old value, return
     losses = [script.value_loss(*tensors, clip).item() for clip in (0, 0.2)]
-    assert losses == pytest.approx([0.0, 0.5 * 0.8 ** 2])
+    assert losses == pytest.approx([0.0, 0.5 * 0.8**2])
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one():
     x = load_script("ppo/ppo_rag.py").whiten(torch.tensor([1.0, 2.0, 6.0]))
-    assert x.mean().item() == pytest.approx(0, abs=1e-6) and (x ** 2).mean().item() == pytest.approx(1)
+    assert x.mean().item() == pytest.approx(0, abs=1e-6) and (x**2).mean().item() == pytest.approx(1)
 
 
 def test_the_entropy_bonus_has_a_gradient(rag):
@@ -159,8 +190,16 @@ def quick(rag, world, **constants):
 def test_an_optimizer_step_by_hand_with_no_two_constants_equal(rag, world):
     """Gradient and weights in float64, from the formula in the program's header and AdamW's."""
     numbers = {
-        "CLIP_RANGE": 0.13, "VALUE_CLIP_RANGE": 0.07, "VALUE_LOSS_COEF": 0.6, "ENTROPY_COEF": 0.03,
-        "MAX_GRAD_NORM": 0.4, "LEARNING_RATE": 0.011, "WEIGHT_DECAY": 0.21, "HIDDEN_SIZE": 5, "N_STEPS": 12}
+        "CLIP_RANGE": 0.13,
+        "VALUE_CLIP_RANGE": 0.07,
+        "VALUE_LOSS_COEF": 0.6,
+        "ENTROPY_COEF": 0.03,
+        "MAX_GRAD_NORM": 0.4,
+        "LEARNING_RATE": 0.011,
+        "WEIGHT_DECAY": 0.21,
+        "HIDDEN_SIZE": 5,
+        "N_STEPS": 12,
+    }
     script, trainer = quick(rag, world, **numbers)
     assert trainer.policy.first.out_features == trainer.policy.second.out_features == 5
     torch.manual_seed(1)
@@ -216,10 +255,11 @@ def test_an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules
     trainer.run.halvings = 2
     warm = {0: 1 / 3, 1: 2 / 3, 2: 1.0}
     for use, kind, want in (
-            (True, "linear", {**warm, 3: 1.0, 5: 0.75, 10: 1 / 8}),
-            (True, "cosine", {**warm, 3: 1.0, 5: 0.5 + 0.5 ** 1.5, 10: 0.5 - 0.5 * math.cos(math.pi / 8)}),
-            (True, "plateau", {**warm, 3: 0.25, 10: 0.25}),
-            (False, "linear", {**warm, 3: 1.0, 10: 1.0})):
+        (True, "linear", {**warm, 3: 1.0, 5: 0.75, 10: 1 / 8}),
+        (True, "cosine", {**warm, 3: 1.0, 5: 0.5 + 0.5**1.5, 10: 0.5 - 0.5 * math.cos(math.pi / 8)}),
+        (True, "plateau", {**warm, 3: 0.25, 10: 0.25}),
+        (False, "linear", {**warm, 3: 1.0, 10: 1.0}),
+    ):
         script.USE_LR_SCHEDULER, script.LR_SCHEDULER_TYPE = use, kind
         found = {}
         for trainer.run.step in want:
@@ -227,9 +267,9 @@ def test_an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules
             rates = []
             metrics = trainer.update(None)
             assert [len(chunk) for chunk in chunks] == [4, 4, 2] * 3
-            passes = [sum(chunks[n:n + 3], []) for n in (0, 3, 6)]
+            passes = [sum(chunks[n : n + 3], []) for n in (0, 3, 6)]
             assert all(sorted(rows) == list(range(10)) for rows in passes) and passes[0] != passes[1]
-            found[trainer.run.step], = set(rates)
+            (found[trainer.run.step],) = set(rates)
             assert metrics["learning_rate"] == pytest.approx(0.02 * rates[0])
         assert found == pytest.approx(want), (use, kind)
 
@@ -270,6 +310,7 @@ def test_the_clocks_seconds_are_a_cost_too(rag, world):
 
 
 # ---------------------------------------------------------------- what is read and answered
+
 
 def test_top_k_decides_how_many_paragraphs_the_generator_reads(rag, monkeypatch):
     script = rag(TEMPERATURES=(0.0,), RERANKS=(0,), FIXED_ACTION=(3, 0.0, 0))
@@ -327,8 +368,9 @@ def test_an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted(rag, 
 def test_answers_of_unequal_length_end_where_they_end(rag, world, monkeypatch, kind, before):
     script = rag(GENERATOR=f"{world}/{kind}")
     generator = script.Generator(script.GENERATOR, torch.device("cpu"))
-    town, near, end, pad = (generator.tokenizer.convert_tokens_to_ids(word) for word in
-                            ("Arle", "near", "</s>", "<pad>"))
+    town, near, end, pad = (
+        generator.tokenizer.convert_tokens_to_ids(word) for word in ("Arle", "near", "</s>", "<pad>")
+    )
     wrote = torch.tensor([[*before, town, end, pad, pad], [*before, near, town, near, end]])
     monkeypatch.setattr(generator.model, "generate", lambda **read: wrote)
     assert generator.answers(["Ada Bea", "Cid Dov"], 0.0, 0) == [("Arle", 4), ("near Arle near", 6)]
@@ -433,8 +475,16 @@ def test_below_the_rerankers_depth_stands_what_bm25_found(rag, world):
 
 def test_a_rerankers_pairs_fit_whatever_their_length_and_it_needs_no_pad_token(rag, tmp_path):
     config = LlamaConfig(
-        vocab_size=200, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        num_labels=1, pad_token_id=None, bos_token_id=None, max_position_embeddings=96)
+        vocab_size=200,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=1,
+        pad_token_id=None,
+        bos_token_id=None,
+        max_position_embeddings=96,
+    )
     tokenizer = make_tokenizer()
     tokenizer.pad_token = None
     save(LlamaForSequenceClassification(config), tokenizer, tmp_path / "padless")
@@ -475,11 +525,29 @@ def test_the_observation_entry_by_entry(rag):
     got = dict(zip(script.OBSERVATION, seen.tolist()))
     assert len(seen) == len(script.OBSERVATION) == len(set(script.OBSERVATION))
     want = {
-        "words": 6, "capitalised": 2, "unknown": 1 / 6, "has_or": 1, "commas": 0, "has_where": 1,
-        "has_who": 0, "yes_no": 0,
-        "s1": 4, "s1_per_word": 4 / 6, "s2/s1": 0.75, "s3/s1": 0.25, "s4/s1": 0, "s20/s1": 0, "gap": 0.25,
-        "near": 1, "overlap1": 3 / 6, "overlap2": 3 / 6, "names1": 0.5, "names2": 0.5, "title1": 1,
-        "title2": 0}
+        "words": 6,
+        "capitalised": 2,
+        "unknown": 1 / 6,
+        "has_or": 1,
+        "commas": 0,
+        "has_where": 1,
+        "has_who": 0,
+        "yes_no": 0,
+        "s1": 4,
+        "s1_per_word": 4 / 6,
+        "s2/s1": 0.75,
+        "s3/s1": 0.25,
+        "s4/s1": 0,
+        "s20/s1": 0,
+        "gap": 0.25,
+        "near": 1,
+        "overlap1": 3 / 6,
+        "overlap2": 3 / 6,
+        "names1": 0.5,
+        "names2": 0.5,
+        "title1": 1,
+        "title2": 0,
+    }
     assert {key: got[key] for key in want} == pytest.approx(want)
     more = [*paragraphs, {"title": "x", "text": "born"}, {"title": "y", "text": "zed or"}, {"title": "where"}]
     more[-1]["text"] = "was"  # the fifth counts no more
@@ -493,6 +561,7 @@ def test_the_observation_entry_by_entry(rag):
 
 
 # ---------------------------------------------------------------- data
+
 
 def test_no_question_of_the_test_is_trained_on(rag, world, tmp_path):
     again = tmp_path / "again"
@@ -520,9 +589,14 @@ def test_only_the_training_questions_scale_the_observation(rag):
 
 
 HOTPOT = {
-    "question": "Where was the maker born?", "answer": "Arle", "type": "bridge", "level": "easy", "_id": "1",
+    "question": "Where was the maker born?",
+    "answer": "Arle",
+    "type": "bridge",
+    "level": "easy",
+    "_id": "1",
     "supporting_facts": [["Mill", 0], ["Ada", 0]],
-    "context": [["Mill", ["Ada made it.", " It is old."]], ["Ada", ["Born in Arle."]], ["Cole", ["A town."]]]}
+    "context": [["Mill", ["Ada made it.", " It is old."]], ["Ada", ["Born in Arle."]], ["Cole", ["A town."]]],
+}
 
 
 def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
@@ -546,6 +620,7 @@ def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
 
 # ---------------------------------------------------------------- table, cache, reward
 
+
 def test_a_kill_while_the_cache_fills_loses_one_block_and_the_table_is_the_same(rag, tmp_path, monkeypatch):
     whole = rag(CACHE_DIR=str(tmp_path / "other"), DRAWS=2).RAGTrainer().table
     script = rag(DRAWS=2)
@@ -561,7 +636,7 @@ def test_a_kill_while_the_cache_fills_loses_one_block_and_the_table_is_the_same(
     monkeypatch.setattr(script, "answer_block", killed)
     with pytest.raises(KeyboardInterrupt):
         script.RAGTrainer()
-    cache, = (tmp_path / "cache").glob("answers_*.jsonl")
+    (cache,) = (tmp_path / "cache").glob("answers_*.jsonl")
     assert len(script.read_cache(cache)) == 2 * 8 * (2 * 2 * (1 + 2))
     script = rag(DRAWS=2)
     made = []
@@ -575,7 +650,7 @@ def test_a_kill_while_the_cache_fills_loses_one_block_and_the_table_is_the_same(
 
 
 def cached(folder):
-    path, = Path(folder).glob("*.jsonl")
+    (path,) = Path(folder).glob("*.jsonl")
     return [record for line in path.read_text().splitlines() if line for record in json.loads(line)]
 
 
@@ -604,9 +679,17 @@ def test_more_actions_answer_only_what_is_missing(rag, monkeypatch):
     assert {top_k for top_k, *_ in asked} == {2}
 
 
-@pytest.mark.parametrize("constant, value", [
-    ("PROMPT", "{contexts} {question}"), ("PARAGRAPH", "{title} {text}"), ("MAX_NEW_TOKENS", 3),
-    ("CHAT_TEMPLATE", False), ("RERANK_DEPTH", 5), ("TITLE_WEIGHT", 1)])
+@pytest.mark.parametrize(
+    "constant, value",
+    [
+        ("PROMPT", "{contexts} {question}"),
+        ("PARAGRAPH", "{title} {text}"),
+        ("MAX_NEW_TOKENS", 3),
+        ("CHAT_TEMPLATE", False),
+        ("RERANK_DEPTH", 5),
+        ("TITLE_WEIGHT", 1),
+    ],
+)
 def test_what_an_answer_depends_on_is_in_the_caches_name(rag, constant, value):
     paths = []
     for changed in ({}, {constant: value}, {"EM_WEIGHT": 2.0, "SEED": 9}):
@@ -628,7 +711,7 @@ def test_a_chat_template_goes_around_the_prompt_unless_told_not_to(rag):
 
 def test_lines_of_the_cache_that_are_half_written_are_answered_again(rag, tmp_path, monkeypatch):
     table = rag().RAGTrainer().table
-    cache, = (tmp_path / "cache").glob("*.jsonl")
+    (cache,) = (tmp_path / "cache").glob("*.jsonl")
     cache.write_bytes(cache.read_bytes()[:-40])
     again = rag().RAGTrainer().table
     assert again.responses == table.responses
@@ -653,7 +736,7 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
     records = cached(tmp_path / "cache")
     for a, (top_k, temperature, rerank) in enumerate(table.actions):
         action = (row["question"], top_k, temperature, rerank)
-        record, = [r for r in records if tuple(r[key] for key in script.KEYS[:4]) == action]
+        (record,) = [r for r in records if tuple(r[key] for key in script.KEYS[:4]) == action]
         assert table.responses[3][a] == [record["response"]] and record["pairs"] == 6 * rerank
         assert parts["cost"][3, a, 0].item() == pytest.approx(record["tokens"] / 10 + 6 * rerank / 4)
         assert parts["em"][3, a, 0].item() == script.rewards.em_score(record["response"], row["answer"])
@@ -664,9 +747,13 @@ def hand_table(script):
     rewards = torch.tensor([[1.0, 0.0], [0.4, 0.6], [0.0, 1.0], [1.0, 0.2]])[:, :, None]
     questions = [{"type": kind, "gold_docs": [1], "ranked_0": [0, 0, 1], "ranked_1": [1]} for kind in "aabb"]
     return script.SimpleNamespace(
-        questions=questions, actions=[(1, 0.0, 0), (3, 1.0, 0)], rewards=rewards,
+        questions=questions,
+        actions=[(1, 0.0, 0), (3, 1.0, 0)],
+        rewards=rewards,
         observations=torch.ones(4, 1),
-        parts={"reward": rewards, "em": rewards}, splits={"train": [0, 1], "validation": [2], "test": [2, 3]})
+        parts={"reward": rewards, "em": rewards},
+        splits={"train": [0, 1], "validation": [2], "test": [2, 3]},
+    )
 
 
 def test_baselines_and_oracle_by_hand(rag):
@@ -674,9 +761,17 @@ def test_baselines_and_oracle_by_hand(rag):
     figures = script.baseline_figures(hand_table(script))
     assert figures["best_fixed"]["action"] == {"top_k": 1, "temperature": 0.0, "rerank": 0}
     got = {name: figure["test"]["reward"] for name, figure in figures.items() if name != "every_action"}
-    assert got == pytest.approx({
-        "fixed": 0.6, "random": 0.55, "best_fixed": 0.5, "best_by_type": 0.5, "tree": 0.5,
-        "oracle_greedy": 0.5, "oracle": 1.0})
+    assert got == pytest.approx(
+        {
+            "fixed": 0.6,
+            "random": 0.55,
+            "best_fixed": 0.5,
+            "best_by_type": 0.5,
+            "tree": 0.5,
+            "oracle_greedy": 0.5,
+            "oracle": 1.0,
+        }
+    )
     assert figures["best_fixed"]["train"]["reward"] == pytest.approx(0.7)
     assert [f["test"]["reward"] for f in figures["every_action"]] == pytest.approx([0.5, 0.6])
 
@@ -689,10 +784,15 @@ def test_the_table_on_the_terminal_is_of_the_training_questions_and_the_baseline
     figures = script.baseline_figures(table)
     lines = script.table_lines(table, figures, ["random", "best_fixed", "oracle"])
     assert [line.split()[-5:] for line in lines[:2]] == [
-        ["BM25", "@1", "0.000", "@3", "1.000"], ["reranked", "@1", "1.000", "@3", "1.000"]]
+        ["BM25", "@1", "0.000", "@3", "1.000"],
+        ["reranked", "@1", "1.000", "@3", "1.000"],
+    ]
     assert [line.split() for line in lines[4:-4]] == [["a", "0.700*", "0.300"]]  # "b" is not trained on
     assert [line.split("em")[0].split() for line in lines[-3:]] == [
-        ["random", "reward", "0.550"], ["best", "fixed", "reward", "0.500"], ["oracle", "reward", "1.000"]]
+        ["random", "reward", "0.550"],
+        ["best", "fixed", "reward", "0.500"],
+        ["oracle", "reward", "1.000"],
+    ]
 
 
 def test_the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions(rag):
@@ -725,9 +825,12 @@ def test_the_rules_are_learnt_from_the_training_questions_and_the_trees_size_fro
     train = [q for q in range(60) if q % 3]
     rest = [q for q in range(60) if q % 3 == 0]
     table = script.SimpleNamespace(
-        questions=[{"type": kind} for kind in kinds], rewards=rewards, actions=[(1, 0.0, 0)] * 3,
+        questions=[{"type": kind} for kind in kinds],
+        rewards=rewards,
+        actions=[(1, 0.0, 0)] * 3,
         observations=torch.stack([x.float(), (torch.arange(61) >= 30).float()], 1),
-        splits={"train": train, "validation": rest[::2], "test": [*rest[1::2], 60]})
+        splits={"train": train, "validation": rest[::2], "test": [*rest[1::2], 60]},
+    )
     found = {name: actions.tolist() for name, actions in script.rules(table).items()}
     best = rewards[train].mean(0).argmax().item()
     assert found["best_fixed"] == [best] * 61
@@ -749,6 +852,7 @@ def test_recall_by_hand(rag):
 
 
 # ---------------------------------------------------------------- runs
+
 
 def test_the_pictures_of_a_run_are_drawn(trained, drawing):
     script, trainer = trained
@@ -775,9 +879,16 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     assert sorted(clock) == clock and clock[0] > 0
     names = {p.name for p in out.iterdir() if not p.name.startswith(".")}
     assert names == {
-        "best", "logs", "step_4", "training_config.json", "eval_test.json", "rag_learning.png",
-        "training_metrics_detailed.png", "ppo_rag_metrics_with_entropy.png",
-        *(f"eval_baseline_{n}.json" for n in BASELINES)}
+        "best",
+        "logs",
+        "step_4",
+        "training_config.json",
+        "eval_test.json",
+        "rag_learning.png",
+        "training_metrics_detailed.png",
+        "ppo_rag_metrics_with_entropy.png",
+        *(f"eval_baseline_{n}.json" for n in BASELINES),
+    }
     episodes = read(out / "logs/samples.jsonl")
     assert len(episodes) == 4 * 16
     columns = "step id question answer response reward em f1 cost seconds top_k temperature rerank".split()
@@ -814,8 +925,10 @@ def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(tr
             found = []
             for r in answers[row["question"], *action]:
                 cost = r["tokens"] / 50 + r["pairs"] / 7
-                em, f1 = (score(r["response"], row["answer"]) for score in (
-                    script.rewards.em_score, script.rewards.f1_score))
+                em, f1 = (
+                    score(r["response"], row["answer"])
+                    for score in (script.rewards.em_score, script.rewards.f1_score)
+                )
                 found.append(1.3 * em + 0.7 * f1 - 0.09 * cost)
             worth[-1].append(sum(found) / len(found))
     worth = torch.tensor(worth, dtype=torch.float64)
@@ -823,8 +936,10 @@ def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(tr
     for q, row in enumerate(asked):
         splits.setdefault(row["split"], []).append(q)
     best_fixed = worth[splits["train"]].mean(0).argmax()
-    by_type = {kind: worth[[q for q in splits["train"] if asked[q]["type"] == kind]].mean(0).argmax()
-               for kind in ("one", "two")}
+    by_type = {
+        kind: worth[[q for q in splits["train"] if asked[q]["type"] == kind]].mean(0).argmax()
+        for kind in ("one", "two")
+    }
 
     def reward(split, policy, generator=None):
         rows = splits[split]
@@ -840,17 +955,29 @@ def test_every_figure_is_of_its_split_and_comes_out_of_the_files_a_second_way(tr
     log = [record for record in read(out / "logs/metrics.jsonl") if record["phase"] == "eval"]
     rows = splits["test"]
     got = [
-        kept["reward"], log[-1]["reward"], log[-1]["sampled_reward"], max(r["reward"] for r in log),
+        kept["reward"],
+        log[-1]["reward"],
+        log[-1]["sampled_reward"],
+        max(r["reward"] for r in log),
         test["policy"]["reward"],
-        *(test[name]["reward"] for name in (
-            "random", "best_fixed", "best_by_type", "oracle_greedy", "oracle"))]
+        *(
+            test[name]["reward"]
+            for name in ("random", "best_fixed", "best_by_type", "oracle_greedy", "oracle")
+        ),
+    ]
     stream = torch.Generator().manual_seed(6)  # SEED + 1
     want = [
-        reward("validation", best), reward("validation", trainer.policy),
-        reward("validation", trainer.policy, stream), reward("validation", best), reward("test", best),
-        worth[rows].mean().item(), worth[rows, best_fixed].mean().item(),
+        reward("validation", best),
+        reward("validation", trainer.policy),
+        reward("validation", trainer.policy, stream),
+        reward("validation", best),
+        reward("test", best),
+        worth[rows].mean().item(),
+        worth[rows, best_fixed].mean().item(),
         statistics.mean(worth[q, by_type[asked[q]["type"]]].item() for q in rows),
-        worth[rows][:, [0, 1, 4, 5]].amax(1).mean().item(), worth[rows].amax(1).mean().item()]
+        worth[rows][:, [0, 1, 4, 5]].amax(1).mean().item(),
+        worth[rows].amax(1).mean().item(),
+    ]
     assert got == pytest.approx(want, abs=1e-5)
     for name, chosen in (("fixed", actions.index((3, 1.0, 0))), ("best_fixed", best_fixed)):
         figure = json.loads((out / f"eval_baseline_{name}.json").read_text())
@@ -869,8 +996,10 @@ def test_what_the_test_questions_are_worth_changes_nothing_before_the_test(rag, 
         trainer.table.parts["seconds"] = torch.zeros(len(trainer.table.questions), 8, 1)
         trainer.train()
         test = json.loads((tmp_path / name / "eval_test.json").read_text())
-        rules = {rule: json.loads((tmp_path / name / f"eval_baseline_{rule}.json").read_text())["validation"]
-                 for rule in ("best_fixed", "best_by_type", "tree")}
+        rules = {
+            rule: json.loads((tmp_path / name / f"eval_baseline_{rule}.json").read_text())["validation"]
+            for rule in ("best_fixed", "best_by_type", "tree")
+        }
         weights = (tmp_path / name / "best/policy/model.safetensors").read_bytes()
         found.append((untimed(tmp_path / name / "logs/metrics.jsonl"), weights, rules, test))
     (*one, test), (*two, other) = found
@@ -881,8 +1010,13 @@ def test_explained_variance_and_the_means_of_a_step_by_hand(rag, world):
     script, trainer = quick(rag, world, N_STEPS=4, BATCH_SIZE=4)
     parts = {"reward": torch.tensor([1.0, 0.0, 0.5, 0.5]), "em": torch.tensor([1.0, 0, 0, 1])}
     batch = script.SimpleNamespace(
-        rewards=parts["reward"], values=torch.tensor([0.8, 0.1, 0.5, 0.2]), parts={**parts, "f1": parts["em"],
-        "cost": parts["em"]}, rows=torch.arange(4), actions=[0, 1, 2, 3], draws=[0] * 4)
+        rewards=parts["reward"],
+        values=torch.tensor([0.8, 0.1, 0.5, 0.2]),
+        parts={**parts, "f1": parts["em"], "cost": parts["em"]},
+        rows=torch.arange(4),
+        actions=[0, 1, 2, 3],
+        draws=[0] * 4,
+    )
     found = {}
     trainer.run.record = lambda metrics, count, *others, **more: found.update(metrics, count=count)
     trainer.record(batch, dict.fromkeys(["policy_loss", "value_loss", "entropy"], 0.0))
@@ -942,8 +1076,11 @@ def test_six_steps_equal_three_a_kill_a_resume_and_three_bit_for_bit(rag, tmp_pa
     torch.manual_seed(99)
     rag(**constants, OUTPUT_DIR=str(two)).RAGTrainer("yes").train()
     same = (
-        "step_6/policy/model.safetensors", "best/policy/model.safetensors", "logs/samples.jsonl",
-        "eval_test.json")
+        "step_6/policy/model.safetensors",
+        "best/policy/model.safetensors",
+        "logs/samples.jsonl",
+        "eval_test.json",
+    )
     for name in same:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
     assert_same_state(one / "step_6/training_state.pt", two / "step_6/training_state.pt")
@@ -1029,23 +1166,37 @@ def test_a_reward_of_your_own_takes_over(rag):
 
 # ---------------------------------------------------------------- bad input
 
+
 def spoil(folder, name, line):
     """A copy of the toy world's folder whose file `name` ends in a line."""
     return lambda world: [
         (folder / f"{n}.jsonl").write_text((world / f"{n}.jsonl").read_text() + (line if n == name else ""))
-        for n in ("corpus", "questions")]
+        for n in ("corpus", "questions")
+    ]
 
 
-@pytest.mark.parametrize("name, line, says", [
-    ("questions", '{"question": "Who?", "gold": ["Ada"]}\n',
-     "questions.jsonl line 33: there is no value for column 'answer'"),
-    ("questions", '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
-     "line 33: its gold paragraph 'Zed' is not in corpus.jsonl"),
-    ("questions", '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
-     "questions.jsonl line 33: its question is empty"),
-    ("questions", "no json\n", "questions.jsonl line 33: not a JSON object"),
-    ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no value for column 'text'"),
-])
+@pytest.mark.parametrize(
+    "name, line, says",
+    [
+        (
+            "questions",
+            '{"question": "Who?", "gold": ["Ada"]}\n',
+            "questions.jsonl line 33: there is no value for column 'answer'",
+        ),
+        (
+            "questions",
+            '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
+            "line 33: its gold paragraph 'Zed' is not in corpus.jsonl",
+        ),
+        (
+            "questions",
+            '{"question": " ", "answer": "x", "gold": ["Ada"]}\n',
+            "questions.jsonl line 33: its question is empty",
+        ),
+        ("questions", "no json\n", "questions.jsonl line 33: not a JSON object"),
+        ("corpus", '{"title": "Z"}\n', "corpus.jsonl line 21: there is no value for column 'text'"),
+    ],
+)
 def test_bad_lines_are_named(rag, world, tmp_path, name, line, says):
     folder = tmp_path / "bad"
     folder.mkdir()
@@ -1071,32 +1222,37 @@ def asked(**others):
 LONG = {"questions": [asked(question="Ada " * 6000)]}
 
 
-@pytest.mark.parametrize("lines, constants, says", [
-    ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl line 33: 'question' must be a text"),
-    ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text or a number"),
-    ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
-    (LONG, {}, "the question 'Ada Ada Ada"),
-    ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
-    ({}, {"PROMPT": "{contexts} {question} {foo}"}, "{foo}': it takes {contexts}, {question}; a"),
-    ({}, {"PROMPT": "{contexts} {question} {"}, "a brace itself is written twice"),
-    ({}, {"PROMPT": "{contexts}"}, "it takes {contexts}, {question}; a brace"),
-    ({}, {"PROMPT": "{question}"}, "it takes {contexts}, {question}; a brace"),
-    ({}, {"PARAGRAPH": "{titel}: {text}"}, "{titel}: {text}': it takes {text}, {n}, {title}; a"),
-    ({}, {"PARAGRAPH": "{n} {title}"}, "it takes {text}, {n}, {title}; a brace"),
-    ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
-    ({}, {"DATASET": {"path": 3, "type": "folder"}}, "it takes {'path': ..., 'type'"),
-    ({"questions": [asked(question="Who \ud800?")]}, {}, r"'Who \ud800?' has half a surrogate"),
-    ({"corpus": [{"title": "Zed", "text": "\udc00"}]}, {}, r"'\udc00' has half a surrogate"),
-])
+@pytest.mark.parametrize(
+    "lines, constants, says",
+    [
+        ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl line 33: 'question' must be a text"),
+        ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text or a number"),
+        ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
+        (LONG, {}, "the question 'Ada Ada Ada"),
+        ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
+        ({}, {"PROMPT": "{contexts} {question} {foo}"}, "{foo}': it takes {contexts}, {question}; a"),
+        ({}, {"PROMPT": "{contexts} {question} {"}, "a brace itself is written twice"),
+        ({}, {"PROMPT": "{contexts}"}, "it takes {contexts}, {question}; a brace"),
+        ({}, {"PROMPT": "{question}"}, "it takes {contexts}, {question}; a brace"),
+        ({}, {"PARAGRAPH": "{titel}: {text}"}, "{titel}: {text}': it takes {text}, {n}, {title}; a"),
+        ({}, {"PARAGRAPH": "{n} {title}"}, "it takes {text}, {n}, {title}; a brace"),
+        ({}, {"DATASET": {"type": "folder"}}, "it takes {'path': ..., 'type'"),
+        ({}, {"DATASET": {"path": 3, "type": "folder"}}, "it takes {'path': ..., 'type'"),
+        ({"questions": [asked(question="Who \ud800?")]}, {}, r"'Who \ud800?' has half a surrogate"),
+        ({"corpus": [{"title": "Zed", "text": "\udc00"}]}, {}, r"'\udc00' has half a surrogate"),
+    ],
+)
 def test_odd_input_is_one_sentence_and_a_run_stays(
-        rag, world, tmp_path, monkeypatch, capsys, lines, constants, says):
+    rag, world, tmp_path, monkeypatch, capsys, lines, constants, says
+):
     learned = GPT2Config(n_positions=24, n_embd=8, n_layer=1, n_head=1, vocab_size=200, eos_token_id=1)
     if not (world / "gpt2").exists():
         save(GPT2LMHeadModel(learned), make_tokenizer(), world / "gpt2")
     before = tmp_path / "run/step_2"
     before.mkdir(parents=True)
-    constants = {key: x.replace("{world}", str(world)) if key == "GENERATOR" else x
-                 for key, x in constants.items()}
+    constants = {
+        key: x.replace("{world}", str(world)) if key == "GENERATOR" else x for key, x in constants.items()
+    }
     data = with_lines(world, tmp_path / "data", **lines)
     answered = tmp_path / "answered"
     script = rag(**{"DATASET": data, "RESUME": "no", "CACHE_DIR": str(answered), **constants})
@@ -1109,23 +1265,26 @@ def test_odd_input_is_one_sentence_and_a_run_stays(
     assert before.is_dir() and not list(answered.rglob("answers_*.jsonl"))  # told before the hours
 
 
-@pytest.mark.parametrize("lines", [
-    {"corpus": [{"title": 1984, "text": 7}], "questions": [asked(gold=[1984], answer=0)]},
-    {"questions": [asked(gold="Ida")]},
-    {"questions": [asked(gold=None), asked(question="Where lives Leo?", gold=[])]},
-    {"questions": [asked(answer=["Arle", 7])]},
-    {"questions": [asked(type=None)]},
-    {"questions": [asked(type=3), asked(question="Where lives Leo?", type="two")]},
-    {"questions": [asked(question="???"), asked(question="W 5 ?"), asked(question="!")]},
-], ids=["numbers", "one gold", "no gold", "two answers", "no type", "mixed types",
-        "no words"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"corpus": [{"title": 1984, "text": 7}], "questions": [asked(gold=[1984], answer=0)]},
+        {"questions": [asked(gold="Ida")]},
+        {"questions": [asked(gold=None), asked(question="Where lives Leo?", gold=[])]},
+        {"questions": [asked(answer=["Arle", 7])]},
+        {"questions": [asked(type=None)]},
+        {"questions": [asked(type=3), asked(question="Where lives Leo?", type="two")]},
+        {"questions": [asked(question="???"), asked(question="W 5 ?"), asked(question="!")]},
+    ],
+    ids=["numbers", "one gold", "no gold", "two answers", "no type", "mixed types", "no words"],
+)
 def test_odd_input_that_makes_sense_is_taken(rag, world, tmp_path, lines):
     places = {"CACHE_DIR": str(world / "cache"), "DATASET": with_lines(world, tmp_path / "data", **lines)}
     script = rag(**places, TEMPERATURES=(0.0,), TOP_KS=(1,), FIXED_ACTION=(1, 0.0, 0))
     trainer = script.RAGTrainer()
     assert len(trainer.table.questions) == 32 + len(lines["questions"])
     for row in lines["questions"]:
-        found, = [q for q in trainer.table.questions if q["question"] == row["question"]]
+        (found,) = [q for q in trainer.table.questions if q["question"] == row["question"]]
         several = isinstance(row["answer"], list)
         assert found["answer"] == ([str(a) for a in row["answer"]] if several else str(row["answer"]))
         assert found["type"] == str(row["type"] or "")
@@ -1148,24 +1307,35 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
     assert f"llama' reads <unk> in place of {share:.0%} of the words of DATASET (data/rag" in said
     assert share > 0.1
     script = rag(**small)
-    script.warn_of_unknown_words([{"question": "Where was Ada born?"}], script.SimpleNamespace(
-        generator=script.SimpleNamespace(tokenizer=tokens), corpus=[{"title": "Ada", "text": "born"}]), print)
+    script.warn_of_unknown_words(
+        [{"question": "Where was Ada born?"}],
+        script.SimpleNamespace(
+            generator=script.SimpleNamespace(tokenizer=tokens), corpus=[{"title": "Ada", "text": "born"}]
+        ),
+        print,
+    )
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({"TOP_KS": ()}, "TOP_KS = (): it takes different numbers from 1"),
-    ({"TOP_KS": (1, 1)}, "TOP_KS = (1, 1): it takes different numbers"),
-    ({"TEMPERATURES": (-1.0,)}, "TEMPERATURES = (-1.0,)"),
-    ({"RERANKS": (0, 2)}, "RERANKS = (0, 2)"),
-    ({"RERANKER": None}, "RERANKS = (0, 1): it takes 0 and, where RERANKER"),
-    ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
-    ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
-    ({"DATASET": {"path": "/no/such", "type": "folder"}}, "/no/such/corpus.jsonl: cannot be read as jsonl"),
-    ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
-    ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
-    ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
-])
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({"TOP_KS": ()}, "TOP_KS = (): it takes different numbers from 1"),
+        ({"TOP_KS": (1, 1)}, "TOP_KS = (1, 1): it takes different numbers"),
+        ({"TEMPERATURES": (-1.0,)}, "TEMPERATURES = (-1.0,)"),
+        ({"RERANKS": (0, 2)}, "RERANKS = (0, 2)"),
+        ({"RERANKER": None}, "RERANKS = (0, 1): it takes 0 and, where RERANKER"),
+        ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
+        ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
+        (
+            {"DATASET": {"path": "/no/such", "type": "folder"}},
+            "/no/such/corpus.jsonl: cannot be read as jsonl",
+        ),
+        ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
+        ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
+        ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
+    ],
+)
 def test_errors_are_one_sentence(rag, constants, says):
     script = rag(**constants)
     with pytest.raises(script.UserError, match=re.escape(says)) as error:
@@ -1173,14 +1343,17 @@ def test_errors_are_one_sentence(rag, constants, says):
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("text, says", [
-    ("[]", "0 questions leave none to train on"),
-    ('{"a": 1}', "record 1 is not HotpotQA's"),
-    ("[1", "is no JSON"),
-    ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
-    (json.dumps([{**HOTPOT, "answer": {"a": 1}}]), "record 1: 'answer' must be a text or a number"),
-    (json.dumps([{**HOTPOT, "supporting_facts": 3}]), "record 1 is not HotpotQA's"),
-])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[]", "0 questions leave none to train on"),
+        ('{"a": 1}', "record 1 is not HotpotQA's"),
+        ("[1", "is no JSON"),
+        ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
+        (json.dumps([{**HOTPOT, "answer": {"a": 1}}]), "record 1: 'answer' must be a text or a number"),
+        (json.dumps([{**HOTPOT, "supporting_facts": 3}]), "record 1 is not HotpotQA's"),
+    ],
+)
 def test_a_file_that_is_not_hotpots_is_refused(rag, tmp_path, text, says):
     (tmp_path / "bad.json").write_text(text)
     script = rag(DATASET={"path": str(tmp_path / "bad.json"), "type": "hotpotqa"})
@@ -1197,8 +1370,14 @@ def test_a_generator_that_says_nothing_is_refused(rag, monkeypatch):
 
 def test_a_reranker_of_two_labels_is_refused(rag, world, tmp_path):
     config = LlamaConfig(
-        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        num_labels=2, pad_token_id=0)
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=2,
+        pad_token_id=0,
+    )
     save(LlamaForSequenceClassification(config), make_tokenizer(), tmp_path / "two")
     script = rag(RERANKER=str(tmp_path / "two"))
     with pytest.raises(script.UserError, match="has 2 labels: it takes one of one label"):
@@ -1213,6 +1392,7 @@ def test_resuming_with_other_actions_is_refused(rag):
 
 
 # ---------------------------------------------------------------- the shipped world
+
 
 def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):
     """A few questions of each type, greedily: what makes the actions differ is there."""

@@ -17,8 +17,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
-    NATS, ROOT, TINY, assert_same_state, distance, load_script, policy_with_two_ends, read, reward_batch,
-    small, untimed, walk)
+    NATS,
+    ROOT,
+    TINY,
+    assert_same_state,
+    distance,
+    load_script,
+    policy_with_two_ends,
+    read,
+    reward_batch,
+    small,
+    untimed,
+    walk,
+)
 from program import Program
 from test_ppo import algorithm_of, differences, digits, nudge, tiny_files, vowels
 from transformers import (
@@ -489,8 +500,8 @@ def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mi
     trainer = script.RCETrainer()
     calls = []
     compute = trainer.compute_rewards
-    trainer.compute_rewards = lambda prompts, responses, answers: calls.append(len(responses)) or compute(
-        prompts, responses, answers
+    trainer.compute_rewards = lambda prompts, responses, answers: (
+        calls.append(len(responses)) or compute(prompts, responses, answers)
     )
     truth = {(c["prompt_id"], tuple(c["token_ids"])): c["hard"] for c in pq.read_table(mined).to_pylist()}
     rows = trainer.round_rows()[:4]  # as STAGE=mine cut them
@@ -508,9 +519,10 @@ def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mi
             for c in group
             if c not in verified
         )
-        hards, possible = {c["hard"] for c in verified}, {
-            truth[c["prompt_id"], tuple(c["token_ids"])] for c in group
-        }
+        hards, possible = (
+            {c["hard"] for c in verified},
+            {truth[c["prompt_id"], tuple(c["token_ids"])] for c in group},
+        )
         assert hards == possible  # a right and a wrong one, where they exist
         if len(verified) < len(group):
             assert len(verified) <= 4
@@ -651,7 +663,7 @@ def test_the_check_up_says_how_many_could_not_be_scored(rce, mined, capsys, tmp_
     trainer = prepared(script)
     said = capsys.readouterr().out
     assert f"WARNING: scoring failed for 2 of {len(records)} candidates" in said
-    record, = [r for r in read(trainer.run.folder / "logs/metrics.jsonl") if r["phase"] == "mine"]
+    (record,) = [r for r in read(trainer.run.folder / "logs/metrics.jsonl") if r["phase"] == "mine"]
     assert record["responses"] == record["proposed"] == sum(len(c["source"]) for c in records)
 
 
@@ -815,17 +827,24 @@ def assert_same_run(a, b):
 
 MOMENTS = {  # when the run is killed
     "while it mines": lambda out: (out / "candidates_round_1.parts/00000003.parquet").exists(),
-    "while it trains": lambda out: (out / "logs/metrics.jsonl").exists()
-    and '"phase": "train", "step": 3,' in (out / "logs/metrics.jsonl").read_text(),
+    "while it trains": lambda out: (
+        (out / "logs/metrics.jsonl").exists()
+        and '"phase": "train", "step": 3,' in (out / "logs/metrics.jsonl").read_text()
+    ),
     "while it mines again": lambda out: (out / "candidates_round_2.parts/00000000.parquet").exists(),
 }
 
 
 @pytest.mark.parametrize(
     "number, moment",
-    [(signal.SIGKILL, "while it mines"), (signal.SIGKILL, "while it trains"),
-     *(pytest.param(number, "while it mines again", marks=pytest.mark.sweep)
-       for number in (signal.SIGKILL, signal.SIGTERM))],
+    [
+        (signal.SIGKILL, "while it mines"),
+        (signal.SIGKILL, "while it trains"),
+        *(
+            pytest.param(number, "while it mines again", marks=pytest.mark.sweep)
+            for number in (signal.SIGKILL, signal.SIGTERM)
+        ),
+    ],
 )
 def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, run, tmp_path, moment, number):
     out = tmp_path / "run"
@@ -1071,8 +1090,12 @@ BOXED = ["\\", "b", "o", "x", "e", "d"]
         ("a\\boxed{-5}", "7", ["a", *BOXED, "{"], [["7", "}"]]),
         ("a\\boxed{-5}", "-7", ["a", *BOXED], [["{-", "7", "}"]]),
         # all from one place, so that they exclude one another
-        ("\\boxed{-5}\\boxed{7}", ["5", "-5", "57"], [*BOXED, "{-", "5", "}", *BOXED],
-         [["{", "5", "}"], ["{-", "5", "}"], ["{", "5", "7", "}"]]),
+        (
+            "\\boxed{-5}\\boxed{7}",
+            ["5", "-5", "57"],
+            [*BOXED, "{-", "5", "}", *BOXED],
+            [["{", "5", "}"], ["{-", "5", "}"], ["{", "5", "7", "}"]],
+        ),
         ("a", "5", ["a", "\n", *BOXED, "{"], [["5", "}"]]),
         ("a", "-5", ["a", "\n", *BOXED], [["{-", "5", "}"]]),
     ],
@@ -1414,7 +1437,8 @@ def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
         lengths = torch.full((len(ids),), 2)
         columns = {"response_ids": ids.tolist()}
         return SimpleNamespace(
-            response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape), columns=columns)
+            response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape), columns=columns
+        )
 
     def beam_search(model, prompts, eos, pad_id):
         return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
@@ -1760,17 +1784,22 @@ def one_step(tmp_path_factory):
         batch = trainer.batch
         proposal = ("prompt_id", "token_ids", "source", "temperature")
         columns = ("logprob", "gt_prob", "hard", "soft", "eval_mode")
-        return script, trainer, {
-            **trainer.seen,
-            "plan": [trainer.round_end, trainer.run.total_steps],
-            "proposed": [[x[key] for key in proposal] for x in candidates],
-            **{key: [x[key] for x in candidates] for key in columns},
-            "held_back": sorted(trainer.held_back),
-            "shaped": [row["rewards"] for row in trainer.train_rows],
-            "asked": list(dict.fromkeys(row["id"] for row in batch.rows)),
-            "weights": batch.weights,
-            "policy_loss": trainer.metrics["policy_loss"],
-            "norm": trainer.metrics["grad_norm"]}
+        return (
+            script,
+            trainer,
+            {
+                **trainer.seen,
+                "plan": [trainer.round_end, trainer.run.total_steps],
+                "proposed": [[x[key] for key in proposal] for x in candidates],
+                **{key: [x[key] for x in candidates] for key in columns},
+                "held_back": sorted(trainer.held_back),
+                "shaped": [row["rewards"] for row in trainer.train_rows],
+                "asked": list(dict.fromkeys(row["id"] for row in batch.rows)),
+                "weights": batch.weights,
+                "policy_loss": trainer.metrics["policy_loss"],
+                "norm": trainer.metrics["grad_norm"],
+            },
+        )
 
     yield take_step
     first.run.lock.release()
@@ -1802,12 +1831,12 @@ def test_a_step_whose_constants_are_all_unlike_is_the_formulas_in_float64(one_st
 
     # which prompts are mined, held back, and asked first
     mined = list(dict.fromkeys(x["prompt_id"] for x in trainer.candidates))
-    assert mined == shuffled(list(trainer.rows), c.SEED)[:c.MINE_PROMPTS]
+    assert mined == shuffled(list(trainer.rows), c.SEED)[: c.MINE_PROMPTS]
     texts = [trainer.rows[key]["prompt"] for key in mined]
-    assert seen["held_back"] == sorted(shuffled(texts, c.SEED)[:int(c.VALIDATION_FRACTION * len(texts))])
+    assert seen["held_back"] == sorted(shuffled(texts, c.SEED)[: int(c.VALIDATION_FRACTION * len(texts))])
     left = [key for key in mined if trainer.rows[key]["prompt"] not in seen["held_back"]]
     assert [row["id"] for row in trainer.train_rows] == left
-    asked = shuffled(left, c.SEED + 1)[:c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS]
+    asked = shuffled(left, c.SEED + 1)[: c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS]
     assert seen["asked"] == asked
     a_round = c.NUM_EPOCHS * math.ceil(len(left) / (c.BATCH_SIZE * c.GRADIENT_ACCUMULATION_STEPS))
     assert seen["plan"] == [a_round, c.ROUNDS * a_round]
@@ -1817,7 +1846,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_formulas_in_float64(one_st
 
     def logprobs(key, ids):
         before = trainer.rows[key]["ids"]
-        logs = policy(torch.tensor([before + ids])).logits[0, len(before) - 1:-1] / c.TEMPERATURE
+        logs = policy(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1] / c.TEMPERATURE
         return logs.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
     right = []
@@ -1826,7 +1855,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_formulas_in_float64(one_st
             key, ids = candidate["prompt_id"], candidate["token_ids"]
             assert candidate["logprob"] == pytest.approx(logprobs(key, ids).sum().item(), abs=1e-3)
             before, ((gold, weight),) = c.gold_after_working(trainer.tokenizer, trainer.rows[key], ids)
-            wanted = logprobs(key, before + gold)[len(before):].sum().exp().item() / c.GOLD_FULL_COUNT
+            wanted = logprobs(key, before + gold)[len(before) :].sum().exp().item() / c.GOLD_FULL_COUNT
             assert candidate["gt_prob"] == pytest.approx(wanted, rel=1e-2) and weight == 1 / c.GOLD_FULL_COUNT
         for _, candidates in trainer.validation:
             each = [logprobs(x["prompt_id"], x["token_ids"]).mean().item() for x in candidates]
@@ -1871,7 +1900,7 @@ def test_evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs(one_
     ids = [row["ids"] for row in rows]
     said = c.respond(trainer.actor, trainer.tokenizer, ids, uniform, c.EVAL_SAMPLES).responses
     right = even(None, said, None)
-    best = [max(right[i:i + 2]) for i in range(0, len(right), 2)]
+    best = [max(right[i : i + 2]) for i in range(0, len(right), 2)]
     assert seen["evaluation"]["pass@1"] == pytest.approx(sum(right) / len(right))
     assert seen["evaluation"]["pass@2"] == pytest.approx(sum(best) / len(best))
     assert all(row["id"].startswith("test.jsonl:") for row in rows) and 1 < len(rows) <= c.MAX_EVAL_PROMPTS

@@ -1,4 +1,5 @@
 """grpo/grpo_rec.py: the trie and what is decoded in it, the algorithm, data without leaks, resume, errors."""
+
 import csv
 import itertools
 import json
@@ -26,11 +27,33 @@ import rewards
 
 FILE = "grpo/grpo_rec.py"
 SMALL = {
-    "MAX_STEPS": 2, "SFT_EPOCHS": 1, "SFT_BATCH_SIZE": 8, "BATCH_SIZE": 4, "GROUP_SIZE": 3, "HIDDEN_SIZE": 16,
-    "HEADS": 2, "LAYERS": 1, "SASREC_FILE": None, "EVAL_BEAMS": 20, "SAVE_EVERY_N_STEPS": 0,
-    "EVAL_EVERY_N_STEPS": 0, "MAX_HISTORY": 5}
+    "MAX_STEPS": 2,
+    "SFT_EPOCHS": 1,
+    "SFT_BATCH_SIZE": 8,
+    "BATCH_SIZE": 4,
+    "GROUP_SIZE": 3,
+    "HIDDEN_SIZE": 16,
+    "HEADS": 2,
+    "LAYERS": 1,
+    "SASREC_FILE": None,
+    "EVAL_BEAMS": 20,
+    "SAVE_EVERY_N_STEPS": 0,
+    "EVAL_EVERY_N_STEPS": 0,
+    "MAX_HISTORY": 5,
+}
 PLACES = [  # uneven: one department has a single item
-    "000", "001", "002", "010", "011", "100", "110", "111", "112", "120", "200"]
+    "000",
+    "001",
+    "002",
+    "010",
+    "011",
+    "100",
+    "110",
+    "111",
+    "112",
+    "120",
+    "200",
+]
 CODES = {str(10 + n): [f"<{'abc'[d]}_{x}>" for d, x in enumerate(place)] for n, place in enumerate(PLACES)}
 
 
@@ -52,9 +75,13 @@ def write_world(folder, codes=CODES, rows=48, seed=0):
             lines.append([f"{split}{n}", str(history), chance.choice(items)])
         write_csv(folder / f"{split}.csv", lines)
     return {
-        "TRAIN_FILE": f"{folder}/train.csv", "VALID_FILE": f"{folder}/valid.csv",
-        "TEST_FILE": f"{folder}/test.csv", "INDEX_FILE": f"{folder}/index.json",
-        "ITEM_FILE": f"{folder}/items.txt", "VALUES_FILE": f"{folder}/values.npy"}
+        "TRAIN_FILE": f"{folder}/train.csv",
+        "VALID_FILE": f"{folder}/valid.csv",
+        "TEST_FILE": f"{folder}/test.csv",
+        "INDEX_FILE": f"{folder}/index.json",
+        "ITEM_FILE": f"{folder}/items.txt",
+        "VALUES_FILE": f"{folder}/values.npy",
+    }
 
 
 def write_csv(path, lines):
@@ -69,6 +96,7 @@ def rec(tmp_path):
 
     def load(file=FILE, **constants):
         return load_script(file, **{**SMALL, **world, "OUTPUT_DIR": str(tmp_path / "run"), **constants})
+
     return load
 
 
@@ -122,6 +150,7 @@ def test_a_copy_without_the_blocks_that_may_go_trains(rec, tmp_path):
 
 # ---------------------------------------------------------------- the trie
 
+
 def leaves(trie):
     """Items that a walk from the root reaches."""
     nodes = torch.zeros(1, dtype=torch.long)
@@ -147,6 +176,7 @@ def test_the_trie_admits_exactly_the_catalogue(rec):
 
 # ---------------------------------------------------------------- decoding
 
+
 def check_search(trainer, module, rows, width):
     prompts = [row["ids"] for row in rows]
     items, logprobs, entropies = module.search(trainer.actor, trainer.trie, prompts, width, trainer.pad_id)
@@ -155,9 +185,9 @@ def check_search(trainer, module, rows, width):
         best = sorted(wanted, key=wanted.get, reverse=True)
         found = [item for item in items[n].tolist() if item >= 0]
         assert found == best[:width]
-        sums = logprobs[n].sum(1)[:len(found)]
+        sums = logprobs[n].sum(1)[: len(found)]
         assert torch.allclose(sums, torch.tensor([wanted[i] for i in found]), atol=NATS)
-        assert (items[n][len(best):] == -1).all() and (logprobs[n].sum(1)[len(best):] == -math.inf).all()
+        assert (items[n][len(best) :] == -1).all() and (logprobs[n].sum(1)[len(best) :] == -math.inf).all()
 
 
 def test_beams_equal_exhaustive_search(rec):
@@ -202,6 +232,7 @@ def test_samples_have_the_policys_probabilities(rec):
 
 
 # ---------------------------------------------------------------- log-probabilities
+
 
 @pytest.mark.parametrize("how", ["beam", "sample"])
 def test_the_first_ratio_is_one(rec, how):
@@ -277,25 +308,37 @@ def test_batch_size_changes_no_candidate(rec):
 
 # ---------------------------------------------------------------- the maths
 
+
 def test_group_advantages_by_hand(rec):
     module = rec()
     scores = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 5.0, 0.0, 0.0, 3.0])
     found = module.group_advantages(scores, 3, "none")
     assert found.tolist() == [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0, -1.0, -1.0, 2.0]
     scaled = module.group_advantages(scores, 3, "group")
-    assert scaled[:3].tolist() == pytest.approx([x / (7 ** 0.5 + 1e-4) for x in (-2, -1, 3)])
+    assert scaled[:3].tolist() == pytest.approx([x / (7**0.5 + 1e-4) for x in (-2, -1, 3)])
     assert scaled[3:6].tolist() == [0, 0, 0]
     batch = module.group_advantages(scores, 3, "batch")
     assert batch[2].item() == pytest.approx(3 / (scores.std().item() + 1e-4))
 
 
-@pytest.mark.parametrize("advantage, ratio, moves", [
-    (1, 0.5, True), (1, 0.9, True), (1, 1.1, True), (1, 1.5, False),
-    (-1, 0.5, False), (-1, 0.9, True), (-1, 1.1, True), (-1, 1.5, True)])
+@pytest.mark.parametrize(
+    "advantage, ratio, moves",
+    [
+        (1, 0.5, True),
+        (1, 0.9, True),
+        (1, 1.1, True),
+        (1, 1.5, False),
+        (-1, 0.5, False),
+        (-1, 0.9, True),
+        (-1, 1.1, True),
+        (-1, 1.5, True),
+    ],
+)
 def test_the_clip_stops_the_gradient_on_the_right_side(rec, advantage, ratio, moves):
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     loss, seen = rec().policy_loss(
-        logprobs, torch.zeros(1, 1), torch.tensor([[float(advantage)]]), "dapo", 0.2, 0.28)
+        logprobs, torch.zeros(1, 1), torch.tensor([[float(advantage)]]), "dapo", 0.2, 0.28
+    )
     loss.sum().backward()
     assert seen.item() == pytest.approx(ratio) and (logprobs.grad.item() != 0) == moves
 
@@ -311,12 +354,12 @@ def test_the_kl_has_k3s_value_and_the_kls_gradient(rec):
     logits = torch.tensor([0.3, -0.2], dtype=torch.double, requires_grad=True)
     ref = torch.tensor([-0.5, 0.4], dtype=torch.double).log_softmax(0)
     logprobs = logits.log_softmax(0)
-    wanted, = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
     p = logprobs.exp().detach()  # the mean over samples, exactly
     loss = module.kl_loss(logprobs, ref)
-    found, = torch.autograd.grad((p * loss).sum(), logits)
+    (found,) = torch.autograd.grad((p * loss).sum(), logits)
     assert torch.allclose(found, wanted)
-    ratio = (ref - logprobs.detach())
+    ratio = ref - logprobs.detach()
     assert torch.allclose(loss.detach(), ratio.exp() - 1 - ratio)
 
 
@@ -384,9 +427,9 @@ def test_advantages_are_scaled_as_asked(rec):
     trainer.compute_advantages(batch)
     scores = batch.scores.numpy()
     for begin in (0, 3):
-        group = scores[begin:begin + 3]
+        group = scores[begin : begin + 3]
         wanted = (group - group.mean()) / (scores.std(ddof=1) + 1e-4)
-        assert batch.advantages[begin:begin + 3].tolist() == pytest.approx(wanted, abs=1e-5)
+        assert batch.advantages[begin : begin + 3].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_lists_groups_and_samples_are_as_asked(rec):
@@ -403,8 +446,9 @@ def test_lists_groups_and_samples_are_as_asked(rec):
     assert [some["reward"] for some in samples] == batch.scores[[0, 10, 21, 32, 43]].tolist()
     widths = []
     plain = module.best_items
-    module.best_items = lambda model, trie, rows, width, pad: widths.append(width) or plain(
-        model, trie, rows, width, pad)
+    module.best_items = lambda model, trie, rows, width, pad: (
+        widths.append(width) or plain(model, trie, rows, width, pad)
+    )
     trainer.evaluate()
     assert widths == [23]
 
@@ -424,8 +468,15 @@ def test_how_often_the_clip_acts_is_counted_on_both_sides(rec):
 
 def test_the_schedule_of_each_stage_runs_over_its_own_steps(rec):
     module = rec(
-        USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="linear", WARMUP_STEPS=2, MAX_STEPS=4, SFT_EPOCHS=3,
-        SFT_BATCH_SIZE=20, SFT_LEARNING_RATE=1e-2, LEARNING_RATE=1e-3)
+        USE_LR_SCHEDULER=True,
+        LR_SCHEDULER_TYPE="linear",
+        WARMUP_STEPS=2,
+        MAX_STEPS=4,
+        SFT_EPOCHS=3,
+        SFT_BATCH_SIZE=20,
+        SFT_LEARNING_RATE=1e-2,
+        LEARNING_RATE=1e-3,
+    )
     rates, asked = rates_of(module)
     assert asked == [20, 20, 8] * 3
     wanted = [1e-2 * x for x in [1 / 2, 1, *(1 - n / 7 for n in range(7))]]
@@ -435,8 +486,16 @@ def test_the_schedule_of_each_stage_runs_over_its_own_steps(rec):
 @pytest.mark.parametrize("patience", ["SFT_PATIENCE", "EARLY_STOPPING_PATIENCE"])
 def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience):
     module = rec(
-        USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="plateau", PLATEAU_PATIENCE=2, SFT_EPOCHS=9, MAX_STEPS=3,
-        EVAL_EVERY_N_STEPS=1, SFT_LEARNING_RATE=1e-2, LEARNING_RATE=1e-3, **{"SFT_PATIENCE": 0, patience: 5})
+        USE_LR_SCHEDULER=True,
+        LR_SCHEDULER_TYPE="plateau",
+        PLATEAU_PATIENCE=2,
+        SFT_EPOCHS=9,
+        MAX_STEPS=3,
+        EVAL_EVERY_N_STEPS=1,
+        SFT_LEARNING_RATE=1e-2,
+        LEARNING_RATE=1e-3,
+        **{"SFT_PATIENCE": 0, patience: 5},
+    )
     rates, _ = rates_of(module)
     assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3] + [1e-3, 1e-3, 5e-4])
 
@@ -473,6 +532,7 @@ def test_sequences_of_sft_have_the_loss_of_a_row_for_each_prefix(rec):
 
 # ---------------------------------------------------------------- programs in data/ that read the same rows
 
+
 def test_stitched_rows_are_logged_pairs_or_siblings_each_as_often_as_logged(rec, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "data")
     import stitch
@@ -508,7 +568,7 @@ def test_stitched_rows_are_logged_pairs_or_siblings_each_as_often_as_logged(rec,
     asked = {id(sequence): places for sequence, places in sequences}
     for source in sequences:  # without stitching a row stays, up to what is not trained on
         some = stitch.stitch(source, places, 0.0, 2.0, 5, draw)
-        assert some == source[0][:len(some)] and set(range(1, len(some))) <= asked[id(source[0])]
+        assert some == source[0][: len(some)] and set(range(1, len(some))) <= asked[id(source[0])]
 
 
 def test_stitched_rows_are_written_beside_what_was_held_out(rec, tmp_path, monkeypatch):
@@ -545,9 +605,11 @@ def test_the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity(tmp
     targets = Counter(item for history, target in pairs for item in [*history, target][1:])
     best = sorted(range(11), key=lambda item: -targets[item])[:3]
     decay = SimpleNamespace(VALUE_DECAY=0.5)
-    worth = [[worth_by_hand(values, history, item, decay) for item in best]
-             for history, _ in pairs_of(tmp_path / "world/test.csv")]
-    popular, = (value for line, value in found.items() if line.startswith("test        popularity "))
+    worth = [
+        [worth_by_hand(values, history, item, decay) for item in best]
+        for history, _ in pairs_of(tmp_path / "world/test.csv")
+    ]
+    (popular,) = (value for line, value in found.items() if line.startswith("test        popularity "))
     assert float(popular) == pytest.approx(np.mean(worth), abs=1e-4)
     counts = SimpleNamespace(scores=lambda histories: torch.tensor([[4.0, 4.0, 1.0]]))
     debiased = rec_baselines.Debiased(counts, torch.tensor([3.0, 0.0, 0.0]), 0.5)
@@ -586,13 +648,19 @@ def sasrec_words(tmp_path, monkeypatch):
     import sasrec
 
     monkeypatch.setattr(sasrec, "EPOCHS", 3)
-    world = {**write_world(tmp_path / "sasrec"), "MAX_HISTORY": 5, "GROUP_SIZE": 3,
-             "SASREC_FILE": f"{tmp_path}/sasrec.npz", "COLLABORATIVE_WEIGHT": 1.0}
+    world = {
+        **write_world(tmp_path / "sasrec"),
+        "MAX_HISTORY": 5,
+        "GROUP_SIZE": 3,
+        "SASREC_FILE": f"{tmp_path}/sasrec.npz",
+        "COLLABORATIVE_WEIGHT": 1.0,
+    }
     sasrec.run(sasrec.main, [f"{key}={value}" for key, value in world.items()])
     return world
 
 
 # ---------------------------------------------------------------- rewards and metrics
+
 
 def test_ranking_reward_by_hand():
     d = [1, 1 / math.log2(3), 1 / 2]
@@ -627,8 +695,7 @@ def test_each_group_is_ranked_by_itself_and_parts_add_up(rec):
 
 def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
     weights = {"VALUE": 2.0, "RULE": 0.7, "RANKING": 0.3, "SEMANTIC": 0.11, "COLLABORATIVE": 0.05}
-    module = rec(**{f"{name}_WEIGHT": weight for name, weight in weights.items()},
-                 BATCH_SIZE=2, GROUP_SIZE=5)
+    module = rec(**{f"{name}_WEIGHT": weight for name, weight in weights.items()}, BATCH_SIZE=2, GROUP_SIZE=5)
     module.read_sasrec = lambda *rows: True
     trainer = trainer_of(module)
     sizes = []
@@ -637,6 +704,7 @@ def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
         def function(histories, items, targets):
             sizes.append(len(items))
             return [mark * (1 + int(item)) for item in items]
+
         return function
 
     for name, mark in {"value": 1.0, "ranking": 3.0, "semantic": 5.0, "collaborative": 7.0}.items():
@@ -686,8 +754,11 @@ def test_sasrec_learns_what_is_trained_on_and_its_epoch_is_by_validation(rec, mo
     monkeypatch.setattr(sasrec, "EPOCHS", 6)
     learnt = []
     plain = torch.nn.functional.cross_entropy
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy",
-                        lambda logits, targets: learnt.append(targets.tolist()) or plain(logits, targets))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "cross_entropy",
+        lambda logits, targets: learnt.append(targets.tolist()) or plain(logits, targets),
+    )
     module = rec()
     found = iter([0.1, 0.3, 0.2, 0.2, 0.2, 0.2])
     module.gains = lambda lists, rows, k: torch.tensor([next(found)])
@@ -715,8 +786,10 @@ def test_vectors_from_a_file(rec, tmp_path, kind):
     assert trainer.semantic_reward([[]], ["10"], ["20"])[0] == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("array", [
-    np.full((11, 2), np.nan), np.full((11, 2), "7"), np.zeros((11, 0)), np.zeros((10, 2)), np.zeros(11)])
+@pytest.mark.parametrize(
+    "array",
+    [np.full((11, 2), np.nan), np.full((11, 2), "7"), np.zeros((11, 0)), np.zeros((10, 2)), np.zeros(11)],
+)
 def test_odd_arrays_are_one_sentence(rec, tmp_path, array):
     np.save(tmp_path / "vectors.npy", array)
     module = rec(VECTORS_FILE=str(tmp_path / "vectors.npy"))
@@ -803,10 +876,12 @@ def rows_by_hand(world, pairs, lists, module):
         rank = some.index(target) + 1
         found["hr@10"].append(rank <= 10)
         found["ndcg@10"].append((rank <= 10) / math.log2(rank + 1))
-        worth = [worth_by_hand(values, history, item, module) for item in some[:module.GROUP_SIZE]]
+        worth = [worth_by_hand(values, history, item, module) for item in some[: module.GROUP_SIZE]]
         found["reward/value"].append(np.mean(worth))
-        found["reward"].append(module.VALUE_WEIGHT * np.mean(worth) + module.RULE_WEIGHT * np.mean(
-            [item == target for item in some[:module.GROUP_SIZE]]))
+        found["reward"].append(
+            module.VALUE_WEIGHT * np.mean(worth)
+            + module.RULE_WEIGHT * np.mean([item == target for item in some[: module.GROUP_SIZE]])
+        )
         found["reward@1"].append(module.VALUE_WEIGHT * worth[0] + module.RULE_WEIGHT * (some[0] == target))
     return found
 
@@ -822,8 +897,16 @@ def worth_by_hand(values, history, item, module):
 
 
 def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_path):
-    module = rec(LEARNING_RATE=0.05, KL_COEF=0.0, SFT_LEARNING_RATE=2e-2, VALUE_WEIGHT=2.0, RULE_WEIGHT=0.7,
-                 VALUE_DECAY=0.3, GROUP_SIZE=4, EVAL_EVERY_N_STEPS=1)
+    module = rec(
+        LEARNING_RATE=0.05,
+        KL_COEF=0.0,
+        SFT_LEARNING_RATE=2e-2,
+        VALUE_WEIGHT=2.0,
+        RULE_WEIGHT=0.7,
+        VALUE_DECAY=0.3,
+        GROUP_SIZE=4,
+        EVAL_EVERY_N_STEPS=1,
+    )
     trainer = module.RecTrainer()
     start = trainer.recommend([10, 13], 3)
     assert start == recommended(trainer, trainer.actor)
@@ -856,7 +939,8 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
         "popularity": [by_count] * 8,
         "markov": [sorted(range(11), key=lambda i: (-after[h[-1], i], -counts[i])) for h, _ in tests],
         "counts": module.top_items(trainer.baselines["counts"], trainer.test_rows)[:, :11].tolist(),
-        "sft": every_list(trainer, trainer.reference, trainer.test_rows)}
+        "sft": every_list(trainer, trainer.reference, trainer.test_rows),
+    }
     for name, some in lists.items():
         wanted = figures_by_hand(tmp_path / "world", tests, some, module)
         assert {key: figures[name][key] for key in wanted} == pytest.approx(wanted, abs=1e-6), name
@@ -872,7 +956,7 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     assert figures["rows"] == 8
     share = figures["counts"]["reward/value"] / figures["possible"]["value"]
     del figures["rows"]
-    line, = (line for line in module.table_lines(figures) if line.startswith("  counts "))
+    (line,) = (line for line in module.table_lines(figures) if line.startswith("  counts "))
     assert line.endswith(f" {100 * share:.1f}%")
     values = np.load(tmp_path / "world/values.npy")
     worth = [[worth_by_hand(values, history, i, module) for i in range(11)] for history, _ in tests]
@@ -897,8 +981,9 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
 def resampled(values):
     """95% interval of the mean, of 2,000 means of rows drawn again by the generator of seed 0."""
     generator = np.random.default_rng(0)
-    means = sorted(np.mean([values[i] for i in generator.integers(0, len(values), len(values))])
-                   for _ in range(2000))
+    means = sorted(
+        np.mean([values[i] for i in generator.integers(0, len(values), len(values))]) for _ in range(2000)
+    )
     return [means[49] + 0.975 * (means[50] - means[49]), means[1949] + 0.025 * (means[1950] - means[1949])]
 
 
@@ -913,8 +998,10 @@ def test_what_the_test_asks_for_changes_nothing_before_the_test(rec, tmp_path):
         counts = trainer.baselines["counts"]
         chosen = (counts.smoothing, counts.decay, trainer.levels, trainer.popularity.tolist())
         test = json.loads((tmp_path / name / "eval_test.json").read_text())
-        weights = {path: (tmp_path / name / path / "model.safetensors").read_bytes()
-                   for path in ("sft/policy", "best/policy", "step_7/policy")}
+        weights = {
+            path: (tmp_path / name / path / "model.safetensors").read_bytes()
+            for path in ("sft/policy", "best/policy", "step_7/policy")
+        }
         found.append((untimed(tmp_path / name / "logs/metrics.jsonl"), weights, chosen, test))
     (*one, test), (*two, other) = found
     assert one == two and all(test[key] != other[key] for key in ("counts", "sft", "grpo"))
@@ -934,7 +1021,7 @@ def test_the_metrics_of_a_step_by_hand(rec):
     held = []
     for n in range(4):
         every = every_logprob(trainer, batch.rows[4 * n]["ids"])
-        held.append(sum(math.exp(every[item]) for item in batch.items[4 * n:4 * n + 4].tolist()))
+        held.append(sum(math.exp(every[item]) for item in batch.items[4 * n : 4 * n + 4].tolist()))
     assert found["group_probability"] == pytest.approx(np.mean(held), abs=1e-4)
 
 
@@ -974,6 +1061,7 @@ def test_bootstrap_intervals_cover_the_mean(rec):
 
 # ---------------------------------------------------------------- data
 
+
 def test_targets_belong_to_rows_not_to_histories(rec, tmp_path):
     lines = [["u", "[10, 11]", "12"], ["v", "[10, 11]", "13"], ["w", "[10, 11]", "13"]]
     write_csv(tmp_path / "same.csv", lines)
@@ -988,8 +1076,7 @@ def test_a_transition_in_two_rows_of_a_user_is_trained_on_once(rec, tmp_path):
     write_csv(tmp_path / "nested.csv", lines)
     trainer = trainer_of(rec(TRAIN_FILE=str(tmp_path / "nested.csv")))
     found = [(row["user"], row["history"], row["target"]) for row in trainer.train_rows]
-    assert found == [
-        ("u", [0], 1), ("u", [0, 1], 2), ("u", [0, 1, 2], 3), ("v", [0], 1), ("v", [0, 1], 2)]
+    assert found == [("u", [0], 1), ("u", [0, 1], 2), ("u", [0, 1, 2], 3), ("v", [0], 1), ("v", [0, 1], 2)]
     learnt = sum(sum(row["learn"]) for row in trainer.sft_rows)
     assert learnt == 5
 
@@ -1009,12 +1096,22 @@ def test_what_the_test_asks_for_is_not_trained_on_whatever_the_window(rec, tmp_p
     world = write_world(tmp_path / "sixteen", SIXTEEN)
     whole = list(range(15))
     asked = {
-        "cut here": whole[:12], "cut by the exporter": [10, 11], "longer": [14, 1, 11],
-        "another way": [14, 11], "another way, cut": [3, 11], "twice": [11]}
+        "cut here": whole[:12],
+        "cut by the exporter": [10, 11],
+        "longer": [14, 1, 11],
+        "another way": [14, 11],
+        "another way, cut": [3, 11],
+        "twice": [11],
+    }
     trained = {
-        "cut here": (whole, 15), "cut by the exporter": (whole, 15), "longer": ([1, 11], 12),
-        "another way": ([1, 11], 12), "another way, cut": ([9, 11, 12, *whole[:8]], 8),
-        "twice": ([3, 11, 12, 5, 11], 12), "another user": (whole, 15)}
+        "cut here": (whole, 15),
+        "cut by the exporter": (whole, 15),
+        "longer": ([1, 11], 12),
+        "another way": ([1, 11], 12),
+        "another way, cut": ([9, 11, 12, *whole[:8]], 8),
+        "twice": ([3, 11, 12, 5, 11], 12),
+        "another user": (whole, 15),
+    }
     write_csv(tmp_path / "sixteen/test.csv", [[user, str(some), "12"] for user, some in asked.items()])
     write_csv(tmp_path / "sixteen/train.csv", [[user, str(some), t] for user, (some, t) in trained.items()])
     trainer = trainer_of(rec(**world, MAX_HISTORY=10))
@@ -1022,8 +1119,12 @@ def test_what_the_test_asks_for_is_not_trained_on_whatever_the_window(rec, tmp_p
     assert kept == {"another way": 1, "another way, cut": 1, "another user": 1}
     others = [row["target"] for row in trainer.train_rows if row["user"] == "cut here"]
     assert others == [6, 7, 8, 9, 10, 11, 13, 14, 15]
-    learnt = {row["items"][at] for row in trainer.sft_rows[:3] for at in range(len(row["items"]))
-              if row["learn"][at]}
+    learnt = {
+        row["items"][at]
+        for row in trainer.sft_rows[:3]
+        for at in range(len(row["items"]))
+        if row["learn"][at]
+    }
     assert 12 not in learnt and 13 in learnt
 
 
@@ -1081,12 +1182,12 @@ ERRORS = [
     ("index.json", "[", "not JSON"),
     ("index.json", "[1]", "it must be one object of items"),
     ("train.csv", HEAD + "u,[[10]],11\n", "item '[10]' has no codes in INDEX_FILE"),
-    ("train.csv", HEAD + "u,\"[10]\",77\n", "line 2: item '77' has no codes in INDEX_FILE"),
-    ("train.csv", HEAD + "u,\"[10\",11\n", "line 2: history_item_id holds '[10'"),
+    ("train.csv", HEAD + 'u,"[10]",77\n', "line 2: item '77' has no codes in INDEX_FILE"),
+    ("train.csv", HEAD + 'u,"[10",11\n', "line 2: history_item_id holds '[10'"),
     ("train.csv", HEAD + "u,[],11\n", "line 2: history_item_id holds '[]'"),
-    ("train.csv", HEAD + "u,\"[10]\"\n", "line 2: it has not as many fields"),
+    ("train.csv", HEAD + 'u,"[10]"\n', "line 2: it has not as many fields"),
     ("train.csv", HEAD + "u,[10, 11],11\n", "line 2: it has not as many fields"),
-    ("train.csv", HEAD + "u,\"[10" + 140000 * " ", "line 2: cannot be read as csv (field larger"),
+    ("train.csv", HEAD + 'u,"[10' + 140000 * " ", "line 2: cannot be read as csv (field larger"),
     ("train.csv", "user_id,history_item_id\nu,[10]\n", "there is no column 'item_id'"),
     ("train.csv", HEAD, "the data set is empty"),
     ("items.txt", "only two\tcolumns\n", "line 1: it takes codes, title and an item of INDEX_FILE"),
@@ -1106,21 +1207,24 @@ def test_bad_data_is_one_sentence(rec, tmp_path, file, text, sentence):
     assert sentence in said and file.partition(".")[0] in said and "\n" not in said
 
 
-@pytest.mark.parametrize("constants, sentence", [
-    ({"GROUP_SIZE": 12}, "GROUP_SIZE = 12 is above 11"),
-    ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
-    ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
-    ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
-    ({"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0}, "every reward weight is 0"),
-    ({"VALUES_FILE": None}, "VALUE_WEIGHT needs a VALUES_FILE"),
-    ({"COLLABORATIVE_WEIGHT": 1.0}, "needs a SASREC_FILE of these rows"),
-    ({"TITLE_ROWS": 0.5}, "need an ACTOR_MODEL of words"),
-    ({"PROMPT_TEMPLATE": "no place"}, "must contain {history} once"),
-    ({"MAX_HISTORY": 4000, "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "lower MAX_HISTORY"),
-    ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': [Errno 2] No such file"),
-    ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': cannot be read as csv ([Errno 2] No"),
-    ({"HEADS": 3}, "must be an even multiple of HEADS"),
-])
+@pytest.mark.parametrize(
+    "constants, sentence",
+    [
+        ({"GROUP_SIZE": 12}, "GROUP_SIZE = 12 is above 11"),
+        ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
+        ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
+        ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
+        ({"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0}, "every reward weight is 0"),
+        ({"VALUES_FILE": None}, "VALUE_WEIGHT needs a VALUES_FILE"),
+        ({"COLLABORATIVE_WEIGHT": 1.0}, "needs a SASREC_FILE of these rows"),
+        ({"TITLE_ROWS": 0.5}, "need an ACTOR_MODEL of words"),
+        ({"PROMPT_TEMPLATE": "no place"}, "must contain {history} once"),
+        ({"MAX_HISTORY": 4000, "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "lower MAX_HISTORY"),
+        ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': [Errno 2] No such file"),
+        ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': cannot be read as csv ([Errno 2] No"),
+        ({"HEADS": 3}, "must be an even multiple of HEADS"),
+    ],
+)
 def test_constants_that_do_not_fit_are_one_sentence(rec, constants, sentence):
     module = rec(**constants)
     with pytest.raises(module.UserError) as error:
@@ -1136,6 +1240,7 @@ def test_the_small_model_is_as_large_as_asked(rec):
 
 # ---------------------------------------------------------------- models with a tokenizer of their own
 
+
 def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     words = {"PROMPT_TEMPLATE": "What is {history} ?", "TITLE_ROWS": 1.0, "TITLE_HISTORY_ROWS": 0.5}
     module = rec(ACTOR_MODEL=str(ROOT / "data/tiny/policy"), STAGE="sft", **words)
@@ -1146,12 +1251,16 @@ def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     ids = [row["id"] for row in trainer.sft_rows]
     assert sum(name.startswith("title of ") for name in ids) == 11
     assert sum(name.endswith(" by titles") for name in ids) == round(0.5 * len(trainer.train_rows))
-    by_titles = trainer.rl_rows[len(trainer.train_rows):]  # GRPO asks by titles too
+    by_titles = trainer.rl_rows[len(trainer.train_rows) :]  # GRPO asks by titles too
     assert len(by_titles) == round(0.5 * len(trainer.train_rows))
     titles = [f"box of kind {n % 3} number {n}" for n in range(11)]
     row = max(by_titles, key=lambda row: len(row["history"]))
-    whole = trainer.prompter.head + trainer.tokenizer(
-        "; ".join(titles[item] for item in row["history"]), add_special_tokens=False)["input_ids"]
+    whole = (
+        trainer.prompter.head
+        + trainer.tokenizer("; ".join(titles[item] for item in row["history"]), add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
     assert row["ids"] == whole + trainer.prompter.tail and len(row["history"]) > 1
     ids = trainer.train_rows[0]["ids"]
     history = trainer.train_rows[0]["history"]
@@ -1185,6 +1294,7 @@ def test_stages_ask_by_titles_where_nothing_stands_behind_the_history(rec, tmp_p
 
 
 # ---------------------------------------------------------------- stages, runs and resume
+
 
 def test_the_pictures_of_a_run_are_drawn(rec, tmp_path, request):
     trainer = rec(SFT_EPOCHS=1, MAX_STEPS=1, SAVE_EVERY_N_STEPS=0).RecTrainer()
@@ -1276,9 +1386,18 @@ def test_grpo_raises_the_reward(rec):
 
 def words(world, out, **constants):
     constants = {
-        **SMALL, **world, "OUTPUT_DIR": out, "MAX_STEPS": 6, "SFT_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2,
-        "EVAL_EVERY_N_STEPS": 3, "RANKING_WEIGHT": 0.5, "MINI_BATCHES": 2,
-        "CANDIDATES": "sample", **constants}
+        **SMALL,
+        **world,
+        "OUTPUT_DIR": out,
+        "MAX_STEPS": 6,
+        "SFT_EPOCHS": 1,
+        "SAVE_EVERY_N_STEPS": 2,
+        "EVAL_EVERY_N_STEPS": 3,
+        "RANKING_WEIGHT": 0.5,
+        "MINI_BATCHES": 2,
+        "CANDIDATES": "sample",
+        **constants,
+    }
     return [f"{key}={value}" for key, value in constants.items()]
 
 
@@ -1358,6 +1477,8 @@ def test_the_shipped_data_is_what_its_program_makes(tmp_path):
     assert done.returncode == 0
     for path in sorted((ROOT / "data/rec").glob("*[!z]")):  # sasrec.npz is trained
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
-    users = [{row["user_id"] for row in csv.DictReader(open(ROOT / f"data/rec/{split}.csv"))}
-             for split in ("train", "valid", "test")]
+    users = [
+        {row["user_id"] for row in csv.DictReader(open(ROOT / f"data/rec/{split}.csv"))}
+        for split in ("train", "valid", "test")
+    ]
     assert not any(a & b for a, b in itertools.combinations(users, 2))

@@ -1,5 +1,6 @@
 """The recipes of docs/ppo.md, docs/grpo.md and docs/cookbook.md: each is applied to a copy of its trainer and
 compared with numbers worked out by hand, so that none goes stale."""
+
 import json
 import math
 import re
@@ -51,7 +52,7 @@ def test_length_adaptive_lambda_is_1_less_1_over_alpha_times_the_length(tmp_path
         lam = 1 - 1 / max(1.0, 0.5 * n)
         v = [*batch.values[row, :n].double().tolist(), 0.0]
         delta = [v[t + 1] - v[t] + (batch.scores[row].item() if t == n - 1 else 0.0) for t in range(n)]
-        want = [sum(lam ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+        want = [sum(lam**k * delta[t + k] for k in range(n - t)) for t in range(n)]
         assert batch.raw_advantages[row, :n].tolist() == pytest.approx(want, abs=1e-5)
 
 
@@ -68,9 +69,19 @@ def loss_of(module, loss_type, advantage, old, new):
     return losses.item(), logprobs.grad.item()
 
 
-@pytest.mark.parametrize("advantage, old, new, learns", [
-    (1.0, 0.5, 0.69, True), (1.0, 0.5, 0.71, False), (1.0, 0.5, 0.1, True), (1.0, 0.01, 0.2, True),
-    (-1.0, 0.5, 0.31, True), (-1.0, 0.5, 0.29, False), (-1.0, 0.5, 0.9, True), (-1.0, 0.1, 0.001, True)])
+@pytest.mark.parametrize(
+    "advantage, old, new, learns",
+    [
+        (1.0, 0.5, 0.69, True),
+        (1.0, 0.5, 0.71, False),
+        (1.0, 0.5, 0.1, True),
+        (1.0, 0.01, 0.2, True),
+        (-1.0, 0.5, 0.31, True),
+        (-1.0, 0.5, 0.29, False),
+        (-1.0, 0.5, 0.9, True),
+        (-1.0, 0.1, 0.001, True),
+    ],
+)
 def test_dppo_leaves_out_tokens_whose_probability_moved_by_a_fifth(advantage, old, new, learns):
     loss, gradient = loss_of(patched("grpo/grpo.py", "dppo"), "dapo", advantage, old, new)
     assert loss == pytest.approx(-new / old * advantage * learns) and gradient == pytest.approx(loss)
@@ -264,9 +275,11 @@ def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_do
 
 def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
     """With a stand-in for the package: n - 2 n, where a wrong answer that is even is worth a tenth."""
+
     def create_dataset(task, size, seed, **settings):
         def entry(n):
             return {"question": f"{n} - {2 * n} =", "answer": str(-n), "metadata": {"n": n, "seed": seed}}
+
         return [entry(n) for n in range(size)]
 
     def score(answer, entry):
@@ -283,13 +296,20 @@ def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_pa
     turns = [(turn["role"], turn["content"]) for turn in rows[3]["prompt"]]
     assert len(rows) == 200 and rows[3]["answer"] == "-3"
     assert turns == [
-        ("user", "0 - 0 ="), ("assistant", "0"), ("user", "1 - 2 ="), ("assistant", "-1"),
-        ("user", "2 - 4 ="), ("assistant", "-2"), ("user", "3 - 6 ="), ("assistant", "-3"),
-        ("user", "3 - 6 =")]
+        ("user", "0 - 0 ="),
+        ("assistant", "0"),
+        ("user", "1 - 2 ="),
+        ("assistant", "-1"),
+        ("user", "2 - 4 ="),
+        ("assistant", "-2"),
+        ("user", "3 - 6 ="),
+        ("assistant", "-3"),
+        ("user", "3 - 6 ="),
+    ]
     assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
     columns = {"entry": [row["columns"]["entry"] for row in rows[:4]]}
     said = ["0 - 0 = 0", "it is -4.", "I do not know", "3 - 6 = -3"]
-    (function, weight), = module.REWARD_FUNCTIONS
+    ((function, weight),) = module.REWARD_FUNCTIONS
     scores = module.call_reward("solved", function, ["?"] * 4, said, [None] * 4, columns)
     assert scores.tolist() == pytest.approx([1, 0.1, 0, 1]) and weight == 1
     assert module.resolve_rewards([(module.ACCURACY_FUNCTION, 1.0)], "")[0][0] == "solved"

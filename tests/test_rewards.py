@@ -258,42 +258,48 @@ def test_separated_modes_keep_every_right_one_above_every_wrong_one(mode):
     )
 
 
-@pytest.mark.parametrize("response, gold, right", [
-    ("so he has 3 + 4 = 7 apples.", "3+4=7\n#### 7", 1.0),
-    ("7 of them, 8 in all", "#### 7", 0.0),  # the last one counts
-    ("it costs $1,234.50.", "1234.5", 1.0),
-    ("it is -4", "-4", 1.0),
-    ("it is \u22124.", "4", 0.0),
-    ("he took 5-2", "2", 1.0),  # no sign
-    ("(3)-2", "-2", 0.0),
-    ("-$4", "-4", 1.0),
-    ("half: 1/2", ".5", 1.0),
-    ("0.5", "1/2", 1.0),
-    ("1, 2, 3,", "3", 1.0),
-    ("7%", "the answer is 7 apples", 1.0),
-    ("about \\boxed{-7}", "7", 0.0),
-    ("none", "7", 0.0),
-    ("none", "nothing", 0.0),  # two without a number are not equal
-    ("", "7", 0.0),
-    ("7", ["6", "7"], 1.0),
-])
+@pytest.mark.parametrize(
+    "response, gold, right",
+    [
+        ("so he has 3 + 4 = 7 apples.", "3+4=7\n#### 7", 1.0),
+        ("7 of them, 8 in all", "#### 7", 0.0),  # the last one counts
+        ("it costs $1,234.50.", "1234.5", 1.0),
+        ("it is -4", "-4", 1.0),
+        ("it is \u22124.", "4", 0.0),
+        ("he took 5-2", "2", 1.0),  # no sign
+        ("(3)-2", "-2", 0.0),
+        ("-$4", "-4", 1.0),
+        ("half: 1/2", ".5", 1.0),
+        ("0.5", "1/2", 1.0),
+        ("1, 2, 3,", "3", 1.0),
+        ("7%", "the answer is 7 apples", 1.0),
+        ("about \\boxed{-7}", "7", 0.0),
+        ("none", "7", 0.0),
+        ("none", "nothing", 0.0),  # two without a number are not equal
+        ("", "7", 0.0),
+        ("7", ["6", "7"], 1.0),
+    ],
+)
 def test_last_number_reads_a_number_whatever_stands_around_it(response, gold, right):
     assert rewards.last_number(["q"], [response], [gold]) == [right]
 
 
-@pytest.mark.parametrize("response, right", [
-    ("<answer>7</answer>", 1.0),
-    ("I think.\n<answer>\n 7.0 </answer> so", 1.0),
-    ("<answer> \\boxed{7} </answer>", 1.0),
-    ("<answer>8</answer> no, <answer>7</answer>", 1.0),
-    ("<answer>7</answer> no, <answer>8</answer>", 0.0),
-    ("<answer>8 <answer>7</answer>", 1.0),
-    ("<answer>7</answer> </answer>", 1.0),
-    ("<answer>7", 0.0),
-    ("7</answer>", 0.0),
-    ("<answer></answer>", 0.0),
-    ("#### 7", 0.0),
-])
+@pytest.mark.parametrize(
+    "response, right",
+    [
+        ("<answer>7</answer>", 1.0),
+        ("I think.\n<answer>\n 7.0 </answer> so", 1.0),
+        ("<answer> \\boxed{7} </answer>", 1.0),
+        ("<answer>8</answer> no, <answer>7</answer>", 1.0),
+        ("<answer>7</answer> no, <answer>8</answer>", 0.0),
+        ("<answer>8 <answer>7</answer>", 1.0),
+        ("<answer>7</answer> </answer>", 1.0),
+        ("<answer>7", 0.0),
+        ("7</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("#### 7", 0.0),
+    ],
+)
 def test_a_tagged_answer_is_what_stands_between_the_last_tags(response, right):
     assert rewards.tagged_answer(["q"], [response], ["3+4=7\n#### 7"]) == [right]
 

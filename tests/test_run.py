@@ -1,5 +1,6 @@
 """What a user meets: overrides, data, errors, files, resume, signals. Runs ppo/ppo.py as a user does where
 that matters; what a block does that all trainers have is tried in each of them."""
+
 import errno
 import io
 import functools
@@ -22,8 +23,19 @@ import pytest
 import torch
 from bench.learning_curves import recipe
 from conftest import (
-    ROOT, TINY, TRAINERS, assert_same_state, load_script, policy_with_two_ends, read, reward_batch,
-    run_script, small, untimed, words_of)
+    ROOT,
+    TINY,
+    TRAINERS,
+    assert_same_state,
+    load_script,
+    policy_with_two_ends,
+    read,
+    reward_batch,
+    run_script,
+    small,
+    untimed,
+    words_of,
+)
 from program import Program
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -44,6 +56,7 @@ def joined(tensors):
 
 
 # ---------------------------------------------------------------- the first line
+
 
 @pytest.mark.parametrize("path", [*TRAINERS, "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"])
 def test_the_first_line_stands_before_torch_is_imported(tmp_path, path):
@@ -287,10 +300,13 @@ def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
     assert names == ["Judge", "<lambda>", "<lambda>_2", "<lambda>_3", "exact_answer"]
 
 
-@pytest.mark.parametrize("second, says", [
-    (({"length": [1.0]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
-    (({"length": [1.0, math.nan]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
-])
+@pytest.mark.parametrize(
+    "second, says",
+    [
+        (({"length": [1.0]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
+        (({"length": [1.0, math.nan]}, [1.0, 2.0]), r"reward_parts\['length'\] must return 2 finite numbers"),
+    ],
+)
 def test_parts_are_a_number_per_response(ppo, second, says):
     script = ppo(BATCH_SIZE=1)
     calls = iter([({"length": [1.0, 2.0]}, [1.0, 2.0]), second])
@@ -370,7 +386,7 @@ def test_a_run_writes_what_the_design_says(ppo, tmp_path, capsys, drawing):
     samples = read(out / "logs/samples.jsonl")
     assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4 + [3] * 4
     assert {"prompt", "response", "reward", "reward/exact_answer", "advantage"} <= samples[0].keys()
-    log, = (out / "logs").glob("training_*.log")
+    (log,) = (out / "logs").glob("training_*.log")
     said = capsys.readouterr().out
     assert "Epoch 1/1: PL:" in said
     assert set(said.strip().splitlines()) <= set(log.read_text().splitlines())
@@ -464,7 +480,7 @@ def test_sigterm_and_ctrl_c_finish_the_step_save_draw_and_leave(unbroken, starte
     out = tmp_path / "run"
     got, said = start_and_signal(out, number, 1)
     assert got == code and "Traceback" not in said and "Stopped at step" in said
-    saved, = out.glob("step_*")
+    (saved,) = out.glob("step_*")
     assert 1 <= int(saved.name[5:]) <= 3 and (out / "ppo_metrics_with_entropy.png").exists()
     assert started("ppo/ppo.py", *words(out)).returncode == 0
     assert_same_run(unbroken, out)
@@ -523,7 +539,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future
 
     assert train([0.0, 1.0, 2.0, 3.0, 4.0])["step"] == 4
     assert train([0.0, 1.0, 0.5, 0.2, 0.3], RESUME=str(out / "step_1"), LEARNING_RATE=0.0)["step"] == 2
-    kept, = out.glob("old_*/best/metrics.json")
+    (kept,) = out.glob("old_*/best/metrics.json")
     assert json.loads(kept.read_text())["reward"] == 4.0
     # a best policy of before the checkpoint stays where it is
     assert train([0.0, 1.0, 0.5, 0.2, 0.3], RESUME=str(out / "step_3"), LEARNING_RATE=1e-4)["step"] == 2
@@ -540,9 +556,19 @@ def test_a_run_that_goes_on_in_another_folder_has_a_best_policy_there(ppo, tmp_p
     assert json.loads((tmp_path / "two/best/metrics.json").read_text())["step"] == 3
 
 
-@pytest.mark.parametrize("word", [
-    "PLATEAU_PATIENCE=0", "MAX_TRAIN_PROMPTS=-3", "MAX_EVAL_PROMPTS=-1", "WARMUP_STEPS=-1", "LOG_SAMPLES=-1",
-    "WEIGHT_DECAY=-0.1", "SAVE_EVERY_N_STEPS=-1", "EVAL_EVERY_N_STEPS=-1"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "PLATEAU_PATIENCE=0",
+        "MAX_TRAIN_PROMPTS=-3",
+        "MAX_EVAL_PROMPTS=-1",
+        "WARMUP_STEPS=-1",
+        "LOG_SAMPLES=-1",
+        "WEIGHT_DECAY=-0.1",
+        "SAVE_EVERY_N_STEPS=-1",
+        "EVAL_EVERY_N_STEPS=-1",
+    ],
+)
 def test_a_number_that_would_be_taken_for_another_is_refused(path, word):
     script = load_script(path)
     script.apply_overrides([word])
@@ -552,6 +578,7 @@ def test_a_number_that_would_be_taken_for_another_is_refused(path, word):
 
 def test_what_was_logged_after_the_checkpoint_of_its_step_is_logged_once(ppo, tmp_path):
     """RCE's mining and the second stage of a recommender write records of step N after N's checkpoint."""
+
     def start(**more):
         trainer = ppo(MAX_STEPS=1, **more).PPOTrainer()
         trainer.run.open_files()
@@ -636,7 +663,7 @@ def test_answering_n_starts_afresh_and_keeps_the_old_run(unbroken, ppo, tmp_path
     trainer = ppo(MAX_STEPS=1).PPOTrainer()
     assert trainer.run.step == 0 and "Found checkpoint" in capsys.readouterr().out
     trainer.train()
-    kept, = out.glob("old_*")
+    (kept,) = out.glob("old_*")
     assert (kept / "logs/metrics.jsonl").read_bytes() == old
     assert (kept / "step_3/manifest.json").exists() and (kept / "best/metrics.json").exists()
     assert [r["step"] for r in read(out / "logs/metrics.jsonl")] == [0, 1, 1]
@@ -765,11 +792,14 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_good_checkpoint(ppo, tmp
 NO_FILE = "TRAIN_DATASETS=[{'path': '/no/such/file', 'type': 'jsonl', 'input': 'q'}]"
 
 
-@pytest.mark.parametrize("word, says", [
-    ("ACTOR_MODEL=/no/such/model", "ACTOR_MODEL"),
-    ("BATCHSIZE=1", "BATCH_SIZE"),
-    (NO_FILE, "No such file"),
-])
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("ACTOR_MODEL=/no/such/model", "ACTOR_MODEL"),
+        ("BATCHSIZE=1", "BATCH_SIZE"),
+        (NO_FILE, "No such file"),
+    ],
+)
 def test_errors_at_the_command_line_are_one_sentence_and_exit_code_2(path, started, tmp_path, word, says):
     done = started(path, f"OUTPUT_DIR={tmp_path}/run", word)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
@@ -810,13 +840,14 @@ def test_wandb_offline_writes_a_real_run_and_the_cookbooks_table_has_the_samples
     out = tmp_path / "run"
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     script = tmp_path / "table.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'ppo')!r})\n"
-                      + recipe("cookbook.md", "wandb table"))
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'ppo')!r})\n" + recipe("cookbook.md", "wandb table")
+    )
     words = words_of("ppo/ppo.py", f"OUTPUT_DIR={out}", "LOG_SAMPLES=2")
     done = Program(script, *words, cwd=ROOT, environment=offline).wait()
     assert done.returncode == 0, done.stderr
     assert list(out.glob("wandb/offline-run-*/run-*.wandb"))[0].stat().st_size > 1000
-    file, = out.glob("wandb/offline-run-*/files/media/table/samples_2_*.table.json")
+    (file,) = out.glob("wandb/offline-run-*/files/media/table/samples_2_*.table.json")
     table = json.loads(file.read_text())
     samples = read(out / "logs/samples.jsonl")
     assert len(samples) == 4 and table["columns"] == list(samples[0])
@@ -849,8 +880,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     run = trainer.run
     run.open_files()
     counters = {key: getattr(run, key) for key in run.saved}
-    kept = {
-        "step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped"}
+    kept = {"step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped"}
     assert kept <= set(numbers_of(counters))
     assert {"epoch", "cursor"} <= set(numbers_of(vars(trainer.state)))
     number = 2  # each its own, so that no two can change places
@@ -887,6 +917,7 @@ def test_each_models_gradient_is_clipped_to_max_grad_norm(each):
     before = graded(trainer)
     stepped = {}
     for name, model in trainer.models.items():
+
         def step(name=name, model=model):
             stepped[name] = joined(p.grad for p in model.parameters())
 
@@ -1011,17 +1042,22 @@ def test_scikit_learns_import_takes_no_random_number_of_the_run(tmp_path, monkey
     script.seed_everything(1)
     state = random.getstate()
     import sklearn.metrics
+
     assert sklearn.metrics.__file__.startswith(str(tmp_path)) and random.getstate() == state
     for name in ("sklearn", "sklearn.metrics"):
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("file, more", [
-    ("ppo/ppo.py", {"KL_TARGET": 0.01}),
-    ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 1}),
-])
+@pytest.mark.parametrize(
+    "file, more",
+    [
+        ("ppo/ppo.py", {"KL_TARGET": 0.01}),
+        ("grpo/grpo.py", {"REFERENCE_SYNC_STEPS": 1}),
+    ],
+)
 def test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one(file, more, tmp_path):
     """The kill and resume above in short: every model, optimizer and generator, cursor, coefficient, logs."""
+
     def run(out):
         script = load_script(file, **{**small(file), **SHORT, **more, "OUTPUT_DIR": str(out)})
         trainer = getattr(script, TRAINERS[file])()
@@ -1171,6 +1207,7 @@ def test_the_shipped_data_is_small_and_its_answers_parse():
 
 # ---------------------------------------------------------------- what an audit found
 
+
 def untrained(each, **constants):
     """A trainer, its files open, that has not trained."""
     _, trainer_class = each(**constants)
@@ -1179,11 +1216,14 @@ def untrained(each, **constants):
     return trainer
 
 
-@pytest.mark.parametrize("every, until, evaluated, saved", [
-    (2, math.inf, [0, 2, 4, 5], [3]),
-    (0, math.inf, [0, 5], [3]),
-    (0, 3, [0, 3, 5], []),  # a round of rce ends at step 3: it saves by itself
-])
+@pytest.mark.parametrize(
+    "every, until, evaluated, saved",
+    [
+        (2, math.inf, [0, 2, 4, 5], [3]),
+        (0, math.inf, [0, 5], [3]),
+        (0, 3, [0, 3, 5], []),  # a round of rce ends at step 3: it saves by itself
+    ],
+)
 def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, until, evaluated, saved):
     constants = {"EVAL_EVERY_N_STEPS": every, "SAVE_EVERY_N_STEPS": 3, "OUTPUT_DIR": str(tmp_path)}
     run = load_script("ppo/ppo.py", **constants).Run("ppo", "no", torch.device("cpu"))
@@ -1266,7 +1306,7 @@ def test_a_column_may_be_a_path_into_nested_records(path, kind, tmp_path):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SQUAD]), tmp_path / file)
     script = load_script(path)
     for output, answer in (("answers.text", ["1", "one"]), ("answers.start", "dotted"), ("more.b.c", "3")):
-        row, = script.load_rows(squad(tmp_path / f"a.{kind}", kind, output), "TRAIN_DATASETS")
+        (row,) = script.load_rows(squad(tmp_path / f"a.{kind}", kind, output), "TRAIN_DATASETS")
         assert (row["prompt"], row["answer"]) == ("Tom has 1 apples.", answer)
     for output in ("answers.texts", "answers.text.first"):
         with pytest.raises(script.UserError, match=f"line 1: there is no value for column '{output}'"):
@@ -1302,6 +1342,7 @@ def test_an_objects_name_has_no_address(ppo):
 
 def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
     """As of Muon for matrices with AdamW for the rest: make_optimizer alone is edited."""
+
     def load(multiple=10, **constants):
         script = ppo(USE_LR_SCHEDULER=True, MAX_STEPS=3, MAX_GRAD_NORM=1e-3, **constants)
 
@@ -1335,10 +1376,16 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
         script.PPOTrainer()
 
 
-@pytest.mark.parametrize("terminal, shown", [
-    (False, "rollout: 3 of 7 tokens, 0.075 a second\n"),
-    (True, "".join(f"\r\033[Krollout: {n} of 7 tokens, {n / (10 * n + 10):.3g} a second" for n in range(7))),
-])
+@pytest.mark.parametrize(
+    "terminal, shown",
+    [
+        (False, "rollout: 3 of 7 tokens, 0.075 a second\n"),
+        (
+            True,
+            "".join(f"\r\033[Krollout: {n} of 7 tokens, {n / (10 * n + 10):.3g} a second" for n in range(7)),
+        ),
+    ],
+)
 def test_what_takes_long_says_how_far_it_is(ppo, monkeypatch, capsys, terminal, shown):
     script = ppo()
     run = script.Run("ppo", "no", torch.device("cpu"))
@@ -1365,13 +1412,18 @@ def test_every_long_part_of_a_run_is_tracked(ppo):
     script.tracked = tracked
     script.PPOTrainer().train()
     assert seen == {
-        ("check models", "tokens"), ("evaluate", "tokens"), ("evaluate", "parts"), ("rollout", "tokens"),
-        ("rollout", "parts"), ("score", "parts"), ("update", "micro-batches")}
+        ("check models", "tokens"),
+        ("evaluate", "tokens"),
+        ("evaluate", "parts"),
+        ("rollout", "tokens"),
+        ("rollout", "parts"),
+        ("score", "parts"),
+        ("update", "micro-batches"),
+    }
 
 
 def test_the_held_out_reward_is_after_the_penalty_as_the_trained_one_is(ppo):
-    free, fined = (
-        ppo(MISSING_EOS_PENALTY=x, MAX_NEW_TOKENS=2).PPOTrainer().evaluate() for x in (0.0, 5.0))
+    free, fined = (ppo(MISSING_EOS_PENALTY=x, MAX_NEW_TOKENS=2).PPOTrainer().evaluate() for x in (0.0, 5.0))
     assert free["truncated_fraction"] == fined["truncated_fraction"] > 0
     assert free["reward"] - fined["reward"] == pytest.approx(5 * free["truncated_fraction"])
 

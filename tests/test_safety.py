@@ -1,5 +1,6 @@
 """Nothing is lost, nothing hangs, nothing foreign is run: locks, time limits, rewards and malformed input of
 every kind. tests/chaos.py kills and starves whole runs (CI does, after the suite)."""
+
 import json
 import math
 import os
@@ -249,6 +250,7 @@ OF_THE_MACHINE = [OSError(5, "io"), MemoryError(), RuntimeError("DefaultCPUAlloc
 @pytest.mark.parametrize("of_a_reward", [True, False])
 def test_what_a_reward_raises_is_never_taken_for_the_machines(error, of_a_reward, monkeypatch):
     """The same error is a sentence where no reward raised it, and a traceback where one did."""
+
     class Trainer:
         def train(self):
             raise error
@@ -289,7 +291,7 @@ def test_answer_parsers_take_any_text(response, answer):
     final_answer = rewards.final_answer(response)
     assert final_answer is None or final_answer in response
     for function in (rewards.exact_answer, rewards.em, rewards.f1, rewards.rouge_l):
-        value, = function(["p"], [response], [answer])
+        (value,) = function(["p"], [response], [answer])
         assert isinstance(value, float) and 0 <= value <= 1
     assert rewards.exact_answer(["p"], [response], [[answer, "#### 1"]])[0] in (0.0, 1.0)
     assert len(rewards.answer_format(["p"], [response], [None])) == 1
@@ -364,8 +366,27 @@ def test_the_loader_takes_any_file(tmp_path_factory, parts, end, bom):
 
 
 ABSURD = (
-    "nan", "-inf", "1e999", "-1", "0", "10**9", "None", "True", "[1]", "(1,)", "'x'", "\0", "1_000", "0x10",
-    "1j", "b'x'", "...", "{}", "[[", "9" * 5000, "lambda: 0",
+    "nan",
+    "-inf",
+    "1e999",
+    "-1",
+    "0",
+    "10**9",
+    "None",
+    "True",
+    "[1]",
+    "(1,)",
+    "'x'",
+    "\0",
+    "1_000",
+    "0x10",
+    "1j",
+    "b'x'",
+    "...",
+    "{}",
+    "[[",
+    "9" * 5000,
+    "lambda: 0",
 )
 
 
@@ -501,8 +522,9 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
 
     faults = {
         # of the same size
-        "policy/weights is not what was saved":
-            lambda step: (step / "policy/weights").write_bytes(b"X" * 140),
+        "policy/weights is not what was saved": lambda step: (step / "policy/weights").write_bytes(
+            b"X" * 140
+        ),
         "[Errno 2] No such file": lambda step: (step / "config.json").unlink(),
         "training_state.pt is not what was saved": lambda step: os.truncate(step / "training_state.pt", 5),
         "Expecting value": lambda step: (step / "manifest.json").write_text(""),

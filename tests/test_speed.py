@@ -1,5 +1,6 @@
 """What makes the trainers fast changes nothing they compute. (How fast they are: bench/speed.py; nothing is
 timed here.)"""
+
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ module = load_script("grpo/grpo.py")
 def plain_pass(model, prompt, response, temperature):
     """Log-probabilities of a response's ids and the entropies, (R,), by a forward pass of the row alone."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1]
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(1, torch.tensor(response)[:, None]).squeeze(1), entropy
@@ -87,8 +88,11 @@ def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monke
     monkeypatch.setattr(module, name, Spy)
     grown = []
     pad = torch.nn.functional.pad
-    monkeypatch.setattr(torch.nn.functional, "pad", lambda x, *more, **options: (
-        grown.append(x.dim()), pad(x, *more, **options))[1])
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "pad",
+        lambda x, *more, **options: (grown.append(x.dim()), pad(x, *more, **options))[1],
+    )
     prompts = [row["ids"] for row in trainer.train_rows[:3]]
     module.generate(trainer.actor, prompts, torch.rand(24, 12), 8, 12, 1.0, torch.tensor([99]), 0)
     assert len(layers) == trainer.actor.config.num_hidden_layers
@@ -118,8 +122,13 @@ def outputs(model):
     with torch.no_grad():
         logits = model(ids, attention_mask=mask).logits
         generated = model.generate(
-            ids, attention_mask=mask, max_new_tokens=6, do_sample=False, output_logits=True,
-            return_dict_in_generate=True)
+            ids,
+            attention_mask=mask,
+            max_new_tokens=6,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     return torch.cat([logits.flatten(), *(step.flatten() for step in generated.logits)])
 
 
@@ -174,11 +183,24 @@ def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(
 
 
 LAYERS = dict(
-    vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, initializer_range=0.5)
+    vocab_size=82,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.5,
+)
 CHUNKS = Llama4TextConfig(
-    **LAYERS, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=32, pad_token_id=0,
-    bos_token_id=None, eos_token_id=1)
+    **LAYERS,
+    attention_chunk_size=8,
+    num_local_experts=2,
+    intermediate_size_mlp=32,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
 MIXED = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "all": MistralConfig(**LAYERS, sliding_window=None),

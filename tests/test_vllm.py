@@ -42,11 +42,15 @@ class Stub(BaseHTTPRequestHandler):
         ends = torch.tensor(stop_token_ids)
         with self.server.lock, torch.no_grad():
             ids, lengths, logprobs, _ = self.server.script.generate(
-                self.server.model, [prompt], uniform, n, max_tokens, temperature or 1.0, ends, 0)
-        return [{
-            "token_ids": row[:length].tolist(),
-            "logprobs": {"token_logprobs": (own[:length] + self.server.shift).tolist()}}
-            for row, length, own in zip(ids, lengths, logprobs)]
+                self.server.model, [prompt], uniform, n, max_tokens, temperature or 1.0, ends, 0
+            )
+        return [
+            {
+                "token_ids": row[:length].tolist(),
+                "logprobs": {"token_logprobs": (own[:length] + self.server.shift).tolist()},
+            }
+            for row, length, own in zip(ids, lengths, logprobs)
+        ]
 
     def log_message(self, *_):
         pass
@@ -64,8 +68,15 @@ def served(tmp_path, monkeypatch):
         server.script = load_script("grpo/grpo.py", BATCH_SIZE=2, GROUP_SIZE=4)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("VLLM_URL", f"http://127.0.0.1:{server.server_port}")
-        script = load_script("grpo/grpo.py", **{
-            **small("grpo/grpo.py"), **FEW, "OUTPUT_DIR": str(tmp_path / f"run{len(servers)}"), **constants})
+        script = load_script(
+            "grpo/grpo.py",
+            **{
+                **small("grpo/grpo.py"),
+                **FEW,
+                "OUTPUT_DIR": str(tmp_path / f"run{len(servers)}"),
+                **constants,
+            },
+        )
         monkeypatch.setitem(sys.modules, "grpo", script)
         spec = importlib.util.spec_from_file_location("vllm_rollouts", ROOT / "bench/vllm_rollouts.py")
         module = importlib.util.module_from_spec(spec)
@@ -96,7 +107,7 @@ def test_the_server_has_each_steps_weights_and_every_prompt_its_request(served):
     assert all(body["top_k"] == -1 and body["top_p"] == 1 and body["return_token_ids"] for body in bodies)
     # the stub read the folder: its samples are on policy at each step only if it was given the new weights
     for step in steps_of(module):
-        assert abs(step["sampler_kl"]) < NATS ** 2
+        assert abs(step["sampler_kl"]) < NATS**2
         assert step["grad_norm"] > 0 or step["zero_variance_groups"] == 1
     weights = AutoModelForCausalLM.from_pretrained(f"{module.grpo.OUTPUT_DIR}/served").state_dict()
     assert all(torch.equal(value, weights[key]) for key, value in trainer.actor.state_dict().items())
@@ -107,7 +118,7 @@ def test_tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap(serve
     gradients = []
     for shift in (math.log(1.5), -math.log(3.0)):
         module, _, _ = served(shift, MAX_STEPS=1, MAX_GRAD_NORM=1e9, REWARD_FUNCTIONS=[(length, 1.0)])
-        step, = steps_of(module)
+        (step,) = steps_of(module)
         gradients.append(step["grad_norm"])
         assert step["sampler_kl"] == pytest.approx(math.exp(-shift) - 1 + shift, abs=NATS)
         assert step["ratio_max_first"] < 1e-2  # the policy's own ratio begins at 1 all the same

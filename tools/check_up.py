@@ -8,6 +8,7 @@ REWARD_MODE, HYBRID_SCORE, HYBRID_MIX_SCORE, SIMILARITY and SIMILARITY_WEIGHT ar
 training_config.json beside the candidates, unless they are given. The figures and the picture go there too,
 as .csv and .png. Shares are of the candidates that were verified and did not fail.
 """
+
 import csv
 import json
 import sys
@@ -20,8 +21,12 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 CONSTANTS = {  # of the trainers, as far as the reward depends on them
-    "REWARD_MODE": "hard_only", "HYBRID_SCORE": "logprob", "HYBRID_MIX_SCORE": "logprob",
-    "SIMILARITY": "rouge_l", "SIMILARITY_WEIGHT": 0.0}
+    "REWARD_MODE": "hard_only",
+    "HYBRID_SCORE": "logprob",
+    "HYBRID_MIX_SCORE": "logprob",
+    "SIMILARITY": "rouge_l",
+    "SIMILARITY_WEIGHT": 0.0,
+}
 MODES = {  # r of a candidate, its score scaled to [0, 1] within the prompt; the same as in rewards/
     "hard_only": lambda c, score: c["hard"],
     "soft_only": lambda c, score: c["soft"],
@@ -31,12 +36,20 @@ MODES = {  # r of a candidate, its score scaled to [0, 1] within the prompt; the
     "hard_plus_gtprob": lambda c, score: c["hard"] + c["gt_prob"],
     "hard_plus_gtprob_separated": lambda c, score: 2 * c["hard"] + c["gt_prob"],
     "hard_plus_gtprob_plus_rel": lambda c, score: (
-        2 * c["hard"] + c["gt_prob"] + (0 if c["hard"] else 0.1 * c["relevance"])),
-    "hybrid": lambda c, score: 0.5 * score + 0.5 * c["hard"]}
+        2 * c["hard"] + c["gt_prob"] + (0 if c["hard"] else 0.1 * c["relevance"])
+    ),
+    "hybrid": lambda c, score: 0.5 * score + 0.5 * c["hard"],
+}
 NAMES = {  # of a list in rce_icl.py's file: its name here
-    "gen_methods": "source", "temperatures": "temperature", "logprob_score": "logprob",
-    "vqa_correct": "hard", "vqa_acc_score": "soft", "vqa_gt_prob": "gt_prob", "vqa_rel_score": "relevance",
-    "vqa_eval_mode": "eval_mode"}
+    "gen_methods": "source",
+    "temperatures": "temperature",
+    "logprob_score": "logprob",
+    "vqa_correct": "hard",
+    "vqa_acc_score": "soft",
+    "vqa_gt_prob": "gt_prob",
+    "vqa_rel_score": "relevance",
+    "vqa_eval_mode": "eval_mode",
+}
 
 
 def stop(sentence):
@@ -77,6 +90,7 @@ def read_groups(path):
 
 def shaped_rewards(candidates, constants):
     """r of one prompt's candidates, as the trainer has it."""
+
     def column(name):
         return name if name in candidates[0] else f"reward/{name}"
 
@@ -94,6 +108,7 @@ def shaped_rewards(candidates, constants):
 
 def own_pick(candidates):
     """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
+
     def preference(c):
         scores = [c.get("beam_score"), c.get("logprob")]
         return "greedy" in c["source"], *(-np.inf if x is None else x for x in scores)
@@ -120,7 +135,8 @@ def check_up(groups, proposed, constants):
         "candidates": len(every),
         "proposed": proposed,
         "verified": len(verified),
-        "positive rate": mean([c["hard"] for c in verified])}
+        "positive rate": mean([c["hard"] for c in verified]),
+    }
     sources = defaultdict(list)
     for c in verified:
         for name, temperature in zip(c["source"], c["temperature"]):

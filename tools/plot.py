@@ -7,6 +7,7 @@
 Training is faint with a rolling mean on top, evaluation is points from a dashed start. The ending of --out
 chooses the kind of file: png, pdf, svg.
 """
+
 import argparse
 import json
 import math
@@ -70,7 +71,7 @@ def draw(runs, keys, path):
             phases = metrics.get(key, {"train": [], "eval": []})
             if phases["train"]:
                 steps, values = zip(*phases["train"])
-                parts = [values[max(0, i - window):i] for i in range(1, len(values) + 1)]
+                parts = [values[max(0, i - window) : i] for i in range(1, len(values) + 1)]
                 axis.plot(steps, values, color=colour, alpha=0.25, zorder=1)
                 axis.plot(steps, [sum(part) / len(part) for part in parts], color=colour)
             if phases["eval"]:

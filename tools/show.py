@@ -1,9 +1,10 @@
 """Print what a run's policy says, logs/samples.jsonl in its OUTPUT_DIR, as a person reads it.
 
-    python tools/show.py checkpoints/ppo             # every sample; the run may be going on
-    python tools/show.py checkpoints/ppo STEP=20     # those of that step
-    python tools/show.py checkpoints/ppo BY=worst    # the ten of lowest reward; BY=best: of highest
+python tools/show.py checkpoints/ppo             # every sample; the run may be going on
+python tools/show.py checkpoints/ppo STEP=20     # those of that step
+python tools/show.py checkpoints/ppo BY=worst    # the ten of lowest reward; BY=best: of highest
 """
+
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ def printable(text):
 
 def show_sample(sample, colour):
     """A sample as text for a terminal: numbers in its first line, then each text under its name."""
+
     def paint(code, text):
         return f"\033[{code}m{text}\033[0m" if colour else text
 
