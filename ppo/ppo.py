@@ -106,7 +106,7 @@ import rewards
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 CRITIC_MODEL: str | None = None  # None: the actor's weights. The value head starts at zero
-REWARD_MODEL: str | None = f"{ROOT}/data/tiny/reward_model"  # classifier with one label; None: no model
+REWARD_MODEL: str | None = f"{ROOT}/data/tiny/reward_model"  # classifier with one label; or None
 REFERENCE_MODEL: str | None = None  # None: a frozen copy of the initial actor. Not loaded if KL_COEF = 0
 LORA_RANK = 0  # 0: all weights are trained; > 0: only LoRA adapters of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
@@ -115,9 +115,9 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; a hub set also has "name" and
-# "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The input is a
-# text or a list of chat messages
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
+# and "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The
+# input is a text or a list of chat messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -335,8 +335,8 @@ class PPOTrainer:
         self.run.panels = PLOT_PANELS
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.load_models()
-        self.train_rows = self.load_data(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
-        self.eval_rows = self.load_data(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
+        self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
+        self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
         check_models(self.models_by_constant, self.train_rows, self.pad_id)
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
         self.state = SimpleNamespace(
@@ -386,9 +386,6 @@ class PPOTrainer:
             "critic": make_optimizer(self.critic, CRITIC_LEARNING_RATE),
         }
 
-    def load_data(self, datasets, constant, limit):
-        return load_prompts(datasets, constant, limit, self.tokenizer, self.models_by_constant, self.run.log)
-
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
@@ -431,12 +428,7 @@ class PPOTrainer:
         tokens."""
         with self.run.timed("score"):
             batch.scores, batch.token_scores, batch.reward_parts = self.score_responses(batch)
-            batch.values = map_micro_batches(
-                partial(response_values, self.critic, batch),
-                self.critic,
-                batch,
-                micro_batches(self.critic, batch),
-            )
+            batch.values = map_micro_batches(response_values, self.critic, batch)
             batch.ref_logprobs = batch.logprobs
             if self.reference:
                 with without_adapter(self.reference):
@@ -575,7 +567,7 @@ class PPOTrainer:
         never changes the training."""
         rows = self.eval_rows
         if prompts is not None:
-            rows = self.encode_texts(prompts, answers, "evaluate")
+            rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
         with self.run.timed("evaluate"):
@@ -599,14 +591,11 @@ class PPOTrainer:
     def generate_response(self, prompt, greedy=True):
         """Returns one response to a prompt, a text or a chat; greedy=False samples with the global
         generator."""
-        rows = self.encode_texts([prompt], None, "generate_response")
+        rows = encode_texts(self, [prompt], None, "generate_response")
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
         uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
         return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform, 1, TEMPERATURE).responses[0]
-
-    def encode_texts(self, prompts, answers, where):
-        return encode_texts(prompts, answers, where, self.tokenizer, self.models_by_constant, self.run.log)
 
     def record(self, batch, metrics):
         """Logs the step's metrics, some of its responses, and its line on the terminal."""
@@ -1235,12 +1224,13 @@ def response_values(model, batch, rows):
 
 
 @torch.no_grad()
-def map_micro_batches(compute, model, batch, micros):
-    """Returns compute(rows), (micro-batch, R), of all rows of a batch as one tensor (rows, R). The processes
-    share the micro-batches."""
+def map_micro_batches(compute, model, batch):
+    """Returns compute(model, batch, rows), (micro-batch, R), of all rows of a batch as one tensor (rows, R).
+    The processes share the micro-batches."""
+    micros = micro_batches(model, batch)
     result = torch.zeros_like(batch.response_mask)
     with full_parameters(model):
-        for rows, values in zip(micros, map_over_ranks(micros, compute)):
+        for rows, values in zip(micros, map_over_ranks(micros, partial(compute, model, batch))):
             result[to_device(rows, result.device), : values.shape[1]] = values.to(model.device)
     return result
 
@@ -1248,10 +1238,10 @@ def map_micro_batches(compute, model, batch, micros):
 def batch_logprobs(model, batch, distribution):
     """Returns the log-probabilities of a batch's responses under a model, (rows, R), without a gradient."""
 
-    def compute(rows):
+    def compute(model, batch, rows):
         return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
 
-    return map_micro_batches(compute, model, batch, micro_batches(model, batch))
+    return map_micro_batches(compute, model, batch)
 
 
 # ---------------------------------------------------------------- scoring with shared prompts
@@ -1535,7 +1525,7 @@ def load_rows(datasets, constant, limit=None):
     for spec in datasets:
         if not {"path", "type", "input"} <= spec.keys() <= known:
             raise UserError(
-                f"{constant}: a data set needs the keys path, type, input, and may have output, name, split: {spec!r}"
+                f"{constant}: a data set needs path, type, input and may have output, name, split: {spec!r}"
             )
         count_before = len(rows)
         for number, record in read_records(spec, f"{constant}: {spec['path']}"):
@@ -1552,12 +1542,11 @@ def load_rows(datasets, constant, limit=None):
     return [{**row, "columns": empty | row["columns"]} for row in rows[:limit]]
 
 
-def load_prompts(datasets, constant, limit, tokenizer, models_by_constant, log):
+def load_prompts(trainer, datasets, constant, limit):
     """Returns the rows of data sets with their prompts' ids; see encode(). There must be some to train on."""
     if "{input}" not in PROMPT_TEMPLATE:
         raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} lacks {{input}}, the place of the prompt")
-    rows = load_rows(datasets, constant, limit)
-    rows = encode(rows, constant, tokenizer, models_by_constant, log)
+    rows = encode(trainer, load_rows(datasets, constant, limit), constant)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
     return rows
@@ -1574,8 +1563,8 @@ def read_prompt(value, where):
         valid = all(is_message(message) for message in messages) and messages[-1]["role"] != "assistant"
     if not valid:
         raise UserError(
-            f'{where}: a prompt is a text, or messages such as [{{"role": "user", "content": "How many?"}}] of '
-            f"which the last is not the assistant's; this is {repr(value)[:160]}"
+            f'{where}: a prompt is a text, or messages such as [{{"role": "user", "content": "How many?"}}], '
+            f"the last not the assistant's; this is {repr(value)[:160]}"
         )
     return [{**message, "content": message.get("content", "")} for message in messages]
 
@@ -1652,8 +1641,8 @@ def encode_chat(tokenizer, prompt, where, response=None):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or not isinstance(prompt, str):
         raise UserError(
-            f"{where}: messages and SYSTEM_PROMPT need a chat template, which {tokenizer.name_or_path!r} lacks: "
-            "put a file chat_template.jinja beside the tokenizer"
+            f"{where}: messages and SYSTEM_PROMPT need a chat template, which {tokenizer.name_or_path!r} "
+            "lacks: put a file chat_template.jinja beside the tokenizer"
         )
     text = messages[0]["content"]
     for turn in turns:
@@ -1669,11 +1658,11 @@ def encode_chat(tokenizer, prompt, where, response=None):
     return ids
 
 
-def encode(rows, constant, tokenizer, models_by_constant, log):
+def encode(trainer, rows, constant):
     """Adds the prompt's ids to each row and returns the rows that are not longer than MAX_PROMPT_TOKENS; the
-    number of the others is logged. models_by_constant: every model that reads the prompts, the actor
-    first."""
-    num_ids = vocab_size(next(iter(models_by_constant.values())))
+    number of the others is logged. Every model in trainer.models_by_constant must be able to read them."""
+    tokenizer = trainer.tokenizer
+    num_ids = vocab_size(trainer.actor)
     for row in rows:
         where = f"{constant}: {row.get('id', 'the prompt')}"
         row["ids"] = encode_chat(tokenizer, row["prompt"], where)
@@ -1688,9 +1677,11 @@ def encode(rows, constant, tokenizer, models_by_constant, log):
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
         left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
-        log(f"{constant}: {left_out} that are longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
+        trainer.run.log(
+            f"{constant}: {left_out} that are longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}"
+        )
     longest = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
-    for name, model in models_by_constant.items():
+    for name, model in trainer.models_by_constant.items():
         if longest > max_positions(model):
             raise UserError(
                 f"{name} reads at most {max_positions(model)} tokens, but a prompt of {constant} and "
@@ -1699,13 +1690,13 @@ def encode(rows, constant, tokenizer, models_by_constant, log):
     return kept
 
 
-def encode_texts(prompts, answers, where, tokenizer, models_by_constant, log):
+def encode_texts(trainer, prompts, answers, where):
     """Returns rows of texts or chats that a caller gives; see encode()."""
     answers = answers or [None] * len(prompts)
     rows = []
     for prompt, answer in zip(prompts, answers):
         rows.append({"prompt": read_prompt(prompt, where), "answer": answer, "columns": {}})
-    return encode(rows, where, tokenizer, models_by_constant, log)
+    return encode(trainer, rows, where)
 
 
 def ids_of_ends(model, tokenizer):
@@ -1773,9 +1764,7 @@ def reward_model_scores(model, tokenizer, prompts, responses):
             f"its response has {lengths.max()}"
         )
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
-        ids = to_device(
-            pad_right([rows[i] for i in chunk], 0), model.device
-        )  # a causal model sees no padding
+        ids = to_device(pad_right([rows[i] for i in chunk], 0), model.device)  # causal: padding is not seen
         last = to_device(torch.stack([torch.arange(len(chunk)), lengths[chunk] - 1]), model.device)
         with autocast(model):
             hidden_states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -2040,7 +2029,7 @@ def read_records(spec, where):
         if spec["type"] == "csv":
             if None in (*record, *record.values()):
                 raise UserError(
-                    f"{where} line {number}: it has not as many fields as the first line: quote fields with commas"
+                    f"{where} line {number}: its number of fields differs from the first line's: quote commas"
                 )
             record = {key: text or None for key, text in record.items()}
         try:
@@ -2124,10 +2113,11 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
-def call_reward(name, function, prompts, responses, answers, columns={}, width=None):
+def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
     """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
     names. With a width the function may return a list of numbers per response, one per token: (rows,
     width)."""
+    columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
@@ -2404,7 +2394,7 @@ def choose_checkpoint(resume, output_dir, log):
         return folder if reply == "y" else None
     if checkpoints:
         raise UserError(
-            f"no checkpoint in {run} is whole: repair one, or start a new run with RESUME=no, which keeps the old one"
+            f"no checkpoint in {run} is whole: repair one, or set RESUME=no, which moves the old run aside"
         )
     return None
 
