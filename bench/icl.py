@@ -104,7 +104,7 @@ def main():
                     "EVAL_EVERY_N_STEPS": 0,
                 }
                 trainer = make_trainer(load({**own, **changed}), faults)
-                trainer.run.say = lambda *text, **options: None
+                trainer.run.log = lambda *text, **options: None
                 trainer.train()
                 found.setdefault(name, []).append((trainer.before, trainer.after))
                 print(f"{folder} {name}: {trainer.before:.3f} -> {trainer.after:.3f}", flush=True)

@@ -29,9 +29,9 @@ STEPS = 5
 PHASES = ("seconds/rollout", "seconds/score", "seconds/update")
 SIDES = {  # (processes, constants)
     "1 process": (1, {}),
-    "1, EXACT_SUMS=False": (1, {"EXACT_SUMS": False}),
+    "1, DETERMINISTIC_GRADIENTS=False": (1, {"DETERMINISTIC_GRADIENTS": False}),
     "2 processes": (2, {}),
-    "2, EXACT_SUMS=False": (2, {"EXACT_SUMS": False}),
+    "2, DETERMINISTIC_GRADIENTS=False": (2, {"DETERMINISTIC_GRADIENTS": False}),
     "2, SHARD=fsdp2": (2, {"SHARD": "fsdp2"}),
 }
 
@@ -54,7 +54,7 @@ def held_bytes(module, trainer):
     trained = [p for model in trainer.run.models.values() for p in model.parameters() if p.requires_grad]
     states = [s for optimizer in trainer.run.optimizers.values() for s in optimizer.state.values()]
     gradients = bytes_of(trained)
-    several = module.EXACT_SUMS and module.SHARD == "none" and module.world_size() > 1
+    several = module.DETERMINISTIC_GRADIENTS and module.SHARD == "none" and module.world_size() > 1
     sums = gradients if several else 0
     optimizers = bytes_of([x for state in states for x in state.values() if torch.is_tensor(x)])
     return bytes_of(parameters) + optimizers + gradients + sums
@@ -130,7 +130,7 @@ def table(title, script, constants, rounds, cpu):
         table_row(side, *times, f"{of['seconds'] / first:.2f}", f"{of['state']:,.1f}", f"{of['peak']:,.0f}")
     print()
     for exact in "1 process", "2 processes":
-        plain = f"{exact[0]}, EXACT_SUMS=False"
+        plain = f"{exact[0]}, DETERMINISTIC_GRADIENTS=False"
         for key in "seconds/update", "seconds":
             ratios = [a[key] / b[key] for a, b in zip(results[exact], results[plain])]
             what = key.removeprefix("seconds/").replace("seconds", "step")

@@ -99,7 +99,7 @@ class VLLMTrainer(grpo.GRPOTrainer):
             def score(rows):
                 return grpo.response_logprobs(self.actor, batch, rows, grpo.TEMPERATURE)[which]
 
-            return grpo.score_batch(score, self.actor, batch)
+            return grpo.map_micro_batches(score, self.actor, batch)
 
         batch.logprobs, batch.entropies = scored(0), scored(1)
         return batch

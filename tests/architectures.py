@@ -478,7 +478,7 @@ def oracle_logprobs(model, ids, prompt_length):
 
 def oracle_rows(batch):
     """[(ids without padding, prompt length)] of a batch."""
-    return [(prompt + response, len(prompt)) for prompt, response, _ in batch.token_lists]
+    return [(prompt + response, len(prompt)) for prompt, response, _ in batch.sequences]
 
 
 def largest(a, b):
@@ -648,7 +648,7 @@ def step(trainer, batch):
     """The first ratio's distance from 1 in a training step, and its gradient's norm."""
     trainer.compute_advantages(batch)
     metrics = trainer.update(batch)
-    return metrics["ratio_max_first"], metrics["grad_norm"]
+    return metrics["first_ratio_deviation"], metrics["grad_norm"]
 
 
 def oracle_gradient(oracle, batch):

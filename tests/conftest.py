@@ -148,7 +148,7 @@ def path(request):
 
 
 def reward_batch(prompts, responses, answers, **columns):
-    """What rewards_of() needs of a batch."""
+    """What score_responses() needs of a batch."""
     rows = [{"prompt": p, "answer": a, "columns": {}} for p, a in zip(prompts, answers)]
     return SimpleNamespace(rows=rows, responses=responses, columns=columns)
 

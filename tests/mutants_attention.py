@@ -201,7 +201,7 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'model.shares_prompts = "logits_of_groups" in globals() and not compare(logits_of_groups)',
+        'model.shares_prompts = "logits_of_shared_prompts" in globals() and not compare(logits_of_shared_prompts)',
         "model.shares_prompts = True",
         WRONG + "[bfloat16-grpo]",
     ),
@@ -219,8 +219,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "        wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)",
-        "        wanted = (plain_logits(actor, batch) / 1.5).log_softmax(-1)",
+        "        wanted = sampling_logprobs(unbatched_logits(actor, batch), 1.5)",
+        "        wanted = (unbatched_logits(actor, batch) / 1.5).log_softmax(-1)",
         "tests/test_models.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains",
     ),
     (
@@ -237,13 +237,13 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'strict = EXACT_SUMS and model.device.type == "cuda"',
+        'strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"',
         "strict = False",
         IN_MODELS + "on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_it",
     ),
     (
         GRPO,
-        'strict = EXACT_SUMS and model.device.type == "cuda"',
+        'strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"',
         'strict = model.device.type == "cuda"',
         IN_MODELS + "on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_it",
     ),

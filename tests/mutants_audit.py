@@ -180,8 +180,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "batch.logprobs = all_logprobs(",
-        "batch.logprobs = batch.sampled_logprobs = all_logprobs(",
+        "batch.logprobs = batch_logprobs(",
+        "batch.logprobs = batch.sampled_logprobs = batch_logprobs(",
         IN_GRPO + "gspo_clips_nothing_on_policy_in_bfloat16",
     ),
     # gold answers and what precedes them

@@ -43,13 +43,13 @@ MUTANTS = [
     # folders that are there whole or not at all
     (
         PPO,
-        '            restore_folder(self.folder / "best")\n',
+        '            finish_replacing(self.folder / "best")\n',
         "",
         IN_SAFETY + "best_is_replaced_whole_and_comes_back_where_a_kill_came_between",
     ),
     (
         GRPO,
-        "        restore_folder(path)\n        todo =",
+        "        finish_replacing(path)\n        todo =",
         "        todo =",
         IN_SAFETY + "a_best_that_cannot_be_replaced_stays[grpo/grpo.py]",
     ),
@@ -141,8 +141,8 @@ MUTANTS = [
     # the attention has a name of its own
     (
         GRPO,
-        'AttentionInterface.register("shared_prompts", attend)',
-        'AttentionInterface.register("shared_prompts", attend)\nAttentionInterface.register("sdpa", attend)',
+        'AttentionInterface.register("shared_prompts", shared_prompt_attention)',
+        'AttentionInterface.register("shared_prompts", shared_prompt_attention)\nAttentionInterface.register("sdpa", shared_prompt_attention)',
         IN_SPEED + "a_users_own_model_says_the_same_beside_a_trainer[sdpa]",
     ),
     (

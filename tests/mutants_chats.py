@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'rows = [chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
-        'rows = [chat(tokenizer, str(p), "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
+        'rows = [encode_chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
+        'rows = [encode_chat(tokenizer, str(p), "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
         IN_CHATS + "the_policy_reads_the_chat_and_the_reward_model_the_response_too[grpo]",
     ),
     (
@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        'row["columns"]["messages"] = conversation(row["prompt"])',
+        'row["columns"]["messages"] = as_messages(row["prompt"])',
         'row["columns"]["messages"] = row["prompt"]',
         IN_CHATS + "functions_get_messages_and_columns_if_they_take_them[ppo]",
     ),
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        'list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))',
+        'list(dict.fromkeys(as_text(row["prompt"]) for row, _ in groups))',
         'list(dict.fromkeys(str(row["prompt"]) for row, _ in groups))',
         IN_CHATS + "in_mining_the_reward_sees_the_chat_of_each_candidate",
     ),
@@ -126,7 +126,7 @@ MUTANTS = [
         PPO,
         (
             "        rewarded = token_rewards(\n"
-            "            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.dense\n"
+            "            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.token_scores\n"
             "        )\n"
         ),
         "        rewarded = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef)\n",

@@ -12,7 +12,7 @@ MUTANTS = [
     # left on the CPU
     (
         PPO,
-        "ids = upload(pad_left(prompts, pad_id), model.device)",
+        "ids = to_device(pad_left(prompts, pad_id), model.device)",
         "ids = pad_left(prompts, pad_id)",
         TEST + "ppo",
     ),
@@ -23,7 +23,7 @@ MUTANTS = [
         TEST + "ppo",
     ),
     (PPO, "        return scores.to(self.device), parts\n", "        return scores, parts\n", TEST + "ppo"),
-    (PPO, "longest(batch, rows), device=logits.device)", "longest(batch, rows))", TEST + "ppo"),
+    (PPO, "max_response_length(batch, rows), device=logits.device)", "max_response_length(batch, rows))", TEST + "ppo"),
     (
         PPO,
         "advantages = torch.zeros_like(values)\n",
@@ -32,13 +32,13 @@ MUTANTS = [
     ),
     (
         PPO,
-        "return upload(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)",
+        "return to_device(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)",
         "return torch.tensor(sorted({tokenizer.eos_token_id, *ends} - {None}))",
         TEST + "ppo",
     ),
     (
         PPO,
-        "lengths = upload([len(response) for response in responses], device)",
+        "lengths = to_device([len(response) for response in responses], device)",
         "lengths = torch.tensor([len(response) for response in responses])",
         TEST + "ppo",
     ),
@@ -130,11 +130,11 @@ MUTANTS = [
     # waits
     (
         PPO,
-        "if (t + 1) % _LOOK_EVERY.get(device.type, 16) == 0 or",
+        "if (t + 1) % _EOS_CHECK_EVERY.get(device.type, 16) == 0 or",
         "if True or",
         TEST + "how_often_the_host_waits[ppo]",
     ),
-    (GRPO, "_LOOK_EVERY.get(device.type, 16)", "8", TEST + "how_often_the_host_waits[grpo]"),
+    (GRPO, "_EOS_CHECK_EVERY.get(device.type, 16)", "8", TEST + "how_often_the_host_waits[grpo]"),
     (
         PPO,
         'non_blocking=torch.device(device).type == "cuda")',
@@ -162,13 +162,13 @@ MUTANTS = [
     ),
     (
         PPO,
-        "width = longest(batch, micro)",
+        "width = max_response_length(batch, micro)",
         "width = int(batch.response_lengths[micro].max())",
         TEST + "how_often_the_host_waits[ppo]",
     ),
     (
         GRPO,
-        "keep = upload(left, device)",
+        "keep = to_device(left, device)",
         "keep = (~ended).nonzero().squeeze(-1)",
         TEST + "how_often_the_host_waits[grpo]",
     ),

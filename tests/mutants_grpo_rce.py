@@ -118,14 +118,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "set_rates(optimizer, LEARNING_RATE * scale)",
-        "set_rates(optimizer, LEARNING_RATE)",
+        "set_learning_rate(optimizer, LEARNING_RATE * scale)",
+        "set_learning_rate(optimizer, LEARNING_RATE)",
         IN_GRPO + "the_schedule_reaches_the_optimizer",
     ),
     (
         RCE,
-        "set_rates(optimizer, LEARNING_RATE * scale)",
-        "set_rates(optimizer, LEARNING_RATE)",
+        "set_learning_rate(optimizer, LEARNING_RATE * scale)",
+        "set_learning_rate(optimizer, LEARNING_RATE)",
         IN_RCE + "the_schedule_reaches_the_optimizer",
     ),
     (
@@ -747,8 +747,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'metrics["ratio_max"] = max(step',
-        'metrics["ratio_max"] = min(step',
+        'metrics["max_ratio_deviation"] = max(step',
+        'metrics["max_ratio_deviation"] = min(step',
         IN_GRPO + "the_greatest_ratio_of_a_step_is_that_of_its_passes",
     ),
     (
@@ -909,8 +909,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "ids = upload(pad_right(responses, 0), device)",
-        "ids = upload(pad_left(responses, 0), device)",
+        "ids = to_device(pad_right(responses, 0), device)",
+        "ids = to_device(pad_left(responses, 0), device)",
         IN_RCE + "gt_prob_of_a_toy_model_by_enumeration",
     ),
     # RCE: gt_prob
@@ -1094,7 +1094,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        'if transcript(row["prompt"]) not in self.held_back and len(candidates) > 1:',
+        'if as_text(row["prompt"]) not in self.held_back and len(candidates) > 1:',
         "if len(candidates) > 1:",
         IN_RCE + "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on",
     ),
@@ -1124,13 +1124,13 @@ MUTANTS = [
     ),
     (
         RCE,
-        'list(dict.fromkeys(transcript(row["prompt"]) for row, _ in groups))',
-        '[transcript(row["prompt"]) for row, _ in groups]',
+        'list(dict.fromkeys(as_text(row["prompt"]) for row, _ in groups))',
+        '[as_text(row["prompt"]) for row, _ in groups]',
         IN_RCE + "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on",
     ),
     (
         RCE,
-        'key not in rows or transcript(rows[key]["prompt"]) != record["prompt"]',
+        'key not in rows or as_text(rows[key]["prompt"]) != record["prompt"]',
         "key not in rows",
         IN_RCE + "the_mapping_is_strict",
     ),

@@ -125,7 +125,7 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'policy = merged(self.models["policy"]) if globals().get("LORA_RANK")',
+        'policy = merge_adapter(self.models["policy"]) if globals().get("LORA_RANK")',
         'policy = self.models["policy"] if globals().get("LORA_RANK")',
         IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
     ),

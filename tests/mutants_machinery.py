@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        '{**trainer.readers, "REWARD_MODEL": trainer.reward_model or trainer.actor}',
-        "trainer.readers",
+        '{**trainer.models_by_constant, "REWARD_MODEL": trainer.reward_model or trainer.actor}',
+        "trainer.models_by_constant",
         IN_TURNS + "what_turns_cannot_do_is_refused_at_the_start",
     ),
     (

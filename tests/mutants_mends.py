@@ -21,7 +21,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        "plain_name(function)",
+        "json_name(function)",
         'getattr(function, "__name__", str(function))',
         PROCESSES + "an_objects_reward_and_a_set_among_the_constants_are_the_same_on_all",
     ),
@@ -43,7 +43,7 @@ MUTANTS = [
     (PPO, '        Run.doing = "evaluate"\n', "", RUN + "every_long_part_of_a_run_is_tracked"),
     (
         PPO,
-        'for t in tracked(range(max_new_tokens), "tokens"):',
+        'for t in progress(range(max_new_tokens), "tokens"):',
         "for t in range(max_new_tokens):",
         RUN + "every_long_part_of_a_run_is_tracked",
     ),

@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        "if pad is None or pad >= known_ids(model) else pad",
+        "if pad is None or pad >= vocab_size(model) else pad",
         "if pad is None else pad",
         IN_MODELS + "a_pad_id_beyond_the_embedding_is_not_used[ppo]",
     ),
@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "    if lengths.max() > positions_of(model):",
+        "    if lengths.max() > max_positions(model):",
         "    if False:",
         IN_MODELS + "a_text_longer_than_the_reward_models_positions_is_refused",
     ),

@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        '            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))\n',
-        '            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines)))\n',
+        '            write_atomically(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))\n',
+        '            write_atomically(path, lambda tmp: tmp.write_bytes(b"".join(lines)))\n',
         IN_RUN + "the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
     ),
     (
@@ -124,7 +124,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if fault := checkpoint_fault(folder):\n            say(",
+        "        if fault := checkpoint_error(folder):\n            say(",
         "        if not folder.exists():\n            say(",
         IN_SAFETY + "all_checkpoints_broken_is_an_error_that_touches_nothing",
     ),
@@ -213,10 +213,10 @@ MUTANTS = [
         PPO,
         (
             "        rewarded = token_rewards(\n"
-            "            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.dense\n"
+            "            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.token_scores\n"
             "        )\n"
         ),
-        "        rewarded = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, KL_COEF, batch.dense)\n",
+        "        rewarded = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, KL_COEF, batch.token_scores)\n",
         IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it",
     ),
     # optimizers
@@ -228,14 +228,14 @@ MUTANTS = [
     ),
     (
         PPO,
-        'set_rates(self.optimizers["policy"], rate)',
-        'set_rates(self.optimizers["policy"], CRITIC_LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], rate)',
+        'set_learning_rate(self.optimizers["policy"], CRITIC_LEARNING_RATE * scale)',
         IN_PPO + "actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (
         PPO,
-        'set_rates(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)',
-        'set_rates(self.optimizers["critic"], CRITIC_LEARNING_RATE)',
+        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE)',
         IN_PPO + "actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (
@@ -331,8 +331,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        optimizer.zero_grad()\n    run.count_skipped",
-        "    run.count_skipped",
+        "        optimizer.zero_grad()\n    run.count_skipped_step",
+        "    run.count_skipped_step",
         "tests/test_lora.py::test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[ppo]",
     ),
     (
@@ -632,8 +632,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "float(values[i]) for name, values in batch.parts.items()",
-        "float(values[0]) for name, values in batch.parts.items()",
+        "float(values[i]) for name, values in batch.reward_parts.items()",
+        "float(values[0]) for name, values in batch.reward_parts.items()",
         IN_PPO + "samples_and_metrics_of_a_step_are_those_of_its_rows",
     ),
     (

@@ -11,7 +11,7 @@ MUTANTS = [
     (PPO, "            parameter.grad.zero_()\n", "", ORDER),
     (
         PPO,
-        "for parameter in parameters if added_here and not EXACT_SUMS else ():",
+        "for parameter in parameters if added_here and not DETERMINISTIC_GRADIENTS else ():",
         "for parameter in ():",
         T + "test_plain_sums_run_too_and_are_near",
     ),
@@ -36,8 +36,8 @@ MUTANTS = [
     (PPO, "        number = first + rank()", "        number = first", f"{ANY}[ppo/ppo.py-2]"),
     (
         PPO,
-        "tracked(range(0, len(parts), world_size()),",
-        "tracked(range(0, len(parts) - world_size() + 1, world_size()),",
+        "progress(range(0, len(parts), world_size()),",
+        "progress(range(0, len(parts) - world_size() + 1, world_size()),",
         ORDER,
     ),
     (

@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     (
         REC,
-        "        self.run.begin_part()\n",
+        "        self.run.reset_best()\n",
         "",
         IN_REC + "the_reference_is_the_best_policy_of_sft_and_starts_grpo",
     ),

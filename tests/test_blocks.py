@@ -82,7 +82,7 @@ def one_step(file, path, out):
     norms = [record["grad_norm"] for record in read(out / "logs/metrics.jsonl") if record["phase"] == "train"]
     assert norms and all(norms)
     weights = {name: model.state_dict() for name, model in trainer.models.items()}
-    return said, weights, (hasattr(module, "attend"), trainer.actor.shares_prompts)
+    return said, weights, (hasattr(module, "shared_prompt_attention"), trainer.actor.shares_prompts)
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_nulls_that_parquet_puts_into_records_are_taken_out_again(tmp_path):
     for kind in ("parquet", "jsonl"):
         (row,) = PPO.load_rows([chat_rows(tmp_path / f"a.{kind}", chat)], "TRAIN_DATASETS")
         wanted = [chat[0], {"role": "assistant", "content": "", "tool_calls": [call, other]}, chat[2]]
-        assert row["prompt"] == wanted and "add" in PPO.transcript(row["prompt"])
+        assert row["prompt"] == wanted and "add" in PPO.as_text(row["prompt"])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_functions_get_messages_and_columns_if_they_take_them(each, tmp_path):
     batch = script.respond(trainer.actor, trainer.tokenizer, [row["ids"] for row in rows], None)
     batch.rows = rows
     for _ in range(2):  # a step like the one before
-        total, _ = trainer.rewards_of(batch)
+        total, _ = trainer.score_responses(batch)
         assert total.tolist() == [3.0] * 6
         chats = [TURNS] * 2 + [[USER]] * 2 + ["Tom has 1 apples."] * 2
         assert seen["three"] == (chats, batch.responses, ["#### 1"] * 4 + ["1"] * 2)
@@ -307,7 +307,7 @@ def test_in_mining_the_reward_sees_the_chat_of_each_candidate(rce, tmp_path):
     trainer.train()
     assert {(chat, number) for _, chat, number, _ in seen} == {(str(n), n) for n in range(6)}
     assert all(prompt == "Tom has 1 apples." and has_ids for prompt, *_, has_ids in seen)
-    assert len(trainer.held_back) == 3 and trainer.held_back < {script.transcript(chat) for chat in chats}
+    assert len(trainer.held_back) == 3 and trainer.held_back < {script.as_text(chat) for chat in chats}
     before = script.mining_facts()
     script.SYSTEM_PROMPT = "x"
     assert script.mining_facts() != before

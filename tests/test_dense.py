@@ -128,12 +128,12 @@ def of_three(values):
     ],
 )
 def test_a_list_that_does_not_fit_its_response_is_a_sentence(change, says):
-    def rewards_of(prompts, responses, answers, response_ids):
+    def score_responses(prompts, responses, answers, response_ids):
         return change([[0.5] * len(ids) for ids in response_ids])
 
     columns = {"response_ids": [[5, 1], [5, 6, 1]]}
     with pytest.raises(PPO.UserError, match=f"^compute_rewards {says}"):
-        PPO.call_reward("compute_rewards", rewards_of, ["x"] * 2, ["a", "b"], [None] * 2, columns, width=4)
+        PPO.call_reward("compute_rewards", score_responses, ["x"] * 2, ["a", "b"], [None] * 2, columns, width=4)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
@@ -151,8 +151,8 @@ def test_trainers_without_a_critic_refuse_them(each):
     row = {"prompt": "x", "answer": "1", "columns": {}}
     batch = SimpleNamespace(rows=[row], responses=["a"], columns={"response_ids": [[1]]})
     if each.path == "ppo/ppo.py":
-        assert trainer.rewards_of(batch)[0].tolist() == [[1.0] + [0.0] * 31]
+        assert trainer.score_responses(batch)[0].tolist() == [[1.0] + [0.0] * 31]
         return
     says = r"^compute_rewards must return 1 finite numbers, one per response; it returned \[\[1.0\]\]"
     with pytest.raises(script.UserError, match=says):
-        trainer.rewards_of(batch)
+        trainer.score_responses(batch)

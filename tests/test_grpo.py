@@ -352,7 +352,7 @@ def test_every_loss_trains_and_the_first_ratio_is_one(grpo, loss_type):
     trainer.train()
     records = read(trainer.run.logs["metrics.jsonl"].name)
     assert len(records) == 2
-    assert all(r["ratio_max_first"] < NATS for r in records)
+    assert all(r["first_ratio_deviation"] < NATS for r in records)
     assert all(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records)
     assert all((p != q).any() for p, q in zip(trainer.actor.parameters(), before))
 
@@ -513,7 +513,7 @@ def test_flat_groups_make_place_for_further_prompts(grpo):
         scored, _ = module.response_logprobs(trainer.actor, batch, torch.arange(12), 1.0)
     assert torch.allclose(scored * batch.response_mask, batch.logprobs, atol=NATS)
     assert batch.response_mask.sum(1).tolist() == batch.response_lengths.tolist()
-    assert [prompt for prompt, _, _ in batch.token_lists] == [row["ids"] for row in batch.rows]
+    assert [prompt for prompt, _, _ in batch.sequences] == [row["ids"] for row in batch.rows]
     answers = [row["answer"] for row in batch.rows]
     assert batch.scores.tolist() == trainer.accuracy_function([], batch.responses, answers)
     trainer.compute_advantages(batch)
@@ -545,7 +545,7 @@ def test_rewards_and_overlong_penalty_add_up(grpo):
     overlong = dict(OVERLONG_BUFFER=16, OVERLONG_PENALTY=3.0)
     trainer = grpo(**model, **overlong, REWARD_FUNCTIONS=functions).GRPOTrainer()
     batch = scored_batch(trainer)
-    parts = batch.parts
+    parts = batch.reward_parts
     penalty = module.overlong_penalty(batch.response_lengths.float(), 32, 16)
     want = 0.5 * parts["reward_model"] + 2 * parts["exact_answer"] + 0.1 * parts["answer_format"]
     assert torch.allclose(batch.scores, want + 3 * penalty, atol=1e-5)
@@ -590,12 +590,12 @@ def test_the_greatest_ratio_of_a_step_is_that_of_its_passes(path, name, tmp_path
     script = load_script(path, **small(path, OUTPUT_DIR=str(tmp_path / "run"), GROUP_EPOCHS=3))
     trainer = getattr(script, name)()
     passes = iter([0.0, 0.5, 0.25])
-    trainer.optimizer_step = lambda *some, **more: {"ratio_max": next(passes), "loss": 1.0, "log_ratio": 0.0}
+    trainer.optimizer_step = lambda *some, **more: {"max_ratio_deviation": next(passes), "loss": 1.0, "log_ratio": 0.0}
     zeros = torch.zeros(2, 3)
     metrics = trainer.update(
         SimpleNamespace(rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, response_mask=zeros + 1)
     )
-    assert (metrics["ratio_max"], metrics["ratio_max_first"], metrics["loss"]) == (0.5, 0.0, 1.0)
+    assert (metrics["max_ratio_deviation"], metrics["first_ratio_deviation"], metrics["loss"]) == (0.5, 0.0, 1.0)
 
 
 # ---------------------------------------------------------------- evaluation and runs
@@ -668,7 +668,7 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
         "training_metrics_detailed.png",
     ]
     wanted = """step epoch policy_loss reward reward/exact_answer advantage entropy kl approx_kl clip_fraction
-        ratio_max_first grad_norm learning_rate response_length truncated_fraction zero_variance_groups
+        first_ratio_deviation grad_norm learning_rate response_length truncated_fraction zero_variance_groups
         tokens_per_second seconds/rollout seconds/score seconds/update"""
     train = next(r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train")
     assert set(wanted.split()) <= train.keys()
@@ -760,13 +760,13 @@ def test_gspo_clips_nothing_on_policy_in_bfloat16(grpo, constants):
     noise = (batch.logprobs - batch.sampled_logprobs).abs().max()
     assert noise > 1e-3  # which the clip range would take for a change of the policy
     assert steps[0]["clip_fraction"] == 0
-    assert steps[0]["ratio_max"] < 3e-4
+    assert steps[0]["max_ratio_deviation"] < 3e-4
 
 
 def test_gspos_old_log_probabilities_are_those_before_the_first_update(grpo):
     _, batch, steps = first_step_of_gspo(grpo, "bfloat16", GROUP_EPOCHS=2, MINI_BATCHES=2, LEARNING_RATE=3e-3)
     assert len(steps) == 4
-    assert min(step["ratio_max"] for step in steps[1:]) > 3e-3  # later steps see that the policy has moved
+    assert min(step["max_ratio_deviation"] for step in steps[1:]) > 3e-3  # later steps see that the policy has moved
     script = grpo(DTYPE="bfloat16", BATCH_SIZE=8, GROUP_SIZE=4)
     fresh = script.GRPOTrainer()
     with torch.no_grad():
@@ -821,7 +821,7 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
     patience = []
     halvings = []
 
-    def fill_best(metrics, policy, weights, folder):
+    def write_best(metrics, policy, weights, folder):
         folder.mkdir()
         saved.append(metrics["reward"])
 
@@ -829,7 +829,7 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
         assert phase == "eval"
 
     run = trainer.run
-    monkeypatch.setattr(run, "fill_best", fill_best)
+    monkeypatch.setattr(run, "write_best", write_best)
     monkeypatch.setattr(run, "write_metrics", write_metrics)
     for reward, accuracy in zip(values, greedy or values, strict=True):
         run.evaluate(partial(dict, reward=reward, accuracy_greedy=accuracy))
@@ -902,14 +902,14 @@ def test_at_another_temperature_sampler_reference_and_update_agree(grpo):
     mask = batch.response_mask
     torch.testing.assert_close(batch.ref_logprobs * mask, batch.logprobs * mask, rtol=1e-4, atol=1e-4)
     metrics, _ = gradient(trainer, batch)
-    assert metrics["ratio_max"] < 1e-3 and abs(metrics["kl"]) < 1e-6
+    assert metrics["max_ratio_deviation"] < 1e-3 and abs(metrics["kl"]) < 1e-6
 
 
 def test_a_second_end_that_the_generation_config_names_ends_a_response(grpo, tmp_path):
     path, (newline, _) = policy_with_two_ends(tmp_path / "policy")
     trainer = grpo(ACTOR_MODEL=path).GRPOTrainer()
     assert newline == trainer.tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
-    assert module.end_ids(trainer.actor, trainer.tokenizer).tolist() == sorted([1, newline])
+    assert module.ids_of_ends(trainer.actor, trainer.tokenizer).tolist() == sorted([1, newline])
     batch = trainer.rollout(trainer.train_rows[:4])
     rows = [row[:n] for row, n in zip(batch.response_ids.tolist(), batch.response_lengths.tolist())]
     for row, truncated in zip(rows, batch.truncated.tolist()):
@@ -973,7 +973,7 @@ def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
     metrics = trainer.update(batch)
     batch.flat_groups = 0.0
     batch.responses = [f"response {i}" for i in range(8)]
-    batch.parts = {"exact_answer": torch.arange(8.0) + 10, "answer_format": torch.arange(8.0) ** 2}
+    batch.reward_parts = {"exact_answer": torch.arange(8.0) + 10, "answer_format": torch.arange(8.0) ** 2}
     batch.scores = torch.arange(8.0) + 30
     batch.advantages = torch.arange(8.0) - 4
     batch.truncated = torch.tensor([False, True, True, True, False, True, True, True])
@@ -1070,7 +1070,7 @@ def test_the_parts_of_a_resampled_batch_stay_beside_their_responses(grpo):
     trainer = grpo(RESAMPLE_FLAT_GROUPS=2, BATCH_SIZE=6).GRPOTrainer()
     batch = trainer.rollout_and_score()
     assert batch.flat_groups > 0
-    assert torch.equal(batch.parts["exact_answer"], batch.scores)
+    assert torch.equal(batch.reward_parts["exact_answer"], batch.scores)
     assert batch.scores.unique().numel() == 2
 
 

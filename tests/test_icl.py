@@ -1232,8 +1232,8 @@ def test_a_checkpoint_with_a_wrong_weight_is_an_error(trained, tmp_path, fault):
 def test_grpos_first_ratio_is_one_since_old_means_where_grpo_starts(trained):
     """The source took them from before RCE."""
     script, trainer, folder = trained
-    records = [r for r in untimed(folder / "logs/metrics.jsonl") if "ratio_max" in r]
-    assert len(records) == 4 and records[0]["ratio_max"] < 1e-5 and records[-1]["ratio_max"] > 1e-5
+    records = [r for r in untimed(folder / "logs/metrics.jsonl") if "max_ratio_deviation" in r]
+    assert len(records) == 4 and records[0]["max_ratio_deviation"] < 1e-5 and records[-1]["max_ratio_deviation"] > 1e-5
     assert records[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
@@ -1301,7 +1301,7 @@ def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
     trainer = script.ICLTrainer()
     trainer.train()
     records = untimed(trainer.run.folder / "logs/metrics.jsonl")
-    ratios = [r["ratio_max"] for r in records if "ratio_max" in r]
+    ratios = [r["max_ratio_deviation"] for r in records if "max_ratio_deviation" in r]
     assert len(ratios) == 4 and max(ratios) == 0
     samples = [json.loads(line) for line in open(trainer.run.folder / "logs/samples.jsonl")]
     assert samples[-1]["source"] == ["sample"] and samples[0]["source"] != ["sample"]
@@ -1672,7 +1672,7 @@ def test_the_baselines_settings_are_chosen_on_validation_at_one_shot(icl):
     for queries, lists in asked:
         assert queries is trainer.splits["validation"] and {len(x) for x in lists} == {1}
     trainer.demos = [{**demo, "answer": f"answer {n}"} for n, demo in enumerate(trainer.demos * 6)]
-    assert script.fit_baselines(trainer) == {}  # an answer each: nothing to classify
+    assert script.fit_baselines(trainer) == {}  # an answer each: nothing to reward_model_scores
 
 
 def test_answers_are_remembered_by_query_and_order(icl):
@@ -1690,7 +1690,7 @@ def test_answers_are_remembered_by_query_and_order(icl):
 def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, monkeypatch):
     script = icl(EVAL_SHOTS=(1, 3))
     trainer = script.ICLTrainer()
-    trainer.run.say = trainer.run.listen = lambda *x: None
+    trainer.run.log = trainer.run.agree_on_stop = lambda *x: None
     queries = trainer.splits["test"]
     read = script.read_candidates
 

@@ -60,7 +60,7 @@ def plain(six, path=TINY / "policy"):
 
 
 def logprobs(six, model, batch):
-    return six.module.all_logprobs(model, batch)
+    return six.module.batch_logprobs(model, batch)
 
 
 # ---------------------------------------------------------------- what is trained
@@ -114,7 +114,7 @@ def test_a_new_adapter_changes_nothing_and_the_first_ratio_is_one(six):
     """What check_models() puts in the place of zeros is taken away again."""
     records = [r for r in read(six.out / "logs/metrics.jsonl") if r["phase"] == "train"]
     if six.path != "rce/rce.py":
-        assert records[0]["ratio_max_first"] < NATS
+        assert records[0]["first_ratio_deviation"] < NATS
     out = six.out.with_name("new")
     _, trainer = make(six.path, out)
     fresh = adapter_of(trainer.actor)
@@ -147,7 +147,7 @@ def with_rows(six, batch):
 def test_a_reference_of_its_own_stays_a_model_of_its_own(six, tmp_path):
     _, trainer = make(six.path, tmp_path / "run", REFERENCE_MODEL=str(TINY / "policy"))
     assert trainer.reference is not trainer.actor and not hasattr(trainer.reference, "peft_config")
-    assert "REFERENCE_MODEL" in trainer.readers
+    assert "REFERENCE_MODEL" in trainer.models_by_constant
 
 
 # ---------------------------------------------------------------- what is saved
@@ -191,7 +191,7 @@ def test_best_is_merged_and_plain_and_nothing_is_merged_in_place(six, tmp_path):
     before = {name: x.clone() for name, x in six.actor.state_dict().items()}
     assert not (six.out / "best/policy/adapter_config.json").exists()
     assert (six.out / "best/policy/model.safetensors").exists()
-    six.trainer.run.fill_best({}, six.module.merged(six.actor), None, tmp_path)
+    six.trainer.run.write_best({}, six.module.merge_adapter(six.actor), None, tmp_path)
     names = {path.name for path in (tmp_path / "policy").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert "adapter_config.json" not in names
@@ -248,7 +248,7 @@ def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
     assert all(torch.equal(p, taught[name.replace(".base_layer", "")]) for name, p in frozen.items())
     assert all(p.any() for p in adapter_of(trainer.actor).values())
     records = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"]
-    assert records[0]["kl"] == 0 < records[-1]["kl"] and records[0]["ratio_max_first"] < NATS
+    assert records[0]["kl"] == 0 < records[-1]["kl"] and records[0]["first_ratio_deviation"] < NATS
     wanted = (out / "step_4/policy/adapter_model.safetensors").read_bytes()
     assert (out / "best/policy/model.safetensors").exists()
     shutil.rmtree(out / "step_4")
@@ -273,11 +273,11 @@ def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
     after = dict(trainer.actor.named_parameters())
     assert all(torch.equal(p, after[name]) for name, p in before.items())
     assert {after[name].dtype for name in before} == {torch.bfloat16}  # though best/ was filled
-    trainer.run.fill_best({}, module.merged(trainer.actor), None, tmp_path)
-    merged = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    trainer.run.write_best({}, module.merge_adapter(trainer.actor), None, tmp_path)
+    merge_adapter = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     layer = trainer.actor.model.layers[0].self_attn.q_proj
     wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")
-    assert merged.dtype == torch.float32 and torch.equal(merged, wanted)  # bfloat16 would swallow most of it
+    assert merge_adapter.dtype == torch.float32 and torch.equal(merge_adapter, wanted)  # bfloat16 would swallow most of it
     loaded = module.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert loaded.dtype == torch.float32
 
@@ -394,6 +394,6 @@ def test_untied_embeddings_may_have_an_adapter(tmp_path):
     )
     trainer.train()
     ids = torch.arange(5, 25)[None]
-    module.merged(trainer.actor).save_pretrained(tmp_path / "merged")
-    merged = module.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(merged(ids).logits, trainer.actor(ids).logits, rtol=1e-4, atol=1e-4)
+    module.merge_adapter(trainer.actor).save_pretrained(tmp_path / "merge_adapter")
+    merge_adapter = module.AutoModelForCausalLM.from_pretrained(tmp_path / "merge_adapter")
+    torch.testing.assert_close(merge_adapter(ids).logits, trainer.actor(ids).logits, rtol=1e-4, atol=1e-4)

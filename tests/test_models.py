@@ -59,12 +59,12 @@ def policy_with(tokenizer, folder):
 
 def one_row():
     """A batch of one prompt and one response."""
-    return module.pack([[5, 6, 7]], [[8, 9]], torch.device("cpu"))
+    return module.make_batch([[5, 6, 7]], [[8, 9]], torch.device("cpu"))
 
 
 def try_models(script, trainer):
     """What the trainer's constructor did with its models, once more."""
-    script.check_models(trainer.readers, trainer.train_rows, trainer.pad_id)
+    script.check_models(trainer.models_by_constant, trainer.train_rows, trainer.pad_id)
 
 
 COMMON = dict(
@@ -132,7 +132,7 @@ def test_both_ways_to_decode_give_the_same_samples(trainer_of):
     assert trainer.actor.decodes_shared
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     uniform = torch.rand(20, 32)
-    ends = module.end_ids(trainer.actor, trainer.tokenizer)
+    ends = module.ids_of_ends(trainer.actor, trainer.tokenizer)
     found = []
     for trainer.actor.decodes_shared in (True, False):
         found.append(module.generate(trainer.actor, prompts, uniform, 4, 32, 1.2, ends, 0))
@@ -144,14 +144,14 @@ def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypat
     trainer = trainer_of("grpo")
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     uniform = torch.rand(20, 40)
-    ends = module.end_ids(trainer.actor, trainer.tokenizer)
+    ends = module.ids_of_ends(trainer.actor, trainer.tokenizer)
     left = []  # rows, at each token
     step = module.Decoder.next
     monkeypatch.setattr(module.Decoder, "next", lambda *words: (left.append(len(words[1])), step(*words))[1])
     ids, lengths, logprobs, _ = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert lengths.min() < lengths.max() - 16
     assert all(some <= (lengths > t).sum() / 0.75 for t, some in enumerate(left))  # the others were dropped
-    monkeypatch.setattr(module, "_LOOK_EVERY", {})  # as on a GPU
+    monkeypatch.setattr(module, "_EOS_CHECK_EVERY", {})  # as on a GPU
     seldom = module.generate(trainer.actor, prompts, uniform, 4, 40, 1.2, ends, 0)
     assert torch.equal(ids, seldom[0])
     assert torch.equal(lengths, seldom[1])
@@ -179,7 +179,7 @@ def test_a_window_that_only_the_mask_knows_is_kept_in_a_groups_sequence(tmp_path
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
     batch = trainer.rollout(trainer.train_rows[:4])
     assert trainer.actor.shares_prompts
-    assert min(len(prompt) for prompt, _, _ in batch.token_lists) > 12
+    assert min(len(prompt) for prompt, _, _ in batch.sequences) > 12
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.arange(8), 1.0)
     torch.testing.assert_close(logprobs, batch.logprobs, rtol=1e-3, atol=1e-3)
 
@@ -216,13 +216,13 @@ def test_a_new_value_head_is_still_zero_after_it_was_tried(trainer_of):
 def test_where_groups_are_wrong_whole_rows_are_read(trainer_of, monkeypatch, name, dtype):
     trainer = trainer_of(name, DTYPE=dtype)
     script = trainer_of.script
-    right = script.logits_of_groups
+    right = script.logits_of_shared_prompts
 
     def wrong(*arguments):
         logits, at = right(*arguments)
         return 0.9 * logits, at
 
-    monkeypatch.setattr(script, "logits_of_groups", wrong)
+    monkeypatch.setattr(script, "logits_of_shared_prompts", wrong)
     try_models(script, trainer)
     assert not trainer.actor.shares_prompts
     assert trainer.actor.decodes_shared
@@ -280,7 +280,7 @@ def test_bfloat16s_rounding_is_told_from_a_mistake_by_a_positions_mean():
 def test_a_processor_that_is_slower_in_bfloat16_is_said(trainer_of, monkeypatch, dtype, has, slower):
     trainer = trainer_of("grpo", DTYPE=dtype)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    says = trainer_of.script.headline(trainer.run, trainer.actor, [], [])
+    says = trainer_of.script.run_summary(trainer.run, trainer.actor, [], [])
     assert f"on cpu, {dtype}" in says and ("slower than float32" in says) == slower
 
 
@@ -470,12 +470,12 @@ class Unordered(torch.autograd.Function):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_it(monkeypatch, exact):
-    monkeypatch.setattr(module, "EXACT_SUMS", exact)
+    monkeypatch.setattr(module, "DETERMINISTIC_GRADIENTS", exact)
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     x = torch.ones(3, requires_grad=True)
     loss = Unordered.apply(x).sum()
     if exact:
-        with pytest.raises(module.UserError, match="EXACT_SUMS = True: put_ does not .*: set it to False"):
+        with pytest.raises(module.UserError, match="DETERMINISTIC_GRADIENTS = True: put_ does not .*: set it to False"):
             module.backward(gpu, loss)
     else:
         module.backward(gpu, loss)
@@ -512,7 +512,7 @@ def test_a_token_that_leaves_the_nucleus_in_a_later_pass_has_ratio_0_and_finite_
     monkeypatch.setattr(script, "check_first_ratio", spy)
     trainer.run.step = 1
     metrics = trainer.update(batch)
-    assert metrics["ratio_max"] == 1 and 0 < apart[0] < 20
+    assert metrics["max_ratio_deviation"] == 1 and 0 < apart[0] < 20
     assert 0 < metrics["approx_kl"] < 20 and abs(metrics["kl"]) < 20
     assert 0 < metrics["grad_norm"] < math.inf
     trainer.run.step = 0

@@ -36,7 +36,7 @@ module = load_script("ppo/ppo.py")
 
 def make_batch(prompts, responses, extra=0, pad=0):
     """A batch of hand-made ids; extra columns of padding change nothing that matters."""
-    batch = module.pack(prompts, responses, torch.device("cpu"))
+    batch = module.make_batch(prompts, responses, torch.device("cpu"))
     batch.response_ids = torch.nn.functional.pad(module.pad_right(responses, pad), (0, extra), value=pad)
     batch.response_mask = torch.nn.functional.pad(batch.response_mask, (0, extra))
     batch.rows = [{"id": str(i)} for i in range(len(prompts))]
@@ -296,7 +296,7 @@ def test_the_groups_rows_are_neighbours_and_belong_to_their_prompt(ppo):
     trainer = ppo(BATCH_SIZE=3, GROUP_SIZE=3).PPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:5])
     assert [row["id"] for row in batch.rows] == [f"train.jsonl:{i}" for i in range(1, 6) for _ in range(3)]
-    assert [prompt for prompt, _, _ in batch.token_lists] == [row["ids"] for row in batch.rows]
+    assert [prompt for prompt, _, _ in batch.sequences] == [row["ids"] for row in batch.rows]
 
 
 def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
@@ -315,10 +315,10 @@ def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo
     trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
     assert trainer.actor.shares_prompts
     batch = trainer.rollout(trainer.train_rows[:10])
-    assert len({len(prompt) for prompt, _, _ in batch.token_lists}) > 3
+    assert len({len(prompt) for prompt, _, _ in batch.sequences}) > 3
     assert len(set(batch.response_lengths.tolist())) > 3
     for size in (1, 4, 30):
-        monkeypatch.setattr(module, "rows_at_once", lambda model, batch, size=size: size)
+        monkeypatch.setattr(module, "micro_batch_rows", lambda model, batch, size=size: size)
         for rows in module.micro_batches(trainer.actor, batch):
             with torch.no_grad():
                 logprobs, _ = module.response_logprobs(trainer.actor, batch, rows, 1.0)
@@ -354,8 +354,8 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     assert trainer.actor.shares_prompts
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1
-    assert len({len(prompt) for prompt, _, _ in batch.token_lists}) > 1
-    assert trainer.update(batch)["ratio_max_first"] < NATS
+    assert len({len(prompt) for prompt, _, _ in batch.sequences}) > 1
+    assert trainer.update(batch)["first_ratio_deviation"] < NATS
 
 
 @pytest.mark.parametrize("shared", [True, False])  # groups and whole rows
@@ -521,7 +521,7 @@ def test_padding_changes_neither_gradients_nor_metrics(ppo):
 def test_one_by_eight_four_by_two_and_eight_by_one_are_the_same_run(ppo, tmp_path):
     def metrics(record):
         """What must be alike: no timing, and no noise around a ratio of 1."""
-        left_out = {"phase", "ratio_max", "ratio_max_first"}
+        left_out = {"phase", "max_ratio_deviation", "first_ratio_deviation"}
         return {key: x for key, x in record.items() if "second" not in key and key not in left_out}
 
     runs = []
@@ -623,7 +623,7 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     trainer = ppo(ACTOR_MODEL=path, MAX_STEPS=1, GRADIENT_CHECKPOINTING=True).PPOTrainer()
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
-    assert first["ratio_max_first"] < NATS
+    assert first["first_ratio_deviation"] < NATS
     for _ in trainer.update.__globals__["summed"]([trainer.actor], [0], {}):
         assert not any(m.training for m in trainer.actor.modules() if isinstance(m, torch.nn.Dropout))
 
@@ -697,7 +697,7 @@ def test_at_another_temperature_the_first_ratio_is_one_and_the_first_kl_is_zero(
     batch = scored_batch(trainer)
     assert (batch.logprobs - batch.ref_logprobs).abs().max() < NATS
     metrics = trainer.update(batch)
-    assert metrics["ratio_max_first"] < NATS and abs(metrics["kl"]) < NATS
+    assert metrics["first_ratio_deviation"] < NATS and abs(metrics["kl"]) < NATS
 
 
 def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it(ppo):
@@ -774,7 +774,7 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
         return sum((x - centre) ** 2 for x in numbers) / len(numbers)
 
     left = [r - v for r, v in zip(tokens(returns), tokens(values))]
-    part = batch.parts["size"].tolist()
+    part = batch.reward_parts["size"].tolist()
     assert max(part) > 1.01 * sum(part) / 10
     assert record["reward/size"] == pytest.approx(sum(part) / 10, rel=1e-6)
     assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
@@ -833,7 +833,7 @@ def test_missing_eos_is_penalised(ppo):
     trainer = ppo(MISSING_EOS_PENALTY=3.0, MAX_NEW_TOKENS=12).PPOTrainer()
     batch = scored_batch(trainer)
     assert 0 < batch.truncated.sum() < len(batch.truncated)
-    assert torch.equal(batch.scores, batch.parts["exact_answer"] - 3.0 * batch.truncated)
+    assert torch.equal(batch.scores, batch.reward_parts["exact_answer"] - 3.0 * batch.truncated)
 
 
 def test_rewards_add_up_with_their_weights(ppo):
@@ -845,7 +845,7 @@ def test_rewards_add_up_with_their_weights(ppo):
     trainer = ppo(**model, REWARD_FUNCTIONS=functions).PPOTrainer()
     row = trainer.train_rows[0]
     batch = reward_batch([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
-    total, parts = trainer.rewards_of(batch)
+    total, parts = trainer.score_responses(batch)
     assert parts["exact_answer"].tolist() == [1, 0]
     assert parts["twice"].tolist() == [2, 2]
     assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2, atol=1e-5)
@@ -862,7 +862,7 @@ def test_parts_of_several_calls_stay_beside_their_responses(ppo):
     batch = scored_batch(trainer, 8)
     assert sizes == [6, 6, 4]  # rows of 3 prompts each, then of 2
     lengths = [len(response) for response in batch.responses]
-    assert batch.parts["size"].tolist() == lengths != lengths[::-1]
+    assert batch.reward_parts["size"].tolist() == lengths != lengths[::-1]
     assert batch.scores.tolist() == [0.5 * n for n in lengths]
 
 

@@ -300,8 +300,8 @@ def test_how_often_the_host_waits(tmp_path, name):
     tokens = units("rollout", "token")
     micros = units("update", "backward") // (2 if name == "ppo" else 1)  # actor and critic
     assert tokens >= 64 and micros == 2
-    attention = kernels_of(" attend", "Layer.")
-    ours = count("rollout", "kernel") / tokens - attention - kernels_of("call_model")  # transformers'
+    attention = kernels_of(" shared_prompt_attention", "Layer.")
+    ours = count("rollout", "kernel") / tokens - attention - kernels_of("forward")  # transformers'
     found = (
         count("rollout", *WAITS) / tokens,
         attention,
@@ -380,7 +380,7 @@ def test_cards_of_one_kind_cut_micro_batches_alike(ppo, monkeypatch):
     found = []
     for gib in (15.7, 79.1, 79.6, 139.8):  # a T4, two H100 with other things on them, an H200
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gib=gib: (0, int(gib * 2**30)))
-        found.append(ppo.rows_at_once(model, batch))
+        found.append(ppo.micro_batch_rows(model, batch))
     assert found == [1, 8, 8, 16]  # of at most a sixteenth: .5, 4, 4 and 8 GiB
 
 
@@ -407,5 +407,5 @@ def test_only_a_gpu_of_cuda_gets_copies_that_do_not_block(ppo, monkeypatch):
     fake = SimpleNamespace(to=lambda device, non_blocking: seen.append(non_blocking))
     monkeypatch.setattr(torch, "as_tensor", lambda values: fake)
     for device in ("cuda:1", "mps", "cpu"):
-        ppo.upload(torch.zeros(1), torch.device(device))
+        ppo.to_device(torch.zeros(1), torch.device(device))
     assert seen == [True, False, False]

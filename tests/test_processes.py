@@ -261,7 +261,7 @@ def test_a_disk_that_fills_ends_all_with_one_sentence(tmp_path):
         """
 def fill(self, *parts):
     raise OSError(28, "No space left on device")
-ppo.Run.fill_checkpoint = fill""",
+ppo.Run.write_checkpoint = fill""",
         SAVE_EVERY_N_STEPS=1,
     )
     assert [end.returncode for end in ended] == [2, 2]
@@ -407,7 +407,7 @@ def test_two_processes_add_up_in_the_order_of_the_parts_as_one_does(parts, ppo, 
 
 
 def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch):
-    script = ppo(EXACT_SUMS=False)
+    script = ppo(DETERMINISTIC_GRADIENTS=False)
     # of two processes; the second has no part in the last round
     everyone = [[{"x": 1e100}, {"x": -1e100}], [{"x": 1.0}, {"x": 7.0}]]
     monkeypatch.setattr(script, "world_size", lambda: 2)
@@ -434,7 +434,7 @@ def test_parameters_without_a_gradient_get_zeros(ppo):
 
 
 def test_plain_sums_run_too_and_are_near(alone, tmp_path):
-    run(2, "ppo/ppo.py", tmp_path / "run", EXACT_SUMS=False, MAX_STEPS=1)
+    run(2, "ppo/ppo.py", tmp_path / "run", DETERMINISTIC_GRADIENTS=False, MAX_STEPS=1)
     folders = alone("ppo/ppo.py"), tmp_path / "run"
     one, two = (untimed(folder / "logs/metrics.jsonl")[1] for folder in folders)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)

@@ -249,7 +249,7 @@ def test_an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules
     def spy(batch, chunk):
         chunks.append(chunk.tolist())
         rates.append(trainer.optimizer.param_groups[0]["lr"] / 0.02)
-        return {"ratio_max": 0.0}
+        return {"max_ratio_deviation": 0.0}
 
     trainer.optimizer_step = spy
     trainer.run.halvings = 2
@@ -868,7 +868,7 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     records = read(out / "logs/metrics.jsonl")
     train = [r for r in records if r["phase"] == "train"]
     assert [r["step"] for r in train] == [1, 2, 3, 4]
-    assert all(r["ratio_max_first"] < 1e-5 for r in train)
+    assert all(r["first_ratio_deviation"] < 1e-5 for r in train)
     wanted = (
         "reward em f1 cost seconds policy_loss value_loss entropy approx_kl clip_fraction grad_norm "
         "advantage learning_rate explained_variance top_k temperature rerank episodes_per_second epoch"

@@ -391,7 +391,7 @@ def test_candidates_have_the_columns_that_are_promised(mined):
             + [("beam", None)] * 2
             + [("sample", t) for t in (0.7, 0.7, 1.0, 1.0, 1.3, 1.3)],
             key=str,
-        )  # merged, none forgotten
+        )  # merge_adapter, none forgotten
         assert len({tuple(c["token_ids"]) for c in group}) == len(group)
         for c in group:
             assert c["text"] == tokenizer.decode(c["token_ids"], skip_special_tokens=True) and c[
@@ -593,7 +593,7 @@ def test_rewards_are_asked_about_batch_size_prompts_candidates_at_a_time(rce):
 
     asked = []
     trainer = rce(BATCH_SIZE=3, GROUP_SIZE=4, REWARD_FUNCTIONS=[(note, 1.0)]).RCETrainer()
-    trainer.rewards_of(reward_batch(["a"] * 30, ["b"] * 30, ["c"] * 30))
+    trainer.score_responses(reward_batch(["a"] * 30, ["b"] * 30, ["c"] * 30))
     assert asked == [12, 12, 6]
 
 
@@ -769,11 +769,11 @@ def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path
     trainer = prepared(rce(EVAL_DATASETS=[]))
     saved = []
 
-    def fill_best(metrics, policy, weights, folder):
+    def write_best(metrics, policy, weights, folder):
         folder.mkdir()
         saved.append(metrics["pick_accuracy"])
 
-    monkeypatch.setattr(trainer.run, "fill_best", fill_best)
+    monkeypatch.setattr(trainer.run, "write_best", write_best)
     monkeypatch.setattr(trainer, "evaluate", lambda: {"reward": 0.0})
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
     for value in (0.5, 0.4, 0.5, 0.6):
@@ -848,7 +848,7 @@ MOMENTS = {  # when the run is killed
 )
 def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, run, tmp_path, moment, number):
     out = tmp_path / "run"
-    process = Program(*command(*words(out)), cwd=ROOT, merged=True)
+    process = Program(*command(*words(out)), cwd=ROOT, merge_adapter=True)
     while not MOMENTS[moment](out):
         assert process.poll() is None, process.wait().stdout
         time.sleep(0.002)
@@ -1185,11 +1185,11 @@ def after_evaluations(trainer, monkeypatch, values):
     """At which of these picks' accuracies best/ was saved; the patience and the halvings after each."""
     saved, patience, halvings = [], [], []
 
-    def fill_best(metrics, policy, weights, folder):
+    def write_best(metrics, policy, weights, folder):
         folder.mkdir()
         saved.append(metrics["pick_accuracy"])
 
-    monkeypatch.setattr(trainer.run, "fill_best", fill_best)
+    monkeypatch.setattr(trainer.run, "write_best", write_best)
     monkeypatch.setattr(trainer.run, "write_metrics", lambda *x: None)
     others = "reward", "accuracy_greedy"  # these fall all the time
     monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))
@@ -1773,7 +1773,7 @@ def one_step(tmp_path_factory):
         trainer.optimizers["policy"].step = keep_gradient
         trainer.run.session = lambda headline: nullcontext()
         trainer.run.save = lambda: None
-        trainer.run.say = trainer.run.write_metrics = lambda *_: None
+        trainer.run.log = trainer.run.write_metrics = lambda *_: None
         trainer.run.should_continue = iter([True, False]).__next__
         trainer.run.steps = eighth_step
         trainer.record = lambda batch, metrics: None

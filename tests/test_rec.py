@@ -144,7 +144,7 @@ def test_a_copy_without_the_blocks_that_may_go_trains(rec, tmp_path):
         trainer = module.RecTrainer()
         trainer.train()
         found.append({name: model.state_dict() for name, model in trainer.models.items()})
-    assert not hasattr(module, "attend") and not hasattr(module, "load_adapted")
+    assert not hasattr(module, "shared_prompt_attention") and not hasattr(module, "load_adapted")
     assert_close(*found, rtol=0, atol=1e-5)
 
 
@@ -374,7 +374,7 @@ def test_the_loss_is_a_mean_over_the_whole_step_however_it_is_cut(rec):
         trainer.compute_advantages(batch)
         with torch.no_grad():  # off policy, so that every term has a gradient
             trainer.actor.lm_head.weight.mul_(1.1)
-        module.rows_at_once = lambda model, batch, size=size: size
+        module.micro_batch_rows = lambda model, batch, size=size: size
         seen = []
         module.clip_and_step = lambda optimizers, loss, run, ids, seen=seen: seen.append(loss) or [0.0]
         metrics = trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
@@ -413,7 +413,7 @@ def test_passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order
     batch = trainer.rollout()
     assert len(batch.rows) == 60 and len({id(row) for row in batch.rows}) == 12
     chunks = []
-    trainer.optimizer_step = lambda batch, chunk: chunks.append(chunk.tolist()) or {"ratio_max": 0.0}
+    trainer.optimizer_step = lambda batch, chunk: chunks.append(chunk.tolist()) or {"max_ratio_deviation": 0.0}
     module.check_first_ratio = lambda steps, step: None
     trainer.update(batch)
     assert [len(chunk) for chunk in chunks] == [30] * 6
@@ -681,7 +681,7 @@ def test_each_group_is_ranked_by_itself_and_parts_add_up(rec):
     trainer = trainer_of(module)
     row, other = trainer.valid_rows[:2]
     items = torch.tensor([row["target"], 0, 1, 2, 3, 4])
-    scores, parts = trainer.rewards_of([row] * 3 + [other] * 3, items)
+    scores, parts = trainer.score_responses([row] * 3 + [other] * 3, items)
     names = trainer.catalogue.items
     first = rewards.ranking_reward([float(names[i] == names[row["target"]]) for i in items[:3]])
     second = rewards.ranking_reward([float(names[i] == names[other["target"]]) for i in items[3:]])
@@ -711,7 +711,7 @@ def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
         setattr(trainer, f"{name}_reward", part(mark))
     module.rewards = SimpleNamespace(rule_reward=part(10.0))
     items = torch.arange(15) % 11
-    scores, parts = trainer.rewards_of([trainer.valid_rows[0]] * 15, items)
+    scores, parts = trainer.score_responses([trainer.valid_rows[0]] * 15, items)
     wanted = (2.0 * 1 + 0.7 * 10 + 0.3 * 3 + 0.11 * 5 + 0.05 * 7) * (11 + items)
     assert torch.allclose(scores, wanted) and set(sizes) == {10, 5}  # BATCH_SIZE groups at a time
     assert set(parts) == {name.lower() for name in weights}
@@ -725,7 +725,7 @@ def number_of(histories, items, targets):
 def test_semantic_and_collaborative_rewards(rec, sasrec_words):
     trainer = trainer_of(rec(SEMANTIC_WEIGHT=1.0, **sasrec_words))
     row = trainer.train_rows[0]
-    scores, parts = trainer.rewards_of([row] * 3, torch.tensor([row["target"], 1, 2]))
+    scores, parts = trainer.score_responses([row] * 3, torch.tensor([row["target"], 1, 2]))
     assert parts["semantic"][0].item() == pytest.approx(1.0)
     assert parts["collaborative"].min() == 0 and parts["collaborative"].max() == 1
     order = trainer.sasrec.scores([row["history"]])[0, [row["target"], 1, 2]].argsort()
@@ -1247,7 +1247,7 @@ def test_a_hub_like_tokenizer_gains_and_saves_the_codes(rec, tmp_path):
     trainer = module.RecTrainer()
     before = module.AutoTokenizer.from_pretrained(ROOT / "data/tiny/policy")
     codes = {code for some in CODES.values() for code in some}
-    assert len(trainer.tokenizer) == len(before) + len(codes) == module.known_ids(trainer.actor)
+    assert len(trainer.tokenizer) == len(before) + len(codes) == module.vocab_size(trainer.actor)
     ids = [row["id"] for row in trainer.sft_rows]
     assert sum(name.startswith("title of ") for name in ids) == 11
     assert sum(name.endswith(" by titles") for name in ids) == round(0.5 * len(trainer.train_rows))

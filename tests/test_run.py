@@ -111,7 +111,7 @@ def test_an_override_takes_the_constants_own_type(ppo, word, value):
         ("USE_WANDB=1", "takes bool"),
         ("MAX_STEPS=x", "takes int or None"),
         ("TRAIN_DATASETS=x.jsonl", "takes list"),
-        ("_LIMITS={}", "KEY=VALUE"),
+        ("_VALID_RANGES={}", "KEY=VALUE"),
         ("ROOT=/", "KEY=VALUE"),
         ("BATCH_SIZE=" + "[" * 5000, "takes int"),
     ],
@@ -285,7 +285,7 @@ def test_a_tokenizer_without_eos_is_refused(ppo, tmp_path):
 def test_a_reward_function_that_returns_nonsense_is_named(ppo, reward, says):
     script = ppo(REWARD_FUNCTIONS=[(reward, 1.0)])
     with pytest.raises(script.UserError, match=says):
-        script.PPOTrainer().rewards_of(reward_batch(["q"] * 4, ["r"] * 4, ["a"] * 4))
+        script.PPOTrainer().score_responses(reward_batch(["q"] * 4, ["r"] * 4, ["a"] * 4))
 
 
 def test_rewards_without_a_name_of_their_own_get_one_that_stays(ppo):
@@ -317,7 +317,7 @@ def test_parts_are_a_number_per_response(ppo, second, says):
         return scores
 
     with pytest.raises(script.UserError, match=says):
-        script.dealt_rewards(trainer, "score", score, reward_batch(*["abcd"] * 3))
+        script.score_over_ranks(trainer, "score", score, reward_batch(*["abcd"] * 3))
 
 
 def test_a_reward_on_another_device_or_with_a_gradient_is_taken(ppo):
@@ -349,7 +349,7 @@ def test_an_evaluation_without_what_best_follows_is_named(ppo):
 
 METRICS = """
 step epoch policy_loss value_loss reward reward/reward_model reward/exact_answer advantage entropy kl
-approx_kl clip_fraction ratio_max_first grad_norm learning_rate response_length truncated_fraction
+approx_kl clip_fraction first_ratio_deviation grad_norm learning_rate response_length truncated_fraction
 zero_variance_groups explained_variance tokens_per_second seconds/rollout seconds/score seconds/update
 """.split()
 
@@ -452,7 +452,7 @@ def unbroken(tmp_path_factory):
 
 def start_and_signal(out, number, step):
     """Start a run, send it a signal as soon as a step stands in its metrics; its exit code and output."""
-    process = Program(ROOT / "ppo/ppo.py", *words_of("ppo/ppo.py", *words(out)), cwd=ROOT, merged=True)
+    process = Program(ROOT / "ppo/ppo.py", *words_of("ppo/ppo.py", *words(out)), cwd=ROOT, merge_adapter=True)
     deadline = time.time() + 120
     metrics = out / "logs/metrics.jsonl"
     while time.time() < deadline and process.poll() is None:
@@ -774,19 +774,19 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_good_checkpoint(ppo, tmp
     script = ppo(MAX_STEPS=4, SAVE_EVERY_N_STEPS=1)
     trainer = script.PPOTrainer()
     run = trainer.run
-    fill = run.fill_checkpoint
+    fill = run.write_checkpoint
 
     def full(*parts):
         fill(*parts)
         if run.step == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run, "fill_checkpoint", full)
+    monkeypatch.setattr(run, "write_checkpoint", full)
     with pytest.raises(script.UserError, match="step_2 could not be saved.*last good checkpoint"):
         trainer.train()
     out = tmp_path / "run"
     assert [p.name for p in out.glob("step_*")] == ["step_1"]
-    assert script.checkpoint_fault(out / "step_1") is None
+    assert script.checkpoint_error(out / "step_1") is None
 
 
 NO_FILE = "TRAIN_DATASETS=[{'path': '/no/such/file', 'type': 'jsonl', 'input': 'q'}]"
@@ -954,7 +954,7 @@ def test_a_prompt_of_max_prompt_tokens_is_kept_and_one_more_is_not(each):
     length = len(trainer.train_rows[0]["ids"])
     for longest, kept in ((length + 1, 1), (length, 1), (length - 1, 0)):
         script.MAX_PROMPT_TOKENS = longest
-        rows = script.encode([dict(row)], "here", trainer.tokenizer, trainer.readers, trainer.run.say)
+        rows = script.encode([dict(row)], "here", trainer.tokenizer, trainer.models_by_constant, trainer.run.log)
         assert len(rows) == kept
 
 
@@ -1243,11 +1243,11 @@ def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypa
     run = untrained(each, EARLY_STOPPING_THRESHOLD=0.1, PLATEAU_PATIENCE=2).run
     saved = []
 
-    def fill_best(metrics, policy, weights, folder):
+    def write_best(metrics, policy, weights, folder):
         folder.mkdir()
         saved.append(metrics["reward"])
 
-    monkeypatch.setattr(run, "fill_best", fill_best)
+    monkeypatch.setattr(run, "write_best", write_best)
     seen = []
     for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
         run.evaluate(lambda: {"reward": value})
@@ -1280,7 +1280,7 @@ def test_a_run_names_the_policy_that_it_kept(each, tmp_path, capsys):
     run = untrained(each).run
     run.checkpoint = tmp_path / "run/step_0"
     for kept in ("step_0/policy", "best/policy"):
-        run.say_the_end()
+        run.final_message()
         assert capsys.readouterr().out.endswith(f"; policy: {tmp_path}/run/{kept}\n")
         run.evaluate(lambda: {"reward": 0.5})
         capsys.readouterr()
@@ -1336,8 +1336,8 @@ def test_an_answer_that_is_no_text_is_named_with_its_line(ppo, tmp_path, solutio
 
 def test_an_objects_name_has_no_address(ppo):
     script = ppo()
-    assert script.plain_name(functools.partial(sum, start=1)) == "partial"
-    assert script.plain_name(object()) == "object" and script.plain_name(sum) == "sum"
+    assert script.json_name(functools.partial(sum, start=1)) == "partial"
+    assert script.json_name(object()) == "object" and script.json_name(sum) == "sum"
 
 
 def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(ppo, tmp_path):
@@ -1354,7 +1354,7 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
 
         script.make_optimizer = make_optimizer
         trainer = script.PPOTrainer()
-        trainer.set_rates = script.set_rates
+        trainer.set_learning_rate = script.set_learning_rate
         return trainer
 
     trainer = load(LEARNING_RATE=0.1)
@@ -1369,7 +1369,7 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
     assert again.run.step == 3
     assert [group["lr"] for group in again.optimizers["policy"].param_groups] == pytest.approx([2.0, 0.2])
     other = load(multiple=5, LEARNING_RATE=0.2, RESUME="yes")  # an edit counts from here on
-    other.set_rates(other.optimizers["policy"], 0.1)
+    other.set_learning_rate(other.optimizers["policy"], 0.1)
     assert [group["lr"] for group in other.optimizers["policy"].param_groups] == pytest.approx([0.5, 0.1])
     script = ppo(RESUME="yes")  # whose optimizer has one group
     with pytest.raises(script.UserError, match="step_3 cannot be used"):
@@ -1395,9 +1395,9 @@ def test_what_takes_long_says_how_far_it_is(ppo, monkeypatch, capsys, terminal, 
         monkeypatch.setattr(script.time, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
         capsys.readouterr()
-        assert list(script.tracked(range(7), "tokens")) == list(range(7))
+        assert list(script.progress(range(7), "tokens")) == list(range(7))
         assert capsys.readouterr().out == shown
-    run.say("Done")
+    run.log("Done")
     assert capsys.readouterr().out == "\r\033[K" * terminal + "Done\n"
 
 
@@ -1405,11 +1405,11 @@ def test_every_long_part_of_a_run_is_tracked(ppo):
     script = ppo(MAX_STEPS=1)
     seen = set()
 
-    def tracked(items, unit):
+    def progress(items, unit):
         seen.add((script.Run.doing, unit))
         return items
 
-    script.tracked = tracked
+    script.progress = progress
     script.PPOTrainer().train()
     assert seen == {
         ("check models", "tokens"),
@@ -1432,5 +1432,5 @@ def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
     trainer = ppo().PPOTrainer()
     with trainer.run.session("here"):
         for _ in trainer.run.steps(dict, until=1):
-            trainer.run.record({"reward": 1.0}, 7, [], "line")
+            trainer.run.log_step({"reward": 1.0}, 7, [], "line")
     assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}

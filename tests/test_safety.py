@@ -208,7 +208,7 @@ def test_all_rewards_are_asked_within_the_time_limit(ppo, monkeypatch):
     monkeypatch.setattr(script.faulthandler, "cancel_dump_traceback_later", lambda: limits.append("off"))
     row = {"prompt": "x", "answer": "1", "columns": {}}
     batch = SimpleNamespace(rows=[row], responses=["a"], columns={})
-    trainer.rewards_of(batch)
+    trainer.score_responses(batch)
     trainer.accuracy(batch)
     assert limits == [script.REWARD_TIMEOUT, "off"] * 2
 
@@ -463,7 +463,7 @@ def test_a_prompt_without_tokens_is_named(ppo):
     rows = [{"id": "a.jsonl:3", "prompt": "x", "columns": {}}]
     says = "TRAIN_DATASETS: a.jsonl:3: its tokenizer gives no token"
     with pytest.raises(script.UserError, match=says):
-        script.encode(rows, "TRAIN_DATASETS", tokenizer, trainer.readers, trainer.run.say)
+        script.encode(rows, "TRAIN_DATASETS", tokenizer, trainer.models_by_constant, trainer.run.log)
 
 
 @pytest.mark.parametrize("path", TRAINERS)
@@ -531,10 +531,10 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
     }
     for number, (says, spoil) in enumerate(faults.items()):
         step = tmp_path / f"step_{number}"
-        script.write_whole(step, fill)
-        assert script.checkpoint_fault(step) is None
+        script.write_atomically(step, fill)
+        assert script.checkpoint_error(step) is None
         spoil(step)
-        assert script.checkpoint_fault(step).startswith(says)
+        assert script.checkpoint_error(step).startswith(says)
 
 
 class Bomb:
@@ -610,10 +610,10 @@ def test_a_best_that_cannot_be_replaced_stays(path, tmp_path, monkeypatch):
         folder.mkdir()
         (folder / "metrics.json").write_text("new" if best.exists() else "old")
 
-    script.write_whole(best, fill)
+    script.write_atomically(best, fill)
     monkeypatch.setattr(os, "rename", fails_at_the_second)
     with pytest.raises(script.UserError, match="best could not be saved"):
-        script.write_whole(best, fill)
+        script.write_atomically(best, fill)
     assert (best / "metrics.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
@@ -633,10 +633,10 @@ def test_a_file_is_replaced_in_one_step_when_it_is_written_and_on_disk(tmp_path,
     for text in ("old", "new"):
         noted("rename", os.rename)
         noted("fsync", os.fsync)
-        script.write_whole(path, lambda tmp: tmp.write_text(text))
+        script.write_atomically(path, lambda tmp: tmp.write_text(text))
         assert path.read_text() == text and done == ["fsync", "rename", "fsync"]  # the file, then its folder
         monkeypatch.undo()
         done.clear()
     with pytest.raises(script.UserError, match="table.csv could not be saved"):
-        script.write_whole(path, breaks)
+        script.write_atomically(path, breaks)
     assert path.read_text() == "new"

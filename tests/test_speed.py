@@ -61,7 +61,7 @@ def test_decoding_is_a_plain_forward_pass(grpo, kind, shared):
     torch.manual_seed(1)
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     assert len({len(p) for p in prompts}) > 2
-    eos_ids = module.end_ids(model, trainer.tokenizer)
+    eos_ids = module.ids_of_ends(model, trainer.tokenizer)
     ids, lengths, *found = module.generate(model, prompts, torch.rand(20, 32), 4, 32, 1.3, eos_ids, 0)
     # rows were dropped on the way, of some prompts more than of others
     assert lengths.min() < 0.7 * lengths.max()
@@ -77,7 +77,7 @@ def test_decoding_is_a_plain_forward_pass(grpo, kind, shared):
 def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monkeypatch, shared):
     trainer = grpo().GRPOTrainer()
     trainer.actor.decodes_shared = shared
-    name = "SharedLayer" if shared else "GrowingLayer"
+    name = "SharedPromptLayer" if shared else "PreallocatedCacheLayer"
     layers = []
 
     class Spy(getattr(module, name)):
@@ -111,7 +111,7 @@ def test_rows_that_share_nothing_get_transformers_own_attention():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 5, 8) for _ in range(3))
     owner = SimpleNamespace(num_key_value_groups=1, is_causal=True)
-    got, _ = module.attend(owner, q, k, v, None)
+    got, _ = module.shared_prompt_attention(owner, q, k, v, None)
     assert torch.equal(got, sdpa_attention_forward(owner, q, k, v, None)[0])
 
 
@@ -162,7 +162,7 @@ def packed_batch(prompts, responses, share):
     torch.manual_seed(0)
     ids = [torch.randint(3, 80, (n,)).tolist() for n in prompts for _ in range(share)]
     ids = [ids[i - i % share] for i in range(len(ids))]
-    return module.pack(ids, [torch.randint(3, 80, (n,)).tolist() for n in responses], torch.device("cpu"))
+    return module.make_batch(ids, [torch.randint(3, 80, (n,)).tolist() for n in responses], torch.device("cpu"))
 
 
 def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(monkeypatch):
@@ -176,7 +176,7 @@ def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(
     monkeypatch.setattr(module, "logits_at", spy)
     monkeypatch.setattr(module, "_RESPONSE_TOKENS", 100)
     model = AutoModelForCausalLM.from_config(CONFIGS["all"])
-    logits, (row, token) = module.logits_of_groups(model, batch, torch.arange(12))
+    logits, (row, token) = module.logits_of_shared_prompts(model, batch, torch.arange(12))
     assert len(logits) == len(row) == len(token) == batch.response_lengths.sum()
     # Three prompts, the last in two sequences; the longest is 7 + 89 (a GPU's kernels want widths by eights)
     assert seen == [((4, 112), (4, 1, 112, 112))]  # 7 + 19 + 79
@@ -221,7 +221,7 @@ def test_grouped_rows_are_plain_forward_passes(responses, name, kind):
     found = module.response_logprobs(model, batch, rows, 0.8)
     for i, row in enumerate(rows.tolist()):
         n = int(batch.response_lengths[row])
-        prompt, response, _ = batch.token_lists[row]
+        prompt, response, _ = batch.sequences[row]
         wanted = plain_pass(model, prompt, response, 0.8)
         for got, want in zip(found, wanted):
             assert torch.allclose(got[i, :n], want, atol=NATS)
@@ -232,7 +232,7 @@ def test_layers_of_another_kind_share_nothing():
     model = AutoModelForCausalLM.from_config(CHUNKS)
     assert module.attention_windows(model) == {}
     with pytest.raises(KeyError):  # and check_models() sees that
-        module.logits_of_groups(model, packed_batch([4, 4], [3, 5, 2, 2], 2), torch.arange(4))
+        module.logits_of_shared_prompts(model, packed_batch([4, 4], [3, 5, 2, 2], 2), torch.arange(4))
 
 
 # ---------------------------------------------------------------- log-probabilities of a large vocabulary
@@ -256,7 +256,7 @@ def test_logprobs_entropy_and_their_gradients_are_autograds_whatever_the_edit(ed
     logits = (3 * torch.randn(24, 50)).to(dtype).requires_grad_()
     ids = logits.argmax(-1).view(4, 6)
     script.response_logits = lambda *words: (logits, torch.ones(4, 6).nonzero(as_tuple=True))
-    batch = script.pack([[0]] * 4, ids.tolist(), torch.device("cpu"))
+    batch = script.make_batch([[0]] * 4, ids.tolist(), torch.device("cpu"))
     got = script.response_logprobs(SimpleNamespace(device=torch.device("cpu")), batch, torch.arange(4), 0.7)
     every = (edit or module.full_logprobs)(logits.double(), 0.7).double()
     spread = (every.exp() * torch.where(every.isinf(), 0, every)).sum(-1)
@@ -275,23 +275,23 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
     script = grpo(BATCH_SIZE=6, GROUP_SIZE=4)
     trainer = script.GRPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:6])
-    rows_at_once = script.rows_at_once
-    assert rows_at_once(trainer.actor, batch) == 24
+    micro_batch_rows = script.micro_batch_rows
+    assert micro_batch_rows(trainer.actor, batch) == 24
     for size, rows, prompts in ((8, 8, 2), (11, 8, 2), (4, 4, 1)):  # no prompt's rows are cut in two
-        monkeypatch.setattr(script, "rows_at_once", lambda model, batch, size=size: size)
+        monkeypatch.setattr(script, "micro_batch_rows", lambda model, batch, size=size: size)
         micros = script.micro_batches(trainer.actor, batch, torch.randperm(24))
         assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
         for micro in micros:
             assert len(micro) == rows
             assert len({i // 4 for i in micro.tolist()}) == prompts
-    monkeypatch.setattr(script, "rows_at_once", lambda model, batch: 3)  # but where they are more than that
+    monkeypatch.setattr(script, "micro_batch_rows", lambda model, batch: 3)  # but where they are more than that
     assert [len(micro) for micro in script.micro_batches(trainer.actor, batch)] == 8 * [3]
-    script.rows_at_once = rows_at_once
+    script.micro_batch_rows = micro_batch_rows
     monkeypatch.setattr(script, "BATCH_SIZE", 100)
-    assert script.rows_at_once(trainer.actor, batch) == 64
+    assert script.micro_batch_rows(trainer.actor, batch) == 64
     for vocabulary, rows in ((2**24 // batch.response_ids.shape[1] // 5, 5), (2**40, 1)):
         monkeypatch.setattr(trainer.actor.config, "vocab_size", vocabulary)
-        assert script.rows_at_once(trainer.actor, batch) == rows
+        assert script.micro_batch_rows(trainer.actor, batch) == rows
 
 
 # ---------------------------------------------------------------- groups that teach nothing

@@ -110,7 +110,7 @@ def test_the_sampler_and_the_scorer_agree_on_all_turns(grpo):
     script, trainer, batch = conversed(grpo)
     unsaid = batch.response_mask == 0
     for trainer.actor.shares_prompts in (True, False):
-        scored = script.all_logprobs(trainer.actor, batch)
+        scored = script.batch_logprobs(trainer.actor, batch)
         torch.testing.assert_close(scored, batch.logprobs, rtol=0, atol=NATS)
         assert not scored[unsaid].any() and not batch.logprobs[unsaid].any()
     _, entropy = script.response_logprobs(trainer.actor, batch, torch.arange(len(unsaid)), 1.0)
@@ -206,7 +206,7 @@ def test_an_episode_that_no_longer_fits_ends_and_is_marked(grpo):
         assert turns[-1]["role"] == "assistant"
         cut = len(turns) < len(messages)
         assert bool(batch.truncated[i]) == (cut or bool(free.truncated[i]))
-    assert max(len(prompt) + len(response) for prompt, response, _ in batch.token_lists) <= 105
+    assert max(len(prompt) + len(response) for prompt, response, _ in batch.sequences) <= 105
 
 
 def test_how_prompts_are_cut_into_batches_does_not_matter(grpo):
@@ -261,7 +261,7 @@ def test_what_the_environment_said_is_never_trained_and_in_no_mean(grpo):
     said = batch.response_mask.sum(1)
     assert script.response_metrics(batch, batch.scores, {})["response_length"] == said.mean().item()
     assert said.tolist() != batch.response_lengths.tolist()
-    assert metrics["ratio_max_first"] < 1e-3
+    assert metrics["first_ratio_deviation"] < 1e-3
     entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
     assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-3)
 
@@ -285,7 +285,7 @@ def test_rewards_see_the_last_turn_and_by_name_all(grpo):
 def test_a_reward_model_reads_all_turns(grpo):
     script, trainer, batch = conversed(grpo)
     for row, turns, response_ids in zip(batch.rows, batch.columns["turns"], batch.columns["response_ids"]):
-        ids = script.chat(trainer.tokenizer, row["prompt"], "here", turns)
+        ids = script.encode_chat(trainer.tokenizer, row["prompt"], "here", turns)
         sampled = row["ids"] + response_ids + ([] if response_ids[-1] == 1 else [1])
         said, wanted = (trainer.tokenizer.decode(x, skip_special_tokens=True) for x in (ids, sampled))
         assert said == wanted and ids.count(1) == sampled.count(1)  # a sampled <pad> is no text
@@ -296,7 +296,7 @@ def test_a_reward_model_is_given_all_turns(grpo):
     trainer.reward_model = torch.nn.Linear(1, 1)
     given = []
     trainer.reward_model_score = lambda prompts, turns: given.extend(turns) or torch.zeros(len(turns))
-    trainer.rewards_of(batch)
+    trainer.score_responses(batch)
     assert given == batch.columns["turns"]
 
 
@@ -310,7 +310,7 @@ def test_a_reward_model_without_a_template_reads_all_turns(grpo):
     script, _, batch = conversed(grpo, rows=2)
     for row, turns in zip(batch.rows, batch.columns["turns"]):
         said = "".join(m["content"] + "$" * (m["role"] == "assistant") for m in turns)
-        assert script.chat(Plain(), row["prompt"], "here", turns) == row["prompt"] + said
+        assert script.encode_chat(Plain(), row["prompt"], "here", turns) == row["prompt"] + said
 
 
 def test_groups_that_join_keep_their_turns(grpo):
@@ -322,7 +322,7 @@ def test_groups_that_join_keep_their_turns(grpo):
     joined = script.join_batches(batch, [2, 3], more)
     for name in ("turns", "response_ids"):
         assert joined.columns[name] == batch.columns[name][2:4] + more.columns[name]
-    scored = script.all_logprobs(trainer.actor, joined)
+    scored = script.batch_logprobs(trainer.actor, joined)
     torch.testing.assert_close(scored, joined.logprobs, rtol=0, atol=NATS)
     assert joined.response_mask.sum(1).tolist() == [
         *batch.response_mask.sum(1)[2:4].tolist(),
@@ -349,7 +349,7 @@ def test_a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_b
     records = read(whole / "logs/metrics.jsonl")
     assert all(r["turns"] > 1 and r["environment_tokens"] > 0 for r in records)
     lengths = [r for r in records if r["phase"] == "train"]
-    assert all(r["ratio_max_first"] < 1e-3 for r in lengths)
+    assert all(r["first_ratio_deviation"] < 1e-3 for r in lengths)
 
 
 def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):

@@ -121,7 +121,7 @@ def test_tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap(serve
         (step,) = steps_of(module)
         gradients.append(step["grad_norm"])
         assert step["sampler_kl"] == pytest.approx(math.exp(-shift) - 1 + shift, abs=NATS)
-        assert step["ratio_max_first"] < 1e-2  # the policy's own ratio begins at 1 all the same
+        assert step["first_ratio_deviation"] < 1e-2  # the policy's own ratio begins at 1 all the same
     assert gradients[0] > 0 and gradients[1] / gradients[0] == pytest.approx(2 * 1.5, rel=1e-3)
 
 
