@@ -418,7 +418,7 @@ class PPOTrainer:
             # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
             uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             prompt_ids = [row["ids"] for row in prompts]
-            batch = respond(self.actor, self.tokenizer, prompt_ids, uniform, GROUP_SIZE, TEMPERATURE)
+            batch = respond(self.actor, self.tokenizer, prompt_ids, uniform, GROUP_SIZE)
             batch.rows = [row for row in prompts for _ in range(GROUP_SIZE)]
         return batch
 
@@ -505,7 +505,7 @@ class PPOTrainer:
     def set_learning_rates(self):
         """Sets this step's learning rates. Returns the actor's: 0 while only the critic is trained."""
         run = self.run
-        steps_done = run.step - 1
+        steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         learning_rate = LEARNING_RATE * scale
@@ -574,8 +574,8 @@ class PPOTrainer:
             ids = [row["ids"] for row in rows]
             generator = torch.Generator().manual_seed(SEED + 1)
             uniform = torch.rand(len(rows), MAX_NEW_TOKENS, generator=generator)
-            greedy = respond(self.actor, self.tokenizer, ids, None, 1, TEMPERATURE)
-            sampled = respond(self.actor, self.tokenizer, ids, uniform, 1, TEMPERATURE)
+            greedy = respond(self.actor, self.tokenizer, ids, None)
+            sampled = respond(self.actor, self.tokenizer, ids, uniform)
             greedy.rows = sampled.rows = rows
             metrics = {}
             if all(row["answer"] is not None for row in rows):
@@ -595,7 +595,7 @@ class PPOTrainer:
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
         uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
-        return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform, 1, TEMPERATURE).responses[0]
+        return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform).responses[0]
 
     def record(self, batch, metrics):
         """Logs the step's metrics, some of its responses, and its line on the terminal."""
@@ -1708,7 +1708,7 @@ def ids_of_ends(model, tokenizer):
     return to_device(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
 
 
-def respond(model, tokenizer, prompts, uniform, group_size, temperature):
+def respond(model, tokenizer, prompts, uniform, group_size=1):
     """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
     make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
@@ -1724,7 +1724,7 @@ def respond(model, tokenizer, prompts, uniform, group_size, temperature):
             chunk_uniform = to_device(uniform[rows], model.device)
         with autocast(model):
             return generate(
-                model, chunk, chunk_uniform, group_size, MAX_NEW_TOKENS, temperature, eos_ids, pad_id
+                model, chunk, chunk_uniform, group_size, MAX_NEW_TOKENS, TEMPERATURE, eos_ids, pad_id
             )
 
     with full_parameters(model):
@@ -2517,7 +2517,7 @@ class Run:
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
         self.times = {}  # seconds of this step, by activity
-        self.clock = None  # when the first step of this start began, and how many were done then
+        self.clock = (time.perf_counter(), 0)  # when this program's first step began, and the steps done then
         self.wandb = self.wandb_id = None
         self.signal = None  # received by this process
         self.stop_signal = None  # by which all processes agreed to stop
@@ -2652,10 +2652,12 @@ class Run:
             speed[f"{unit}_per_second"] = count / sum(self.times.values())
         self.write_metrics("train", {**metrics, **speed, **seconds})
         self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
-        started, first = self.clock
-        seconds_per_step = (time.perf_counter() - started) / (self.step - first)
-        time_left = timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
-        self.log(f"{line}  step {self.step}/{self.total_steps}, {time_left} left")
+        self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
+
+    def time_left(self):
+        started, steps_before = self.clock
+        seconds_per_step = (time.perf_counter() - started) / max(1, self.step - steps_before)
+        return timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
 
     def log_evaluation(self, metrics):
         """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the

@@ -150,12 +150,22 @@ def path(request):
 def reward_batch(prompts, responses, answers, **columns):
     """What score_responses() needs of a batch."""
     rows = [{"prompt": p, "answer": a, "columns": {}} for p, a in zip(prompts, answers)]
-    return SimpleNamespace(rows=rows, responses=responses, columns=columns)
+    import torch
+
+    truncated = torch.zeros(len(rows))
+    return SimpleNamespace(rows=rows, responses=responses, columns=columns, truncated=truncated)
 
 
 def distance(got, want):
     """Euclidean distance in parts of want's length: small elements of a gradient are sums that cancel."""
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def share_prompts(module, model, decoding=None, scoring=None):
+    """Switch the ways that read a prompt once for all its responses on or off, as check_models() does."""
+    for models, on in ((module._SHARED_DECODING, decoding), (module._SHARED_SCORING, scoring)):
+        if on is not None:
+            (models.add if on else models.discard)(model)
 
 
 # ---------------------------------------------------------------- what a run wrote

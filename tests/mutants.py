@@ -60,7 +60,7 @@ def prepare():
 
 
 def copy_repository(parent):
-    """This worker's COPY: the progress files of the working tree; data/'s folders as links, no test writes
+    """This worker's COPY: the tracked files of the working tree; data/'s folders as links, no test writes
     there."""
     global COPY
     COPY = Path(parent) / str(os.getpid())

@@ -23,7 +23,12 @@ MUTANTS = [
         TEST + "ppo",
     ),
     (PPO, "        return scores.to(self.device), parts\n", "        return scores, parts\n", TEST + "ppo"),
-    (PPO, "max_response_length(batch, rows), device=logits.device)", "max_response_length(batch, rows))", TEST + "ppo"),
+    (
+        PPO,
+        "max_response_length(batch, rows), device=logits.device)",
+        "max_response_length(batch, rows))",
+        TEST + "ppo",
+    ),
     (
         PPO,
         "advantages = torch.zeros_like(values)\n",

@@ -55,11 +55,11 @@ def be_program(words, cwd, environment, outputs):
 
 
 class Program:
-    """Begun at once, without a terminal; merge_adapter: stderr goes where stdout goes."""
+    """Begun at once, without a terminal; merged: stderr goes where stdout goes."""
 
-    def __init__(self, *words, cwd, environment=None, merge_adapter=False):
+    def __init__(self, *words, cwd, environment=None, merged=False):
         self.folder = tempfile.TemporaryDirectory()
-        outputs = [f"{self.folder.name}/{name}" for name in ("stdout", "stdout" if merge_adapter else "stderr")]
+        outputs = [f"{self.folder.name}/{name}" for name in ("stdout", "stdout" if merged else "stderr")]
         values = {**os.environ, **(environment or {})}
         arguments = [str(word) for word in words], str(cwd), values, outputs
         self.process = FORKS.Process(target=be_program, args=arguments)

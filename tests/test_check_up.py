@@ -124,7 +124,11 @@ def test_figures_of_a_hand_made_table():
 @pytest.mark.parametrize(
     "script, constants",
     [
-        *((script, {"REWARD_MODE": mode}) for script in (rce, icl) for mode in script._VALID_RANGES["REWARD_MODE"]),
+        *(
+            (script, {"REWARD_MODE": mode})
+            for script in (rce, icl)
+            for mode in script._VALID_RANGES["REWARD_MODE"]
+        ),
         (rce, {"REWARD_MODE": "hybrid", "HYBRID_SCORE": "rouge_l", "SIMILARITY_WEIGHT": 0.3}),
         (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score"}),
     ],

@@ -133,7 +133,9 @@ def test_a_list_that_does_not_fit_its_response_is_a_sentence(change, says):
 
     columns = {"response_ids": [[5, 1], [5, 6, 1]]}
     with pytest.raises(PPO.UserError, match=f"^compute_rewards {says}"):
-        PPO.call_reward("compute_rewards", score_responses, ["x"] * 2, ["a", "b"], [None] * 2, columns, width=4)
+        PPO.call_reward(
+            "compute_rewards", score_responses, ["x"] * 2, ["a", "b"], [None] * 2, columns, width=4
+        )
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])

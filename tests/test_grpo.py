@@ -590,12 +590,20 @@ def test_the_greatest_ratio_of_a_step_is_that_of_its_passes(path, name, tmp_path
     script = load_script(path, **small(path, OUTPUT_DIR=str(tmp_path / "run"), GROUP_EPOCHS=3))
     trainer = getattr(script, name)()
     passes = iter([0.0, 0.5, 0.25])
-    trainer.optimizer_step = lambda *some, **more: {"max_ratio_deviation": next(passes), "loss": 1.0, "log_ratio": 0.0}
+    trainer.optimizer_step = lambda *some, **more: {
+        "max_ratio_deviation": next(passes),
+        "loss": 1.0,
+        "log_ratio": 0.0,
+    }
     zeros = torch.zeros(2, 3)
     metrics = trainer.update(
         SimpleNamespace(rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, response_mask=zeros + 1)
     )
-    assert (metrics["max_ratio_deviation"], metrics["first_ratio_deviation"], metrics["loss"]) == (0.5, 0.0, 1.0)
+    assert (metrics["max_ratio_deviation"], metrics["first_ratio_deviation"], metrics["loss"]) == (
+        0.5,
+        0.0,
+        1.0,
+    )
 
 
 # ---------------------------------------------------------------- evaluation and runs
@@ -766,7 +774,9 @@ def test_gspo_clips_nothing_on_policy_in_bfloat16(grpo, constants):
 def test_gspos_old_log_probabilities_are_those_before_the_first_update(grpo):
     _, batch, steps = first_step_of_gspo(grpo, "bfloat16", GROUP_EPOCHS=2, MINI_BATCHES=2, LEARNING_RATE=3e-3)
     assert len(steps) == 4
-    assert min(step["max_ratio_deviation"] for step in steps[1:]) > 3e-3  # later steps see that the policy has moved
+    assert (
+        min(step["max_ratio_deviation"] for step in steps[1:]) > 3e-3
+    )  # later steps see that the policy has moved
     script = grpo(DTYPE="bfloat16", BATCH_SIZE=8, GROUP_SIZE=4)
     fresh = script.GRPOTrainer()
     with torch.no_grad():

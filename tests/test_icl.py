@@ -1233,7 +1233,11 @@ def test_grpos_first_ratio_is_one_since_old_means_where_grpo_starts(trained):
     """The source took them from before RCE."""
     script, trainer, folder = trained
     records = [r for r in untimed(folder / "logs/metrics.jsonl") if "max_ratio_deviation" in r]
-    assert len(records) == 4 and records[0]["max_ratio_deviation"] < 1e-5 and records[-1]["max_ratio_deviation"] > 1e-5
+    assert (
+        len(records) == 4
+        and records[0]["max_ratio_deviation"] < 1e-5
+        and records[-1]["max_ratio_deviation"] > 1e-5
+    )
     assert records[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 

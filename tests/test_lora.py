@@ -274,10 +274,10 @@ def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
     assert all(torch.equal(p, after[name]) for name, p in before.items())
     assert {after[name].dtype for name in before} == {torch.bfloat16}  # though best/ was filled
     trainer.run.write_best({}, module.merge_adapter(trainer.actor), None, tmp_path)
-    merge_adapter = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    merged = load_file(tmp_path / "policy/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     layer = trainer.actor.model.layers[0].self_attn.q_proj
     wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")
-    assert merge_adapter.dtype == torch.float32 and torch.equal(merge_adapter, wanted)  # bfloat16 would swallow most of it
+    assert merged.dtype == torch.float32 and torch.equal(merged, wanted)  # bfloat16 would swallow most of it
     loaded = module.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert loaded.dtype == torch.float32
 
@@ -394,6 +394,6 @@ def test_untied_embeddings_may_have_an_adapter(tmp_path):
     )
     trainer.train()
     ids = torch.arange(5, 25)[None]
-    module.merge_adapter(trainer.actor).save_pretrained(tmp_path / "merge_adapter")
-    merge_adapter = module.AutoModelForCausalLM.from_pretrained(tmp_path / "merge_adapter")
+    module.merge_adapter(trainer.actor).save_pretrained(tmp_path / "merged")
+    merged = module.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merge_adapter(ids).logits, trainer.actor(ids).logits, rtol=1e-4, atol=1e-4)

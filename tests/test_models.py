@@ -475,7 +475,9 @@ def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_i
     x = torch.ones(3, requires_grad=True)
     loss = Unordered.apply(x).sum()
     if exact:
-        with pytest.raises(module.UserError, match="DETERMINISTIC_GRADIENTS = True: put_ does not .*: set it to False"):
+        with pytest.raises(
+            module.UserError, match="DETERMINISTIC_GRADIENTS = True: put_ does not .*: set it to False"
+        ):
             module.backward(gpu, loss)
     else:
         module.backward(gpu, loss)

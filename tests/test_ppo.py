@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, ROOT, TINY, distance, load_script, reward_batch, small
+from conftest import NATS, ROOT, TINY, distance, load_script, reward_batch, share_prompts, small
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -90,7 +90,7 @@ def scored_batch(trainer, count=8):
 
 
 def every_row(batch):
-    return torch.arange(len(batch.rows))
+    return list(range(len(batch.rows)))
 
 
 def gradients(trainer, batch):
@@ -140,7 +140,7 @@ def test_with_lambda_and_gamma_one_the_return_is_the_sum_of_rewards_to_come():
 def test_the_score_is_added_once_at_the_last_token_and_kl_everywhere():
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     scores = torch.tensor([5.0, 7.0])
-    got = module.token_rewards(scores, -1.0 * mask, -3.0 * mask, mask, 0.1)
+    got = module.per_token_rewards(scores, -1.0 * mask, -3.0 * mask, mask, 0.1)
     assert torch.allclose(got, torch.tensor([[-0.2, -0.2, 4.8], [6.8, 0, 0]]))
 
 
@@ -263,8 +263,9 @@ def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch)
 
 @pytest.mark.parametrize("shared", [True, False])  # groups and whole rows
 def test_eos_is_trained_even_where_it_is_also_the_pad(ppo, shared):
-    trainer = ppo(BATCH_SIZE=2).PPOTrainer()
-    trainer.actor.shares_prompts = shared
+    script = ppo(BATCH_SIZE=2)
+    trainer = script.PPOTrainer()
+    share_prompts(script, trainer.actor, scoring=shared)
     eos = trainer.tokenizer.eos_token_id
     batch = make_batch([[5, 6], [7]], [[8, eos], [8, 9, eos]], pad=eos)
     logits = []
@@ -312,8 +313,9 @@ def test_how_prompts_are_cut_into_batches_does_not_change_the_samples(ppo):
 
 
 def test_first_pass_ratio_is_one_over_mixed_lengths_paddings_and_batch_sizes(ppo, monkeypatch):
-    trainer = ppo(BATCH_SIZE=5, GROUP_SIZE=3).PPOTrainer()
-    assert trainer.actor.shares_prompts
+    script = ppo(BATCH_SIZE=5, GROUP_SIZE=3)
+    trainer = script.PPOTrainer()
+    assert trainer.actor in script._SHARED_SCORING
     batch = trainer.rollout(trainer.train_rows[:10])
     assert len({len(prompt) for prompt, _, _ in batch.sequences}) > 3
     assert len(set(batch.response_lengths.tolist())) > 3
@@ -350,8 +352,9 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
     path = give_tokenizer(tmp_path / "model")
-    trainer = ppo(ACTOR_MODEL=path, KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7).PPOTrainer()
-    assert trainer.actor.shares_prompts
+    script = ppo(ACTOR_MODEL=path, KL_COEF=0.1, GROUP_SIZE=4, TEMPERATURE=0.7)
+    trainer = script.PPOTrainer()
+    assert trainer.actor in script._SHARED_SCORING
     batch = scored_batch(trainer)
     assert len(set(batch.response_lengths.tolist())) > 1
     assert len({len(prompt) for prompt, _, _ in batch.sequences}) > 1
@@ -362,7 +365,7 @@ def test_other_architectures_train_and_their_first_ratio_is_one(ppo, tmp_path, n
 def test_left_padding_with_absolute_positions_changes_nothing(shared):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
-    model.shares_prompts = shared
+    share_prompts(module, model, scoring=shared)
     prompts = [[5, 6, 7, 8], [9], [3, 4]]
     responses = [[1, 2], [7, 7, 7, 7], [8]]
     with torch.no_grad():
@@ -386,7 +389,7 @@ def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(
     script = ppo(BATCH_SIZE=5, GROUP_SIZE=4)
     trainer = script.PPOTrainer()
     batch = trainer.rollout(trainer.train_rows[:20])
-    rows = torch.arange(80) if spread == "whole groups" else torch.tensor([0, 1, 3, 17, 18, 40, 41, 77])
+    rows = list(range(80)) if spread == "whole groups" else [0, 1, 3, 17, 18, 40, 41, 77]
     passes = []
 
     def count_tokens(model, arguments, options):
@@ -394,7 +397,8 @@ def test_sharing_a_prompts_pass_changes_neither_log_probabilities_nor_gradients(
 
     trainer.actor.register_forward_pre_hook(count_tokens, with_kwargs=True)
     found = []
-    for trainer.actor.shares_prompts in (True, False):
+    for shared in (True, False):
+        share_prompts(script, trainer.actor, scoring=shared)
         logprobs, entropy = script.response_logprobs(trainer.actor, batch, rows, 1.3)
         mask = batch.response_mask[rows, : logprobs.shape[1]]
         trainer.actor.zero_grad()
@@ -549,7 +553,7 @@ def test_mini_batches_share_out_every_row_once(ppo, monkeypatch):
     seen = []
 
     def spy(batch, rows):
-        seen.append(rows.tolist())
+        seen.append(rows)
         return step(batch, rows)
 
     monkeypatch.setattr(trainer, "optimizer_step", spy)
@@ -572,7 +576,7 @@ def test_entropy_bonus_has_a_gradient_and_raises_entropy(ppo):
     trainer = ppo(ENTROPY_COEF=0.5, GROUP_EPOCHS=3).PPOTrainer()
     batch = scored_batch(trainer)
     batch.advantages = torch.zeros_like(batch.advantages)
-    trainer.run.step = 1  # the first step's own check is not meant here
+    trainer.run.step = 2  # the first step's own check is not meant here
     entropies = [trainer.update(batch)["entropy"] for _ in range(3)]
     assert entropies[0] < entropies[1] < entropies[2]
 
@@ -620,11 +624,12 @@ def test_dropout_is_off_everywhere(ppo, tmp_path):
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, eos_token_id=1, bos_token_id=None))
     model.save_pretrained(tmp_path / "gpt2")
     path = give_tokenizer(tmp_path / "gpt2")
-    trainer = ppo(ACTOR_MODEL=path, MAX_STEPS=1, GRADIENT_CHECKPOINTING=True).PPOTrainer()
+    script = ppo(ACTOR_MODEL=path, MAX_STEPS=1, GRADIENT_CHECKPOINTING=True)
+    trainer = script.PPOTrainer()
     trainer.train()  # GPT-2's other layout: value head "classifier", absolute positions
     first = trainer.update(scored_batch(trainer))
     assert first["first_ratio_deviation"] < NATS
-    for _ in trainer.update.__globals__["summed"]([trainer.actor], [0], {}):
+    for _ in script.GradientSum([trainer.actor]).deal([[0]]):
         assert not any(m.training for m in trainer.actor.modules() if isinstance(m, torch.nn.Dropout))
 
 
@@ -668,7 +673,7 @@ def test_actor_and_critic_each_move_by_their_own_scheduled_rate(ppo):
     rates = dict(LEARNING_RATE=1e-3, CRITIC_LEARNING_RATE=1e-2, USE_LR_SCHEDULER=True)
     trainer = ppo(**rates, GROUP_EPOCHS=1).PPOTrainer()
     trainer.run.total_steps = 8
-    trainer.run.step = 6  # linear: a quarter is left
+    trainer.run.step = 7  # linear: before the seventh of eight steps a quarter is left
     batch = scored_batch(trainer)
     before = {name: copies(model) for name, model in trainer.models.items()}
     metrics = trainer.update(batch)
@@ -704,7 +709,9 @@ def test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pa
     trainer = ppo(KL_COEF=0.1, KL_TARGET=0.5, KL_HORIZON=100).PPOTrainer()
     batch = scored_batch(trainer)
     batch.ref_logprobs = batch.logprobs - batch.response_mask  # a nat below the actor's at every token
-    assert trainer.update(batch)["kl"] == pytest.approx(1, rel=1e-5)
+    kl = trainer.update(batch)["kl"]
+    assert kl == pytest.approx(1, rel=1e-5)
+    trainer.adapt_kl(kl, len(batch.rows))
     risen = 0.1 * (1 + 0.2 * 16 / 100)
     assert trainer.state.kl_coef == pytest.approx(risen)
     batch.scores = torch.zeros_like(batch.scores)
@@ -739,6 +746,7 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     trainer = ppo(BATCH_SIZE=5, REWARD_FUNCTIONS=functions, MAX_NEW_TOKENS=24, KL_COEF=0.1).PPOTrainer()
     torch.nn.init.normal_(trainer.critic.score.weight)
     trainer.run.open_files()
+    trainer.run.next_step()
     batch = scored_batch(trainer, 5)
     trainer.record(batch, trainer.update(batch))
     samples = [json.loads(line) for line in open(tmp_path / "run/logs/samples.jsonl")]
@@ -825,7 +833,8 @@ def test_a_reference_is_held_only_for_its_price_and_the_first_kl_is_zero(ppo):
 
 def test_kl_target_moves_the_coefficient(ppo):
     trainer = ppo(KL_COEF=0.1, KL_TARGET=0.5, KL_HORIZON=100).PPOTrainer()
-    trainer.update(scored_batch(trainer))
+    batch = scored_batch(trainer)
+    trainer.adapt_kl(trainer.update(batch)["kl"], len(batch.rows))
     assert trainer.state.kl_coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
 
 
@@ -845,7 +854,7 @@ def test_rewards_add_up_with_their_weights(ppo):
     trainer = ppo(**model, REWARD_FUNCTIONS=functions).PPOTrainer()
     row = trainer.train_rows[0]
     batch = reward_batch([row["prompt"]] * 2, [row["answer"], "#### 1000"], [row["answer"]] * 2)
-    total, parts = trainer.score_responses(batch)
+    total, _, parts = trainer.score_responses(batch)
     assert parts["exact_answer"].tolist() == [1, 0]
     assert parts["twice"].tolist() == [2, 2]
     assert torch.allclose(total, 0.5 * parts["reward_model"] + 3 * parts["exact_answer"] + 0.2, atol=1e-5)
@@ -1018,7 +1027,7 @@ def one_step(tmp_path_factory):
     class Spy(script.PPOTrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor critic pad_id models readers reference reward_model reward_tokenizer"
+            names = "tokenizer actor critic pad_id models models_by_constant reference reward_model reward_tokenizer"
             for name in [*names.split(), "optimizers"]:
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
@@ -1038,8 +1047,8 @@ def one_step(tmp_path_factory):
             for model in self.models.values():
                 nudge(model, 1)
             self.metrics = super().update(batch)
-            passes, self.seen["kl_coef"] = list(self.seen["passes"]), self.state.kl_coef
-            for self.run.step in (2, 7):  # in the warm-up and after it
+            passes = list(self.seen["passes"])
+            for self.run.step in (3, 8):  # in the warm-up and after it
                 super().update(batch)
                 self.seen["rates"] += [opt.param_groups[0]["lr"] for opt in self.optimizers.values()]
             self.seen["passes"] = passes
@@ -1047,6 +1056,10 @@ def one_step(tmp_path_factory):
 
         def record(self, batch, metrics):
             self.batch = batch
+
+        def adapt_kl(self, kl, num_responses):
+            super().adapt_kl(kl, num_responses)
+            self.seen["kl_coef"] = self.state.kl_coef
 
     def take_step(**changed):
         for name, value in {**constants, **changed}.items():
@@ -1063,14 +1076,20 @@ def one_step(tmp_path_factory):
 
             optimizer.step = keep_gradient
 
-        def eighth_step(evaluate):
-            seen["evaluation"] = evaluate()
+        def log_evaluation(metrics):
+            seen["evaluation"] = metrics
             seen["calls"].clear()
-            trainer.run.step = 7
-            yield 7
 
-        trainer.run.session = lambda headline: nullcontext()
-        trainer.run.steps = eighth_step
+        def eighth_step():
+            trainer.run.step += 8
+            return trainer.run.step == 8
+
+        trainer.run.session = lambda summary: nullcontext()
+        trainer.run.needs_first_evaluation = lambda: True
+        trainer.run.log_evaluation = log_evaluation
+        trainer.run.next_step = eighth_step
+        trainer.run.is_due = lambda interval: False
+        trainer.run.is_last_step = lambda: False
         trainer.train()
         metrics, batch = trainer.metrics, trainer.batch
         seen.update({key: metrics[key] for key in ("policy_loss", "value_loss", "kl")})

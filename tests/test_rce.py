@@ -391,7 +391,7 @@ def test_candidates_have_the_columns_that_are_promised(mined):
             + [("beam", None)] * 2
             + [("sample", t) for t in (0.7, 0.7, 1.0, 1.0, 1.3, 1.3)],
             key=str,
-        )  # merge_adapter, none forgotten
+        )  # merged, none forgotten
         assert len({tuple(c["token_ids"]) for c in group}) == len(group)
         for c in group:
             assert c["text"] == tokenizer.decode(c["token_ids"], skip_special_tokens=True) and c[
@@ -848,7 +848,7 @@ MOMENTS = {  # when the run is killed
 )
 def test_a_run_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(unbroken, run, tmp_path, moment, number):
     out = tmp_path / "run"
-    process = Program(*command(*words(out)), cwd=ROOT, merge_adapter=True)
+    process = Program(*command(*words(out)), cwd=ROOT, merged=True)
     while not MOMENTS[moment](out):
         assert process.poll() is None, process.wait().stdout
         time.sleep(0.002)

@@ -413,7 +413,9 @@ def test_passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order
     batch = trainer.rollout()
     assert len(batch.rows) == 60 and len({id(row) for row in batch.rows}) == 12
     chunks = []
-    trainer.optimizer_step = lambda batch, chunk: chunks.append(chunk.tolist()) or {"max_ratio_deviation": 0.0}
+    trainer.optimizer_step = lambda batch, chunk: (
+        chunks.append(chunk.tolist()) or {"max_ratio_deviation": 0.0}
+    )
     module.check_first_ratio = lambda steps, step: None
     trainer.update(batch)
     assert [len(chunk) for chunk in chunks] == [30] * 6

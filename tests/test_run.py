@@ -452,7 +452,7 @@ def unbroken(tmp_path_factory):
 
 def start_and_signal(out, number, step):
     """Start a run, send it a signal as soon as a step stands in its metrics; its exit code and output."""
-    process = Program(ROOT / "ppo/ppo.py", *words_of("ppo/ppo.py", *words(out)), cwd=ROOT, merge_adapter=True)
+    process = Program(ROOT / "ppo/ppo.py", *words_of("ppo/ppo.py", *words(out)), cwd=ROOT, merged=True)
     deadline = time.time() + 120
     metrics = out / "logs/metrics.jsonl"
     while time.time() < deadline and process.poll() is None:
@@ -954,7 +954,9 @@ def test_a_prompt_of_max_prompt_tokens_is_kept_and_one_more_is_not(each):
     length = len(trainer.train_rows[0]["ids"])
     for longest, kept in ((length + 1, 1), (length, 1), (length - 1, 0)):
         script.MAX_PROMPT_TOKENS = longest
-        rows = script.encode([dict(row)], "here", trainer.tokenizer, trainer.models_by_constant, trainer.run.log)
+        rows = script.encode(
+            [dict(row)], "here", trainer.tokenizer, trainer.models_by_constant, trainer.run.log
+        )
         assert len(rows) == kept
 
 

@@ -162,7 +162,9 @@ def packed_batch(prompts, responses, share):
     torch.manual_seed(0)
     ids = [torch.randint(3, 80, (n,)).tolist() for n in prompts for _ in range(share)]
     ids = [ids[i - i % share] for i in range(len(ids))]
-    return module.make_batch(ids, [torch.randint(3, 80, (n,)).tolist() for n in responses], torch.device("cpu"))
+    return module.make_batch(
+        ids, [torch.randint(3, 80, (n,)).tolist() for n in responses], torch.device("cpu")
+    )
 
 
 def test_a_sequence_holds_a_prompt_once_and_a_bounded_number_of_response_tokens(monkeypatch):
@@ -284,7 +286,9 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
         for micro in micros:
             assert len(micro) == rows
             assert len({i // 4 for i in micro.tolist()}) == prompts
-    monkeypatch.setattr(script, "micro_batch_rows", lambda model, batch: 3)  # but where they are more than that
+    monkeypatch.setattr(
+        script, "micro_batch_rows", lambda model, batch: 3
+    )  # but where they are more than that
     assert [len(micro) for micro in script.micro_batches(trainer.actor, batch)] == 8 * [3]
     script.micro_batch_rows = micro_batch_rows
     monkeypatch.setattr(script, "BATCH_SIZE", 100)
