@@ -116,9 +116,9 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; of the hub also "name" and
-# "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The input is a
-# text or a list of chat messages
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; of the hub also "name"
+# and "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The
+# input is a text or a list of chat messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -144,6 +144,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses;
 
 # Rollout
 BATCH_SIZE = 32  # prompts sampled and scored at a time
+MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
 GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step = BATCH_SIZE * this
 GROUP_SIZE = 8  # responses per prompt, each other's baseline; 1: distillation, where only the KL trains
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
@@ -151,9 +152,10 @@ MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; for top-p and the like edit sampling_logprobs
 
-# Turns: a function(messages, response, answer) returns the next turn's text, or None at the end. The policy then
-# responds again, up to MAX_NEW_TOKENS per turn. Only the policy's own tokens are trained (docs/cookbook.md)
-ENVIRONMENT: "function | None" = None
+# Turns: a function(messages, response, answer) returns the next turn's text, or None at the end. The policy
+# then responds again, up to MAX_NEW_TOKENS per turn. Only the policy's own tokens are trained
+# (docs/cookbook.md)
+ENVIRONMENT: "function | None" = None  # noqa: F821
 ENVIRONMENT_ROLE = "user"  # user | tool: role of those turns in the chat template
 ENVIRONMENT_THREADS = 1  # calls at the same time, for a function that waits for a sandbox or HTTP
 MAX_TURNS = 4  # turns of the policy per episode
@@ -203,6 +205,19 @@ OUTPUT_DIR = f"{ROOT}/checkpoints/grpo"
 SEED = 1
 USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
+# Panels of grpo_metrics_with_entropy.png: (label, metrics); training_metrics_detailed.png shows every metric
+PLOT_PANELS = [
+    ("accuracy", ["accuracy_sampled", "accuracy_greedy", "pass@k"]),
+    ("reward", ["reward"]),
+    ("entropy", ["entropy"]),
+    ("policy_loss", ["policy_loss"]),
+    ("grad_norm", ["grad_norm"]),
+    ("zero_variance_groups", ["zero_variance_groups"]),
+    ("clip_fraction", ["clip_fraction"]),
+    ("kl", ["kl"]),
+    ("response_length", ["response_length"]),
+    ("turns", ["turns"]),
+]
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo.py
 DETERMINISTIC_GRADIENTS = (
@@ -211,11 +226,11 @@ DETERMINISTIC_GRADIENTS = (
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS GROUP_SIZE": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
-    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS": (1, 1e12),
+    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK REFERENCE_SYNC_STEPS": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
@@ -229,6 +244,9 @@ _VALID_RANGES = {  # least and greatest value, where a wrong one would not show;
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 
+_RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
+_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS")  # a resumed run does not report these
+
 # ================================================================ the maths of GRPO
 
 
@@ -239,8 +257,11 @@ def sampling_logprobs(logits, temperature):
 
 
 def group_advantages(scores, group_size, scale, leave_one_out):
-    """Advantage of each response, (rows,); rows of a group are neighbours. Equal scores get zeros."""
+    """Returns the advantage of each response, (rows,); rows of a group are neighbours. Equal scores get
+    zeros."""
     groups = scores.view(-1, group_size)
+    # Without this, float32 rounds the mean of equal scores such as 0.7 to another number
+    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if leave_one_out:
         advantages = advantages * group_size / max(1, group_size - 1)  # s_i - mean of the others
@@ -284,6 +305,24 @@ def policy_loss(
     return -objective, ratio
 
 
+def grpo_stats(ratio, mask, advantages, loss_type, clip_range, clip_range_high):
+    """Returns what is logged of each token, a dict of (rows, R): whether the ratio was clipped, the k3
+    estimate of KL(old || new), and |ratio - 1|. Only what the loss clips counts: cispo from above alone, sapo
+    nothing."""
+    ratio = torch.where(mask > 0, ratio, 1)
+    clipped = ratio > 1 + clip_range_high
+    if loss_type != "cispo":
+        clipped = torch.where(advantages > 0, clipped, ratio < 1 - clip_range)
+    clipped = (clipped & (advantages != 0)).float()
+    if loss_type == "sapo":
+        clipped = torch.zeros_like(clipped)
+    return {
+        "clip_fraction": clipped,
+        "approx_kl": ratio - 1 - ratio.clamp(min=2e-9).log(),
+        "ratio_deviation": (ratio - 1).abs(),
+    }
+
+
 def kl_loss(logprobs, ref_logprobs, estimator):
     """The estimator's value with k2's gradient, (rows, R): in the mean that of KL(pi || pi_ref) on policy."""
     log_ratio = torch.where(logprobs > -1e29, logprobs - ref_logprobs, 0.0)  # 0: it cannot come any more
@@ -296,45 +335,50 @@ def kl_loss(logprobs, ref_logprobs, estimator):
 
 
 class GRPOTrainer:
-    """Models, data and the algorithm; self.run has the files. resume_from_checkpoint overrides RESUME."""
+    """Models, data and the algorithm; self.run has the files. resume_from_checkpoint overrides the constant
+    RESUME: a path, "ask", "yes" or "no"."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         self.device = find_device()
         self.run = Run("grpo", resume_from_checkpoint, self.device)
         self.run.title = f"GRPO ({LOSS_TYPE}), {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
-        # Drawn in grpo_metrics_with_entropy.png, (label, metrics); training_metrics_detailed.png has them all
-        names = "reward entropy policy_loss grad_norm zero_variance_groups clip_fraction kl response_length"
-        names += " turns" if ENVIRONMENT else ""
-        self.run.panels = [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])]
-        self.run.panels += [(name, [name]) for name in names.split()]
+        pass_at_k = f"pass@{EVAL_SAMPLES}"
+        for label, keys in PLOT_PANELS:
+            if label != "turns" or ENVIRONMENT:
+                self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
+        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.load_models()
         check_choices(self)
-        readers = self.tokenizer, self.models_by_constant, self.run.log
-        self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
-        self.eval_rows = load_prompts(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS, *readers)
+        self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
+        self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
         check_environment(self)
         check_models(self.models_by_constant, self.train_rows, self.pad_id)
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows))
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
-        self.plan_steps(self.run.step)
+        self.plan_steps()
 
     def load_models(self):
-        """The actor comes from the checkpoint when there is one; so does a reference that follows it."""
-        at = self.run.checkpoint
+        """The actor comes from the checkpoint if there is one; so does a reference that follows it."""
+        policy_folder = reference_folder = None
+        if self.run.checkpoint:
+            policy_folder = self.run.checkpoint / "policy"
+            reference_folder = self.run.checkpoint / "reference"
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(
-            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy"
+            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, policy_folder
         )
         self.pad_id = padding_id(self.actor, self.tokenizer)
-        self.models = {"policy": self.actor}  # what is saved, by its folder's name
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # what reads responses, by its constant
+        self.models = {"policy": self.actor}  # saved; by their checkpoint folder
+        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # these read the responses
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
-            self.reference = self.actor  # its adapter switched off: no second copy
+            self.reference = self.actor  # without its adapter
         elif KL_COEF > 0:
-            path = at / "reference" if at and (at / "reference").exists() else REFERENCE_MODEL or ACTOR_MODEL
+            path = REFERENCE_MODEL or ACTOR_MODEL
+            if reference_folder and reference_folder.exists():
+                path = reference_folder
             self.reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL", self.device)
             self.reference.requires_grad_(False)
             self.models_by_constant["REFERENCE_MODEL"] = self.reference
@@ -342,63 +386,75 @@ class GRPOTrainer:
                 self.models["reference"] = self.reference
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
-            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
+            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        weights = [REWARD_MODEL and REWARD_MODEL_WEIGHT, *(weight for *_, weight in self.reward_functions)]
-        self.distils = self.reference is not None and not any(weights) and not OVERLONG_BUFFER
-        self.run.best_by = ["minus_kl" if self.distils else "reward"]  # in evaluate()
+        self.distils = is_distillation(self)
+        if self.distils:
+            self.run.best_by = ["minus_kl"]
         self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
-        """Roll out, score, compare within groups, update. Returns the last evaluation."""
-        with self.run.session(run_summary(self.run, self.actor, self.train_rows, self.eval_rows)):
-            for _ in self.run.steps(self.evaluate):
+        """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
+        run = self.run
+        summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
+        with run.session(summary):  # lock, logs and signals; saves at the end
+            if run.needs_first_evaluation():
+                run.log_evaluation(self.evaluate())
+            while run.next_step():
                 batch = self.rollout_and_score()
                 self.compute_advantages(batch)
                 metrics = self.update(batch)
                 self.sync_reference()
+                self.plan_steps()
                 self.record(batch, metrics)
-        return self.run.evaluation
+                if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():
+                    run.log_evaluation(self.evaluate())
+                if run.is_due(SAVE_EVERY_N_STEPS):
+                    run.save()
+        return run.evaluation
 
-    def plan_steps(self, done):
-        """The run's last step, as far as is known when so many are done: RESAMPLE_FLAT_GROUPS takes prompts
-        out of the epochs. Depends on the state alone: a resumed run plans alike."""
-        per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+    def plan_steps(self):
+        """Sets the run's last step as far as it is known now: RESAMPLE_FLAT_GROUPS takes more prompts out of
+        the epochs. It depends on the state alone, so that a resumed run plans the same."""
+        prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
         count = len(self.train_rows)
-        not_begun = max(0, NUM_EPOCHS - self.state.epoch)
-        left = not_begun * math.ceil(count / per_step) + math.ceil((-self.state.cursor % count) / per_step)
-        self.run.total_steps = min(done + left, MAX_STEPS or math.inf)
+        epochs_left = max(0, NUM_EPOCHS - self.state.epoch)
+        steps_left = math.ceil((-self.state.cursor % count) / prompts_per_step)
+        steps_left += epochs_left * math.ceil(count / prompts_per_step)
+        self.run.total_steps = min(self.run.step + steps_left, MAX_STEPS or math.inf)
 
     def rollout_and_score(self):
-        """A step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups whose scores are all equal
-        make place for further prompts, so many rounds at most and while the run's epochs have prompts; the
-        share of flat groups before that is what is logged."""
+        """Returns a step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups of equal scores are
+        replaced by new prompts, at most so many times and as long as the run's epochs have prompts.
+        batch.flat_groups is the fraction of flat groups before that."""
         prompts = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         batch = self.score(self.rollout(prompts))
-        flat = flat_groups(batch.scores)
-        share = flat.float().mean().item()
+        is_flat = flat_groups(batch.scores)
+        fraction = is_flat.float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
-            if not flat.any() or self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS:
+            is_end = self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS
+            if is_end or not is_flat.any():
                 break
-            keep = (~flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
-            prompts = next_rows(self.train_rows, self.state, int(flat.sum()))
+            keep = (~is_flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
+            prompts = next_rows(self.train_rows, self.state, int(is_flat.sum()))
             batch = join_batches(batch, keep, self.score(self.rollout(prompts)))
-            flat = flat_groups(batch.scores)
-        batch.flat_groups = share
+            is_flat = flat_groups(batch.scores)
+        batch.flat_groups = fraction
         return batch
 
     def rollout(self, prompts):
-        """GROUP_SIZE sampled responses to each prompt: a batch, its tensors (prompts * GROUP_SIZE, ...)."""
+        """Samples GROUP_SIZE responses to each prompt. Returns a batch, its tensors (prompts * GROUP_SIZE,
+        ...)."""
         with self.run.timed("rollout"):
-            # drawn at once: BATCH_SIZE does not matter to it
-            uniform = torch.rand(most_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
+            # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
+            uniform = torch.rand(max_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             return converse(self.actor, self.tokenizer, prompts, uniform, GROUP_SIZE)
 
     def score(self, batch):
-        """Scores of the responses, and the reference's log-probabilities of their tokens."""
+        """Adds the scores of the responses, and the reference's log-probabilities of their tokens."""
         with self.run.timed("score"):
             batch.scores, batch.reward_parts = self.score_responses(batch)
             batch.ref_logprobs = self.reference_logprobs(batch)
@@ -406,19 +462,20 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def reference_logprobs(self, batch):
-        """Log-probabilities of the responses, (rows, R), under the reference; without one the sampler's."""
+        """Returns the log-probabilities of the responses, (rows, R), under the reference; without one the
+        sampler's."""
         if not self.reference:
             return batch.logprobs
-        with without_adapter(self.reference) if LORA_RANK else nullcontext():
-            return batch_logprobs(self.reference, batch, distribution=full_logprobs)
+        with without_adapter(self.reference):
+            return batch_logprobs(self.reference, batch, full_logprobs)
 
     def score_responses(self, batch):
-        """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
-        with what long ones cost, and the parts it left behind."""
+        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns the scores
+        (rows,), less the penalty of long responses, and its reward_parts."""
         with full_parameters(self.reward_model):
-            scores, parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
+            scores, reward_parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
         penalty = overlong_penalty(batch.response_lengths.float(), MAX_NEW_TOKENS, OVERLONG_BUFFER)
-        return scores.to(self.device) + OVERLONG_PENALTY * penalty, parts
+        return scores.to(self.device) + OVERLONG_PENALTY * penalty, reward_parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
         """Score of each response, (rows,); edit or override freely. columns: what reward functions take by
@@ -440,194 +497,224 @@ class GRPOTrainer:
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
 
     def compute_advantages(self, batch):
-        """Compare each response with its group; decide which tokens are trained."""
-        scale = "none" if LOSS_TYPE == "dr_grpo" else SCALE_REWARDS
+        """Compares each response with its group, and decides which tokens are trained. Advantages may be
+        (rows,) or, one per token, (rows, R)."""
+        scale = SCALE_REWARDS
+        if LOSS_TYPE == "dr_grpo":
+            scale = "none"
         batch.advantages = group_advantages(batch.scores, GROUP_SIZE, scale, LEAVE_ONE_OUT)
         batch.trained = batch.response_mask.clone()  # (rows, R)
         if TOP_ENTROPY_FRACTION < 1:
             ordered = batch.entropies[batch.response_mask > 0].sort().values  # quantile() takes 2**24 at most
-            least = ordered[math.ceil((1 - TOP_ENTROPY_FRACTION) * (len(ordered) - 1) - 1e-6)]
-            batch.trained *= batch.entropies >= least
+            threshold = ordered[math.ceil((1 - TOP_ENTROPY_FRACTION) * (len(ordered) - 1) - 1e-6)]
+            batch.trained *= batch.entropies >= threshold
         if MASK_TRUNCATED:
             batch.trained *= ~batch.truncated[:, None]
 
     def update(self, batch):
-        """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         run = self.run
-        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
-        for optimizer in self.optimizers.values():
-            set_learning_rate(optimizer, LEARNING_RATE * scale)
-        batch.sampled_logprobs = batch.logprobs
+        learning_rate = self.set_learning_rates()
         steps = []
         with run.timed("update"):
             for _ in range(GROUP_EPOCHS):
-                rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))
-                chunks = [to_device(chunk.tolist(), self.device) for chunk in rows.chunk(MINI_BATCHES)]
-                if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":
-                    # The sampler's differ from the update's by rounding, 1e-3 and more in the mean over a
-                    # response: beyond gspo's clip range, so a tenth of the tokens would be clipped on policy
-                    parts = [part for chunk in chunks for part in self.learning_parts(batch, chunk)]
-                    batch.logprobs = batch_logprobs(self.actor, batch, [micro for micro, _ in parts])
-                for chunk in chunks:
-                    steps.append(self.optimizer_step(batch, chunk, moved=bool(steps)))
-            check_first_ratio(steps, run.step)
+                chunks = mini_batches(len(batch.rows))
+                if LOSS_TYPE == "gspo" and DTYPE == "bfloat16" and not steps:
+                    self.score_again(batch, chunks)
+                for rows in chunks:
+                    steps.append(self.optimizer_step(batch, rows))
+        check_first_ratio(steps[0], run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
         metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
-        return {
-            **metrics,
-            "first_ratio_deviation": steps[0]["max_ratio_deviation"],
-            "learning_rate": LEARNING_RATE * scale,
-        }
+        metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
+        metrics["learning_rate"] = learning_rate
+        return metrics
 
-    def optimizer_step(self, batch, rows, moved=True):
-        """One optimizer step on `rows`, in micro-batches whose gradients add up to that of the whole; moved:
-        the policy has, since it sampled them."""
-        metrics = {}  # of the whole step; share is a micro-batch's
-        tokens = batch.response_mask[rows].sum()
-        for (micro, learn), share in summed([self.actor], self.learning_parts(batch, rows), metrics):
-            width = max_response_length(batch, micro)  # this micro-batch's alone: no normaliser
-            mask = batch.response_mask[micro, :width]
-            # For rows that do not learn the sampler's own are enough until the policy moves
-            logprobs = batch.logprobs[micro, :width]
-            entropy = batch.entropies[micro, :width]
-            if learn or moved:
-                with torch.set_grad_enabled(learn):
-                    logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
-                apart = (logprobs.detach() - batch.sampled_logprobs[micro, :width]).abs().clamp(max=20)
-                share["log_ratio"] = (apart * mask).sum()
-                share["scored"] = mask.sum()  # tokens whose log-probability was computed again
+    def set_learning_rates(self):
+        """Sets and returns this step's learning rate."""
+        run = self.run
+        steps_done = max(0, run.step - 1)
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
+        for optimizer in self.optimizers.values():
+            set_learning_rate(optimizer, LEARNING_RATE * scale)
+        return LEARNING_RATE * scale
+
+    def score_again(self, batch, chunks):
+        """Replaces the sampler's log-probabilities by the update's. In bfloat16 they differ by rounding, in
+        the mean over a response by 1e-3 and more: beyond gspo's clip range, so that a tenth of the tokens
+        would be clipped in the first update."""
+        micros = []
+        for rows in chunks:
+            micros += micro_batches(self.actor, batch, self.rows_with_gradient(batch, rows))
+
+        @torch.no_grad()
+        def compute(rows):
+            return response_logprobs(self.actor, batch, rows, TEMPERATURE)[0]
+
+        batch.sampled_logprobs = batch.logprobs
+        batch.logprobs = batch.logprobs.clone()
+        for rows, logprobs in zip(micros, map_over_ranks(micros, compute)):
+            batch.logprobs[to_device(rows, self.device), : logprobs.shape[1]] = logprobs.to(self.device)
+
+    def optimizer_step(self, batch, rows):
+        """One optimizer step on `rows`, a list. The loss is that of all these rows, however they are cut into
+        micro-batches. Returns the step's metrics."""
+        index = to_device(rows, self.device)
+        num_tokens = batch.response_mask[index].sum()
+        weights = token_weights(batch.response_mask[index], LOSS_TYPE, MAX_NEW_TOKENS) * batch.trained[index]
+        batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, index, weights)
+        rows_to_train = self.rows_with_gradient(batch, rows)
+        num_trained_tokens = batch.response_mask[to_device(rows_to_train, self.device)].sum()
+        sampled_logprobs = getattr(batch, "sampled_logprobs", batch.logprobs)
+        gradients = GradientSum([self.actor])
+        for micro in gradients.deal(micro_batches(self.actor, batch, rows_to_train)):
+            index = to_device(micro, self.device)
+            width = max_response_length(batch, micro)  # R of this micro-batch
+            mask = batch.response_mask[index, :width]
+            weights = batch.weights[index, :width]
+
+            logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
             losses, policy_losses, ratio, kl = self.token_losses(batch, micro, logprobs, entropy)
-            weights = batch.weights[micro, :width]
-            if learn:
-                backward(self.actor, (weights * losses).sum())
-            share["policy_loss"] = (weights * policy_losses).sum()
-            ratio = torch.where(mask > 0, ratio.detach(), 1)
-            advantages = batch.advantages[micro, None]
-            clipped = ratio > 1 + CLIP_RANGE_HIGH
-            if LOSS_TYPE != "cispo":
-                clipped = torch.where(advantages > 0, clipped, ratio < 1 - CLIP_RANGE)
-            clipped = (clipped & (advantages != 0)).float() * (LOSS_TYPE != "sapo")  # which clips nothing
-            approx_kl = ratio - 1 - ratio.clamp(min=2e-9).log()
-            means = {"entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": approx_kl}
-            for key, values in means.items():
-                share[key] = (values * mask).sum() / tokens
-            share["max_ratio_deviation"] = (
-                (ratio - 1).abs().max()
-            )  # of names in _max the step has the greatest
-        metrics["log_ratio"] = metrics.get("log_ratio", 0.0) / max(1, metrics.pop("scored", 1))
-        ids = [batch.rows[i]["id"] for i in listed(rows)]
-        (metrics["grad_norm"],) = clip_and_step(
-            self.optimizers.values(), metrics["policy_loss"], self.run, ids
-        )
+            gradients.backward(self.actor, (weights * losses).sum())
+
+            gradients.log_sum("policy_loss", (weights * policy_losses).sum().detach())
+            advantages = self.token_advantages(batch, micro, width)
+            stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
+            gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
+            gradients.log_means({"kl": kl, **stats}, mask, num_tokens)
+            log_ratio = (logprobs.detach() - sampled_logprobs[index, :width]).clamp(-20, 20)
+            gradients.log_means({"mean_abs_log_ratio": log_ratio.abs()}, mask, num_trained_tokens)
+        metrics = gradients.finish()
+        prompt_ids = [batch.rows[i]["id"] for i in rows]
+        norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, prompt_ids)
+        metrics["grad_norm"] = norms[0]
         return metrics
 
     def token_losses(self, batch, rows, logprobs, entropy):
-        """Loss of each token, which the step sums with batch.weights; the policy's part of it, the ratio and
-        the KL: each (rows, R). Edit or override freely: a row is left out of the backward pass only where
-        this has no gradient."""
+        """Returns four (rows, R): the loss of each token, which the step sums with batch.weights; the
+        policy's part of it; the ratio; the KL. Edit or override freely: a row is left out of the update only
+        where this loss has no gradient (see rows_with_gradient)."""
+        index = to_device(rows, self.device)
         width = logprobs.shape[1]
-        tensors = (batch.response_mask, batch.logprobs, batch.ref_logprobs)
-        mask, old_logprobs, ref_logprobs = (x[rows, :width] for x in tensors)
+        mask = batch.response_mask[index, :width]
         policy_losses, ratio = policy_loss(
             logprobs,
-            old_logprobs,
-            batch.advantages[rows, None],
+            batch.logprobs[index, :width],
+            self.token_advantages(batch, rows, width),
             mask,
             LOSS_TYPE,
             CLIP_RANGE,
             CLIP_RANGE_HIGH,
             DUAL_CLIP,
         )
-        kl = kl_loss(logprobs, ref_logprobs, KL_ESTIMATOR) if self.reference else torch.zeros_like(ratio)
-        losses = policy_losses + KL_COEF * kl
-        losses = losses - ENTROPY_COEF * entropy if ENTROPY_COEF else losses
+        losses = policy_losses
+        kl = torch.zeros_like(ratio)
+        if self.reference:
+            kl = kl_loss(logprobs, batch.ref_logprobs[index, :width], KL_ESTIMATOR)
+            losses = losses + KL_COEF * kl
+        if ENTROPY_COEF:
+            losses = losses - ENTROPY_COEF * entropy
         return losses, policy_losses, ratio, kl
 
-    def learning_parts(self, batch, rows):
-        """[(micro-batch, whether it has a gradient)] of an optimizer step on `rows`, whose tokens get their
-        weights."""
-        weights = token_weights(batch.response_mask[rows], LOSS_TYPE, MAX_NEW_TOKENS) * batch.trained[rows]
-        batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, rows, weights)
-        learns = [True] * len(rows)
-        if SKIP_FLAT_GROUPS and SHARD == "none":  # FSDP2 waits for all processes in each backward pass
+    def token_advantages(self, batch, rows, width):
+        """Returns the advantages of some rows, (rows, 1), or (rows, width) if there is one per token."""
+        advantages = batch.advantages
+        if advantages.shape not in (batch.response_mask.shape[:1], batch.response_mask.shape):
+            raise UserError(
+                f"batch.advantages has the shape {tuple(advantages.shape)}: compute_advantages() must set one per "
+                f"response, {tuple(batch.response_mask.shape[:1])}, or one per token, "
+                f"{tuple(batch.response_mask.shape)}"
+            )
+        advantages = advantages[to_device(rows, self.device)]
+        if advantages.dim() == 1:
+            return advantages[:, None]
+        return advantages[:, :width]
 
-            def loss(logprobs, entropy):
-                return (batch.weights[rows] * self.token_losses(batch, rows, logprobs, entropy)[0]).sum()
+    def rows_with_gradient(self, batch, rows):
+        """Returns those of `rows` that SKIP_FLAT_GROUPS leaves in the update: all that have a gradient, but
+        at least one row, for the metrics."""
+        if not SKIP_FLAT_GROUPS or is_sharded():
+            return rows
+        index = to_device(rows, self.device)
 
-            learns = has_gradient(loss, batch.logprobs[rows], batch.entropies[rows]).tolist()
-        parts = []
-        for learn in (True, False):
-            some = to_device([i for i, kind in zip(listed(rows), learns) if kind == learn], rows.device)
-            parts += [(micro, learn) for micro in micro_batches(self.actor, batch, some)]
-        return parts
+        def loss(logprobs, entropy):
+            return (batch.trained[index] * self.token_losses(batch, rows, logprobs, entropy)[0]).sum()
+
+        learns = has_gradient(loss, batch.logprobs[index], batch.entropies[index])
+        return [row for row, has in zip(rows, learns.tolist()) if has] or rows[:1]
 
     @torch.no_grad()
     def sync_reference(self):
-        """Move the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
-        if self.reference and REFERENCE_SYNC_STEPS and (self.run.step + 1) % REFERENCE_SYNC_STEPS == 0:
+        """Moves the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
+        if self.reference and self.run.is_due(REFERENCE_SYNC_STEPS):
             for ref, parameter in zip(self.reference.parameters(), self.actor.parameters()):
                 ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)
 
     # ------------------------------------------------------------ evaluation and what is logged
 
     def evaluate(self, prompts=None, answers=None):
-        """Metrics of greedy and sampled responses to prompts (texts or chats; default: held-out). Override to
-        add yours. The samples have their own random stream, so evaluating never changes training."""
+        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
+        ones). Override it to add yours. The samples have a random stream of their own, so that evaluating
+        never changes the training."""
         rows = self.eval_rows
         if prompts is not None:
-            rows = encode_texts(
-                prompts, answers, "evaluate", self.tokenizer, self.models_by_constant, self.run.log
-            )
+            rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
-        generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = torch.rand(most_turns(), len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
-        greedy = converse(self.actor, self.tokenizer, rows, None)
-        batch = converse(self.actor, self.tokenizer, rows, uniform, EVAL_SAMPLES)
-        metrics = {}
-        if all(row["answer"] is not None for row in rows):
-            right = self.accuracy(batch).view(-1, EVAL_SAMPLES)
-            metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
-            metrics["accuracy_sampled"] = metrics["pass@1"] = right.mean().item()
-            metrics[f"pass@{EVAL_SAMPLES}"] = right.amax(1).mean().item()
-        if self.distils:
-            kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), KL_ESTIMATOR)
-            metrics["kl"] = ((kl * batch.response_mask).sum() / batch.response_mask.sum()).item()
-            metrics["minus_kl"] = -metrics["kl"]  # best/ follows it
-        scores, parts = self.score_responses(batch)
-        return {**metrics, **response_metrics(batch, scores, parts), **turn_metrics(batch)}
+        with self.run.timed("evaluate"):
+            generator = torch.Generator().manual_seed(SEED + 1)
+            uniform = torch.rand(max_turns(), len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
+            greedy = converse(self.actor, self.tokenizer, rows, None)
+            batch = converse(self.actor, self.tokenizer, rows, uniform, EVAL_SAMPLES)
+            metrics = {}
+            if all(row["answer"] is not None for row in rows):
+                correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
+                metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
+                metrics["accuracy_sampled"] = metrics["pass@1"] = correct.mean().item()
+                metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
+            if self.distils:
+                kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), KL_ESTIMATOR)
+                metrics["kl"] = ((kl * batch.response_mask).sum() / batch.response_mask.sum()).item()
+                metrics["minus_kl"] = -metrics["kl"]
+            scores, reward_parts = self.score_responses(batch)
+        return {**metrics, **response_metrics(batch, scores, reward_parts), **turn_metrics(batch)}
 
     def accuracy(self, batch):
-        """Whether each of a batch's responses is right, (rows,), in float64."""
+        """Returns whether each response of a batch is correct, (rows,), in float64."""
         return score_over_ranks(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
-        """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
-        rows = encode_texts(
-            [prompt], None, "generate_response", self.tokenizer, self.models_by_constant, self.run.log
-        )
+        """Returns one response to a prompt, a text or a chat; greedy=False samples with the global
+        generator."""
+        rows = encode_texts(self, [prompt], None, "generate_response")
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
-        uniform = None if greedy else torch.rand(most_turns(), 1, MAX_NEW_TOKENS)
+        uniform = None if greedy else torch.rand(max_turns(), 1, MAX_NEW_TOKENS)
         return converse(self.actor, self.tokenizer, rows, uniform).responses[0]
 
     def record(self, batch, metrics):
-        """The step's metrics, a few of its responses and its line on the terminal, for the run to write."""
+        """Logs the step's metrics, some of its responses, and its line on the terminal."""
+        entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
         metrics = {
             "epoch": self.state.epoch,
             **metrics,
+            "entropy": entropy.item(),
             **response_metrics(batch, batch.scores, batch.reward_parts),
             **turn_metrics(batch),
-            "advantage": batch.advantages.abs().mean().item(),
+            "advantage_abs": batch.advantages.abs().mean().item(),
             "zero_variance_groups": batch.flat_groups,
         }
         line = (
-            "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage:.2f} "
+            "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage_abs:.2f} "
             "E:{entropy:.3f} LR:{learning_rate:.2e}"
-        ).format(epochs=NUM_EPOCHS, **metrics)
-        self.plan_steps(self.run.step + 1)
-        samples = sample_records(batch, batch.advantages)
+        )
+        line = line.format(epochs=NUM_EPOCHS, **metrics)
+        advantages = batch.advantages
+        if advantages.dim() == 2:
+            advantages = (advantages * batch.response_mask).sum(1) / batch.response_mask.sum(1)
+        responses = batch.columns.get("turns", batch.responses)
+        samples = sample_records(batch, responses, advantages)
         self.run.log_step(metrics, int(batch.response_mask.sum()), samples, line)
 
 
@@ -2810,7 +2897,7 @@ class Run:
         except Exception as error:
             raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
         for key, value in run_fingerprint().items():
-            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR"):
+            if before.get(key) != value and key not in _MAY_CHANGE:
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
@@ -3003,7 +3090,7 @@ def check_constants():
 # ---------------------------------------------------------------- turns
 
 
-def most_turns():
+def max_turns():
     """How many turns of the policy an episode may have."""
     return MAX_TURNS if ENVIRONMENT else 1
 
@@ -3011,7 +3098,7 @@ def most_turns():
 def converse(model, tokenizer, rows, uniform, group_size=1):
     """group_size responses to each row's prompt. With an ENVIRONMENT a response holds every turn: what the
     policy sampled as it was sampled, where response_mask is 1, and after each turn but the last what the
-    environment said. uniform (most_turns(), rows * group_size, MAX_NEW_TOKENS); None is greedy.
+    environment said. uniform (max_turns(), rows * group_size, MAX_NEW_TOKENS); None is greedy.
 
     Returns a batch as respond() does, and its rows. A response is the text of its last turn, columns["turns"]
     has all; it is truncated if that turn was, or if the environment's answer did not fit."""
@@ -3026,7 +3113,7 @@ def converse(model, tokenizer, rows, uniform, group_size=1):
     ]
     add_turn(episodes, batch, tokenizer)
     going_on = episodes
-    for turn in range(1, most_turns()):
+    for turn in range(1, max_turns()):
         going_on = ask_environment(going_on, model, tokenizer)
         if not going_on:
             break
@@ -3193,15 +3280,34 @@ def check_choices(trainer):
 
 
 def has_gradient(loss, logprobs, entropy):
-    """Which rows have a gradient, (rows,) of bool: loss(logprobs, entropy), both (rows, R), is asked itself,
-    at the policy that sampled and to either side of it, so that any term of it counts, clipped or not."""
-    found = 0
-    for offset in (-0.01, 0.0, 0.01):
-        at = (logprobs + offset).detach().requires_grad_(), entropy.detach().clone().requires_grad_()
+    """Returns which rows have a gradient, (rows,) of bool. loss(logprobs, entropy), both (rows, R), is
+    computed at the policy that sampled and at others around it, so that every term of it counts, clipped or
+    not."""
+    has = torch.zeros(len(logprobs), dtype=torch.bool, device=logprobs.device)
+    for offset in (-3.0, -0.3, -0.01, 0.0, 0.01, 0.3, 3.0):
+        moved_logprobs = (logprobs + offset).detach().requires_grad_()
+        moved_entropy = (entropy * math.exp(-abs(offset))).detach().requires_grad_()
         with torch.enable_grad():
-            gradients = torch.autograd.grad(loss(*at), at, allow_unused=True)
-        found += sum((gradient != 0).sum(1) for gradient in gradients if gradient is not None)
-    return found > 0
+            total = loss(moved_logprobs, moved_entropy)
+            gradients = torch.autograd.grad(total, (moved_logprobs, moved_entropy), allow_unused=True)
+        for gradient in gradients:
+            if gradient is not None:
+                has |= (gradient != 0).any(1)
+    return has
+
+
+def is_distillation(trainer):
+    """Returns whether only the KL to a reference trains: every weight of a reward is 0, and neither
+    compute_rewards() nor compute_advantages() is overridden."""
+    weights = [weight for *_, weight in trainer.reward_functions]
+    if REWARD_MODEL:
+        weights.append(REWARD_MODEL_WEIGHT)
+    if OVERLONG_BUFFER:
+        weights.append(OVERLONG_PENALTY)
+    for name in ("compute_rewards", "compute_advantages"):
+        if getattr(type(trainer), name) is not getattr(GRPOTrainer, name):
+            return False
+    return trainer.reference is not None and not any(weights)
 
 
 def flat_groups(scores):

@@ -225,6 +225,7 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants w
 }
 
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
+_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS")  # a resumed run does not report these
 
 # ================================================================ the maths of PPO
 
@@ -2809,7 +2810,7 @@ class Run:
         except Exception as error:
             raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
         for key, value in run_fingerprint().items():
-            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR"):
+            if before.get(key) != value and key not in _MAY_CHANGE:
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):

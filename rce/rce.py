@@ -127,9 +127,9 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; of the hub also "name" and
-# "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The input is a
-# text or a list of chat messages
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; of the hub also "name"
+# and "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The
+# input is a text or a list of chat messages
 TRAIN_DATASETS = [
     {"path": f"{ROOT}/data/tiny/train.jsonl", "type": "jsonl", "input": "problem", "output": "solution"},
     {"path": f"{ROOT}/data/tiny/train.parquet", "type": "parquet", "input": "problem", "output": "solution"},
@@ -174,7 +174,8 @@ TEMPERATURE = 1.0  # > 0; of the policy that is trained and evaluated and whose 
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 
 # Training
-BATCH_SIZE = 32  # prompts in memory at a time, with GROUP_SIZE candidates each
+BATCH_SIZE = 32  # prompts scored at a time
+MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
 GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step = BATCH_SIZE * this
 TAU = 0.1  # > 0; small: only the best candidates, large: all alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
@@ -204,6 +205,18 @@ OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
 SEED = 1
 USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
+# Panels of rce_metrics_with_entropy.png: (label, metrics); training_metrics_detailed.png shows every metric
+PLOT_PANELS = [
+    ("accuracy", ["accuracy_sampled", "accuracy_greedy", "pass@k"]),
+    ("pick_accuracy", ["pick_accuracy"]),
+    ("entropy", ["entropy"]),
+    ("policy_loss", ["policy_loss"]),
+    ("grad_norm", ["grad_norm"]),
+    ("effective_candidates", ["effective_candidates"]),
+    ("weight_on_best", ["weight_on_best"]),
+    ("reward", ["reward"]),
+    ("response_length", ["response_length"]),
+]
 
 # Processes: torchrun --nproc_per_node=2 rce/rce.py
 DETERMINISTIC_GRADIENTS = (
@@ -212,7 +225,7 @@ DETERMINISTIC_GRADIENTS = (
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # least and greatest value, where a wrong one would not show; the words that a constant takes
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS": (1, 1e12),
@@ -237,6 +250,9 @@ _VALID_RANGES = {  # least and greatest value, where a wrong one would not show;
         "hybrid",
     ],
 }
+_RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
+_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS", "STAGE")  # a resumed run does not report these
+
 # ================================================================ the maths of RCE
 
 
@@ -282,20 +298,19 @@ class RCETrainer:
             raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
         self.rounds = 1 if STAGE == "train" else ROUNDS
         self.device = find_device()
-        # What a new start moves aside; STAGE=train starts from candidates, it does not make them
-        made = () if STAGE == "train" else ("candidates_*",)
-        best_by = ("pick_accuracy", "reward")
-        self.run = Run("rce", resume_from_checkpoint, self.device, made, best_by, later_of_equal=True)
+        self.run = Run("rce", resume_from_checkpoint, self.device)
+        self.run.best_by = ["pick_accuracy", "reward"]
+        if STAGE != "train":  # which starts from candidates and does not make them
+            self.run.old_files.append("candidates_*")
         name = "/".join(Path(ACTOR_MODEL).parts[-2:])
         self.run.title = f"RCE ({REWARD_MODE}, tau {TAU:g}), {name}, seed {SEED}"
-        # Drawn in rce_metrics_with_entropy.png, (label, metrics); training_metrics_detailed.png has them all
-        names = "pick_accuracy entropy policy_loss grad_norm effective_candidates weight_on_best reward"
-        self.run.panels = [("accuracy", ["accuracy_sampled", "accuracy_greedy", f"pass@{EVAL_SAMPLES}"])]
-        self.run.panels += [(name, [name]) for name in f"{names} response_length".split()]
+        pass_at_k = f"pass@{EVAL_SAMPLES}"
+        for label, keys in PLOT_PANELS:
+            self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
+        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.load_models()
-        readers = self.tokenizer, self.models_by_constant, self.run.log
-        self.train_rows = load_prompts(TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS, *readers)
-        self.eval_rows = load_prompts(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS, *readers)
+        self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
+        self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
         check_models(self.models_by_constant, self.train_rows, self.pad_id)
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
@@ -319,11 +334,13 @@ class RCETrainer:
         self.plan_steps()
 
     def load_models(self):
-        """The actor comes from the checkpoint when there is one."""
-        at = self.run.checkpoint
+        """The actor comes from the checkpoint if there is one."""
+        policy_folder = None
+        if self.run.checkpoint:
+            policy_folder = self.run.checkpoint / "policy"
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(
-            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, at and at / "policy"
+            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, policy_folder
         )
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.eos_ids = ids_of_ends(self.actor, self.tokenizer)
@@ -331,7 +348,7 @@ class RCETrainer:
         self.models_by_constant = {"ACTOR_MODEL": self.actor}  # what reads responses, by its constant
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
-            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: give at least one of them")
+            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
         self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
@@ -340,23 +357,33 @@ class RCETrainer:
 
     def train(self):
         """Each round: mine, check up, train. Returns the last evaluation."""
-        with self.run.session(run_summary(self.run, self.actor, self.train_rows, self.eval_rows)):
-            if self.run.checkpoint and rank() == 0:  # perhaps an earlier one: its future is given up
-                archive_old_run(candidates_after(self.state.round), OUTPUT_DIR, self.run.log)
-            self.run.save()  # what the first round mines from
-            while self.state.round <= self.rounds and self.run.should_continue():
-                if not self.prepare_round() or STAGE == "mine":
-                    break
-                for _ in self.run.steps(self.measure, until=self.round_end):
-                    batch = self.next_batch()
-                    metrics = self.update(batch)
-                    self.record(batch, metrics)
-                if self.run.step >= self.round_end:
-                    self.end_round()
-            if STAGE == "mine":
-                mined = candidates_path(min(self.state.round, self.rounds))
-                self.run.last_word = f"Mined: {mined}; STAGE=train trains on it"
-        return self.run.evaluation
+        run = self.run
+        summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
+        with run.session(summary):  # lock, logs and signals; saves at the end
+            if run.checkpoint and rank() == 0:  # candidates of rounds after this checkpoint were given up
+                archive_old_run(candidates_after(self.state.round), OUTPUT_DIR, run.log)
+            run.save()  # the first round mines from it
+            for _ in range(self.state.round, self.rounds + 1):
+                if not run.is_over() and self.prepare_round() and STAGE != "mine":
+                    self.train_round()
+        return run.evaluation
+
+    def train_round(self):
+        """Trains on this round's candidates until the round's last step."""
+        run = self.run
+        if run.needs_first_evaluation():
+            run.log_evaluation(self.measure())
+        while run.step < self.round_end and run.next_step():
+            batch = self.next_batch()
+            metrics = self.update(batch)
+            self.record(batch, metrics)
+            is_end = run.step == self.round_end or run.is_last_step()
+            if run.is_due(EVAL_EVERY_N_STEPS) or is_end:
+                run.log_evaluation(self.measure())
+            if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.round_end:
+                run.save()
+        if run.step >= self.round_end:
+            self.end_round()
 
     def prepare_round(self):
         """Candidates of this round, mined or given; when they are new, their check-up; then what can be
@@ -405,7 +432,7 @@ class RCETrainer:
     def next_batch(self):
         """The next prompts' candidates with their weights; those that weigh nothing are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
-        tau = tau_at(self.run.step, self.run.total_steps)
+        tau = tau_at(self.run.step - 1, self.run.total_steps)
         weights = [rce_weights(row["rewards"], tau, WEIGHT_REWARDS) for row in chosen]
         parts = []  # (row, candidate, reward, weight)
         for row, own in zip(chosen, weights):
@@ -426,26 +453,34 @@ class RCETrainer:
         return batch
 
     def update(self, batch):
-        """One optimizer step on the batch, in micro-batches whose gradients add up to that of the whole."""
+        """Makes one optimizer step on the batch. Returns its metrics."""
         run = self.run
-        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
+        learning_rate = self.set_learning_rates()
+        num_tokens = batch.response_mask.sum()
+        with run.timed("update"):
+            gradients = GradientSum([self.actor])
+            for rows in gradients.deal(micro_batches(self.actor, batch)):
+                index = to_device(rows, self.device)
+                mask = batch.response_mask[index, : max_response_length(batch, rows)]
+                logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE, full_logprobs)
+                loss = rce_loss(logprobs, mask, batch.weights[index], batch.prompts, LENGTH_NORMALISE)
+                gradients.backward(self.actor, loss)
+                gradients.log_sum("policy_loss", loss.detach())
+                gradients.log_means({"entropy": entropy}, mask, num_tokens)
+            metrics = gradients.finish()
+            prompt_ids = [row["id"] for row in batch.rows]
+            norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], run, prompt_ids)
+        return {**metrics, "grad_norm": norms[0], "learning_rate": learning_rate}
+
+    def set_learning_rates(self):
+        """Sets and returns this step's learning rate."""
+        run = self.run
+        steps_done = max(0, run.step - 1)
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         for optimizer in self.optimizers.values():
             set_learning_rate(optimizer, LEARNING_RATE * scale)
-        metrics = {}  # of the whole step; share is a micro-batch's
-        tokens = batch.response_mask.sum()
-        micros = micro_batches(self.actor, batch)
-        with run.timed("update"):
-            for rows, share in summed([self.actor], micros, metrics):
-                mask = batch.response_mask[rows, : max_response_length(batch, rows)]
-                logprobs, entropy = response_logprobs(self.actor, batch, rows, TEMPERATURE)
-                loss = rce_loss(logprobs, mask, batch.weights[rows], batch.prompts, LENGTH_NORMALISE)
-                backward(self.actor, loss)
-                share["policy_loss"] = loss
-                share["entropy"] = (entropy * mask).sum() / tokens
-            ids = [row["id"] for row in batch.rows]
-            norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], run, ids)
-        return {**metrics, "grad_norm": norms[0], "learning_rate": LEARNING_RATE * scale}
+        return LEARNING_RATE * scale
 
     # ------------------------------------------------------------ rounds
 
@@ -570,7 +605,7 @@ class RCETrainer:
 
     def token_logprobs(self, prompts, responses):
         """Log-probabilities of the responses' tokens under the policy, (rows, R), 0 after each end."""
-        return batch_logprobs(self.actor, make_batch(prompts, responses, self.device)).cpu()
+        return batch_logprobs(self.actor, make_batch(prompts, responses, self.device), full_logprobs).cpu()
 
     def sequence_logprobs(self, prompts, responses):
         return self.token_logprobs(prompts, responses).double().sum(1).tolist()
@@ -688,26 +723,25 @@ class RCETrainer:
         add yours. The samples have their own random stream, so evaluating never changes training."""
         rows = self.eval_rows
         if prompts is not None:
-            rows = encode_texts(
-                prompts, answers, "evaluate", self.tokenizer, self.models_by_constant, self.run.log
-            )
+            rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
-        ids = [row["ids"] for row in rows]
-        generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
-        greedy = respond(self.actor, self.tokenizer, ids, None)
-        batch = respond(self.actor, self.tokenizer, ids, uniform, EVAL_SAMPLES)
-        greedy.rows = rows
-        batch.rows = [row for row in rows for _ in range(EVAL_SAMPLES)]
-        metrics = {}
-        if all(row["answer"] is not None for row in rows):
-            right = self.accuracy(batch).view(-1, EVAL_SAMPLES)
-            metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
-            metrics["accuracy_sampled"] = metrics["pass@1"] = right.mean().item()
-            metrics[f"pass@{EVAL_SAMPLES}"] = right.amax(1).mean().item()
-        scores, parts = self.score_responses(batch)
-        return {**metrics, **response_metrics(batch, scores, parts)}
+        with self.run.timed("evaluate"):
+            ids = [row["ids"] for row in rows]
+            generator = torch.Generator().manual_seed(SEED + 1)
+            uniform = torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
+            greedy = respond(self.actor, self.tokenizer, ids, None)
+            batch = respond(self.actor, self.tokenizer, ids, uniform, EVAL_SAMPLES)
+            greedy.rows = rows
+            batch.rows = [row for row in rows for _ in range(EVAL_SAMPLES)]
+            metrics = {}
+            if all(row["answer"] is not None for row in rows):
+                correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
+                metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
+                metrics["accuracy_sampled"] = metrics["pass@1"] = correct.mean().item()
+                metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
+            scores, reward_parts = self.score_responses(batch)
+        return {**metrics, **response_metrics(batch, scores, reward_parts)}
 
     def accuracy(self, batch):
         """Whether each of a batch's responses is right, (rows,), in float64."""
@@ -715,9 +749,7 @@ class RCETrainer:
 
     def generate_response(self, prompt, greedy=True):
         """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
-        rows = encode_texts(
-            [prompt], None, "generate_response", self.tokenizer, self.models_by_constant, self.run.log
-        )
+        rows = encode_texts(self, [prompt], None, "generate_response")
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
         uniform = None if greedy else torch.rand(1, MAX_NEW_TOKENS)
@@ -1472,15 +1504,6 @@ def set_learning_rate(optimizer, learning_rate):
         group["lr"] = learning_rate * group["lr_multiplier"]
 
 
-def mini_batches(num_rows):
-    """Returns the rows of each optimizer step of a pass, lists. With a single one their order does not
-    matter."""
-    order = torch.arange(num_rows)
-    if MINI_BATCHES > 1:
-        order = torch.randperm(num_rows)
-    return [chunk.tolist() for chunk in order.chunk(MINI_BATCHES)]
-
-
 class GradientSum:
     """Adds up the gradients of one optimizer step over its micro-batches and over the processes.
 
@@ -1560,10 +1583,6 @@ class GradientSum:
 
     def log_sum(self, name, value):
         """Logs a number that adds up over the micro-batches."""
-        self.rounds[-1][name] = value
-
-    def log_max(self, name, value):
-        """Logs a number of which the step's is the greatest; its name begins with max_."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1822,7 +1841,8 @@ def ids_of_ends(model, tokenizer):
     return to_device(sorted({tokenizer.eos_token_id, *ends} - {None}), model.device)
 
 
-def respond(model, tokenizer, prompts, uniform, group_size=1):
+# differs: mining samples at several temperatures
+def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
     """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
     make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
@@ -1838,7 +1858,14 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
             chunk_uniform = to_device(uniform[rows], model.device)
         with autocast(model):
             return generate(
-                model, chunk, chunk_uniform, group_size, MAX_NEW_TOKENS, TEMPERATURE, eos_ids, pad_id
+                model,
+                chunk,
+                chunk_uniform,
+                group_size,
+                MAX_NEW_TOKENS,
+                temperature or TEMPERATURE,
+                eos_ids,
+                pad_id,
             )
 
     with full_parameters(model):
@@ -2770,8 +2797,9 @@ class Run:
             self.best_value = value
             self.save_best(metrics)
 
+    # differs: of equal values the later policy is kept
     def is_best(self, value):
-        return value > self.best_value
+        return value >= self.best_value
 
     def write_metrics(self, phase, metrics):
         finite = {
@@ -2817,9 +2845,12 @@ class Run:
         draw_plot(records, detailed, f"{self.title}: every metric", all_panels)
         draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
 
+    # differs: mining trains no policy
     def final_message(self):
         if self.stop_signal:
             return f"Stopped at step {self.step}: start it again to continue"
+        if STAGE == "mine":
+            return f"Mined: {candidates_path(min(self.state.round, ROUNDS))}; STAGE=train trains on it"
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
@@ -2895,7 +2926,7 @@ class Run:
         except Exception as error:
             raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
         for key, value in run_fingerprint().items():
-            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR"):
+            if before.get(key) != value and key not in _MAY_CHANGE:
                 self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
@@ -3157,7 +3188,6 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     records = []
-    Run.doing = "mine"
     started = time.perf_counter()
     for i in range(0, len(rows), size * world_size()):
         done = min(i + size * world_size(), len(rows))
