@@ -51,7 +51,7 @@ def flat_weights(model):
 
 
 def every_row(batch):
-    return torch.arange(len(batch.rows))
+    return list(range(len(batch.rows)))
 
 
 def gradient(trainer, batch):

@@ -786,7 +786,7 @@ def test_samples_and_metrics_of_a_step_are_those_of_its_rows(ppo, tmp_path):
     assert max(part) > 1.01 * sum(part) / 10
     assert record["reward/size"] == pytest.approx(sum(part) / 10, rel=1e-6)
     assert record["reward"] == pytest.approx(sum(batch.scores.tolist()) / 10, rel=1e-6)
-    assert record["advantage"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-4)
+    assert record["advantage_mean"] == pytest.approx(sum(tokens(raw)) / sum(lengths), rel=1e-4, abs=1e-4)
     explained = 1 - variance(left) / variance(tokens(returns))
     assert record["explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-3)
     assert record["response_length"] == pytest.approx(sum(lengths) / 10)
@@ -1137,7 +1137,7 @@ def algorithm_of(path):
 
 
 def test_no_constant_of_the_algorithm_was_forgotten():
-    elsewhere = {"REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE"}  # test_safety.py, test_run.py
+    elsewhere = {"MICRO_BATCH_ROWS", "REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE"}  # test_safety.py, test_run.py
     assert algorithm_of("ppo/ppo.py") - elsewhere <= CONSTANTS.keys()
 
 
