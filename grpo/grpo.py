@@ -289,7 +289,7 @@ def policy_loss(
     logprobs, old_logprobs, advantages, mask, loss_type, clip_range, clip_range_high, dual_clip=None
 ):
     """Loss of each token and the ratio it saw, (rows, R), by the table above; advantages (rows, 1)."""
-    log_ratio = (logprobs - old_logprobs) * mask
+    log_ratio = ((logprobs - old_logprobs) * mask).clamp(max=80)  # inf would give 0 * inf = NaN if clipped
     if loss_type == "gspo":
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = mean.expand_as(mask)
@@ -401,11 +401,14 @@ class GRPOTrainer:
         run = self.run
         summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
         with run.session(summary):  # lock, logs and signals; saves at the end
+            if self.distils:
+                run.log("Only the KL to REFERENCE_MODEL trains (distillation): best/ follows minus_kl")
             if run.needs_first_evaluation():
                 run.log_evaluation(self.evaluate())
             while run.next_step():
                 batch = self.rollout_and_score()
                 self.compute_advantages(batch)
+                self.select_tokens(batch)
                 metrics = self.update(batch)
                 self.sync_reference()
                 self.plan_steps()
@@ -497,13 +500,15 @@ class GRPOTrainer:
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
 
     def compute_advantages(self, batch):
-        """Compares each response with its group, and decides which tokens are trained. Advantages may be
-        (rows,) or, one per token, (rows, R)."""
+        """Compares each response with its group. Advantages are (rows,) or, one per token, (rows, R)."""
         scale = SCALE_REWARDS
         if LOSS_TYPE == "dr_grpo":
             scale = "none"
         batch.advantages = group_advantages(batch.scores, GROUP_SIZE, scale, LEAVE_ONE_OUT)
-        batch.trained = batch.response_mask.clone()  # (rows, R)
+
+    def select_tokens(self, batch):
+        """Decides which tokens are trained, (rows, R)."""
+        batch.trained = batch.response_mask.clone()
         if TOP_ENTROPY_FRACTION < 1:
             ordered = batch.entropies[batch.response_mask > 0].sort().values  # quantile() takes 2**24 at most
             threshold = ordered[math.ceil((1 - TOP_ENTROPY_FRACTION) * (len(ordered) - 1) - 1e-6)]
@@ -1609,6 +1614,7 @@ def load_rows(datasets, constant, limit=None):
     """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
     "columns": the whole record}."""
     known = {"path", "type", "input", "output", "name", "split"}
+    file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= spec.keys() <= known:
@@ -1622,8 +1628,12 @@ def load_rows(datasets, constant, limit=None):
             answer = None
             if spec.get("output"):
                 answer = read_answer(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")
-            row_id = f"{Path(spec['path']).name}:{number}"
-            rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
+            file_name = Path(spec["path"]).name
+            if file_names[file_name] > 1:
+                file_name = spec["path"]
+            rows.append(
+                {"id": f"{file_name}:{number}", "answer": answer, "columns": record, "prompt": prompt}
+            )
         if len(rows) == count_before:
             raise UserError(f"{constant}: {spec['path']}: the data set is empty")
     empty = {name: None for row in rows for name in row["columns"]}  # all rows have the same columns
@@ -3264,7 +3274,20 @@ def turn_metrics(batch):
 
 
 def check_choices(trainer):
-    """Refuse constants that contradict each other."""
+    """Refuses constants that contradict each other."""
+    if REFERENCE_MODEL and KL_COEF == 0:
+        raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used while KL_COEF = 0: set KL_COEF")
+    if LOSS_TYPE == "dr_grpo" and SCALE_REWARDS == "batch":
+        raise UserError("SCALE_REWARDS = 'batch' is not used by LOSS_TYPE = 'dr_grpo': set it to 'none'")
+    if LOSS_TYPE == "gspo" and CLIP_RANGE > 0.01:
+        trainer.run.log(
+            f"LOSS_TYPE = 'gspo' with CLIP_RANGE = {CLIP_RANGE}: its paper takes 3e-4 and 4e-4 (HIGH)"
+        )
+    if trainer.distils and GROUP_EPOCHS * MINI_BATCHES > 1:
+        raise UserError(
+            f"GROUP_EPOCHS = {GROUP_EPOCHS}, MINI_BATCHES = {MINI_BATCHES}: distillation makes one update per "
+            "step, because the KL's gradient has no ratio: set both to 1"
+        )
     if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:
         why = f"does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
         raise UserError(f"DUAL_CLIP = {DUAL_CLIP} {why}")

@@ -278,7 +278,7 @@ def gae(token_rewards, values, mask, gamma, lam):
 def policy_loss(logprobs, old_logprobs, advantages, clip_range, clip_range_high, dual_clip=None):
     """Returns the clipped surrogate loss of each token, (rows, R): 1707.06347, equation 7; dual_clip:
     1912.09729."""
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()  # inf would give 0 * inf = NaN where it is clipped
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
@@ -330,6 +330,10 @@ class PPOTrainer:
         check_constants()
         if KL_TARGET and KL_COEF == 0:
             raise UserError(f"KL_TARGET = {KL_TARGET} needs a KL_COEF to start from, such as 0.01")
+        if REFERENCE_MODEL and KL_COEF == 0:
+            raise UserError(
+                f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used while KL_COEF = 0: set KL_COEF"
+            )
         self.device = find_device()
         self.run = Run("ppo", resume_from_checkpoint, self.device)
         self.run.title = f"PPO, {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
@@ -509,19 +513,29 @@ class PPOTrainer:
         steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        learning_rate = LEARNING_RATE * scale
-        if steps_done < CRITIC_WARMUP_STEPS:
-            learning_rate = 0.0
+        learning_rate = 0.0
+        if not self.trains_critic_alone():  # the actor's warm-up begins after the critic's
+            first = CRITIC_WARMUP_STEPS
+            learning_rate = LEARNING_RATE * learning_rate_scale(
+                steps_done - first, run.total_steps - first, WARMUP_STEPS, schedule, run.halvings
+            )
         set_learning_rate(self.optimizers["policy"], learning_rate)
         set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)
         return learning_rate
+
+    def trains_critic_alone(self):
+        """Returns whether this is one of the first CRITIC_WARMUP_STEPS: actor and KL coefficient stay."""
+        steps_done = max(0, self.run.step - 1)
+        return steps_done < CRITIC_WARMUP_STEPS
 
     def optimizer_step(self, batch, rows):
         """One step of both optimizers on `rows`, a list. The loss is the mean over all their response tokens,
         however they are cut into micro-batches. Returns the step's metrics."""
         num_tokens = batch.response_mask[to_device(rows, self.device)].sum()
         clip_range_high = CLIP_RANGE_HIGH or CLIP_RANGE
-        gradients = GradientSum([self.actor, self.critic])
+        trained = ["critic"] if self.trains_critic_alone() else ["policy", "critic"]
+        trains_actor = "policy" in trained
+        gradients = GradientSum([self.models[name] for name in trained])
         for micro in gradients.deal(micro_batches(self.actor, batch, rows)):
             index = to_device(micro, self.device)
             width = max_response_length(batch, micro)  # R of this micro-batch
@@ -531,14 +545,16 @@ class PPOTrainer:
             old_values = batch.values[index, :width]
             returns = batch.returns[index, :width]
 
-            logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
+            with torch.set_grad_enabled(trains_actor):
+                logprobs, entropy = response_logprobs(self.actor, batch, micro, TEMPERATURE)
             policy_losses = policy_loss(
                 logprobs, old_logprobs, advantages, CLIP_RANGE, clip_range_high, DUAL_CLIP
             )
             actor_losses = policy_losses
             if ENTROPY_COEF:
                 actor_losses = policy_losses - ENTROPY_COEF * entropy
-            gradients.backward(self.actor, (actor_losses * mask).sum() / num_tokens)
+            if trains_actor:
+                gradients.backward(self.actor, (actor_losses * mask).sum() / num_tokens)
 
             values = response_values(self.critic, batch, micro)
             value_losses = value_loss(values, old_values, returns, VALUE_CLIP_RANGE)
@@ -551,13 +567,15 @@ class PPOTrainer:
         metrics = gradients.finish()
         loss = metrics["policy_loss"] + metrics["value_loss"]
         prompt_ids = [batch.rows[i]["id"] for i in rows]
-        norms = clip_and_step(self.optimizers.values(), loss, self.run, prompt_ids)
-        metrics["grad_norm"], metrics["critic_grad_norm"] = norms
+        optimizers = [self.optimizers[name] for name in trained]
+        norms = dict(zip(trained, clip_and_step(optimizers, loss, self.run, prompt_ids)))
+        metrics["grad_norm"] = norms.get("policy", 0.0)
+        metrics["critic_grad_norm"] = norms["critic"]
         return metrics
 
     def adapt_kl(self, kl, num_responses):
         """Moves the KL coefficient towards KL_TARGET; without a target it is constant."""
-        if self.reference and KL_TARGET and math.isfinite(kl):
+        if self.reference and KL_TARGET and math.isfinite(kl) and not self.trains_critic_alone():
             self.state.kl_coef = adapt_kl_coef(self.state.kl_coef, kl, KL_TARGET, num_responses, KL_HORIZON)
 
     # ------------------------------------------------------------ evaluation and what is logged
@@ -1522,6 +1540,7 @@ def load_rows(datasets, constant, limit=None):
     """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
     "columns": the whole record}."""
     known = {"path", "type", "input", "output", "name", "split"}
+    file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= spec.keys() <= known:
@@ -1535,8 +1554,12 @@ def load_rows(datasets, constant, limit=None):
             answer = None
             if spec.get("output"):
                 answer = read_answer(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")
-            row_id = f"{Path(spec['path']).name}:{number}"
-            rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
+            file_name = Path(spec["path"]).name
+            if file_names[file_name] > 1:
+                file_name = spec["path"]
+            rows.append(
+                {"id": f"{file_name}:{number}", "answer": answer, "columns": record, "prompt": prompt}
+            )
         if len(rows) == count_before:
             raise UserError(f"{constant}: {spec['path']}: the data set is empty")
     empty = {name: None for row in rows for name in row["columns"]}  # all rows have the same columns

@@ -1654,6 +1654,7 @@ def load_rows(datasets, constant, limit=None):
     """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
     "columns": the whole record}."""
     known = {"path", "type", "input", "output", "name", "split"}
+    file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
     rows = []
     for spec in datasets:
         if not {"path", "type", "input"} <= spec.keys() <= known:
@@ -1667,8 +1668,12 @@ def load_rows(datasets, constant, limit=None):
             answer = None
             if spec.get("output"):
                 answer = read_answer(look_up(record, spec["output"], where), f"{where}: {spec['output']!r}")
-            row_id = f"{Path(spec['path']).name}:{number}"
-            rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
+            file_name = Path(spec["path"]).name
+            if file_names[file_name] > 1:
+                file_name = spec["path"]
+            rows.append(
+                {"id": f"{file_name}:{number}", "answer": answer, "columns": record, "prompt": prompt}
+            )
         if len(rows) == count_before:
             raise UserError(f"{constant}: {spec['path']}: the data set is empty")
     empty = {name: None for row in rows for name in row["columns"]}  # all rows have the same columns
