@@ -54,10 +54,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -1717,6 +1719,8 @@ def encode(trainer, rows, constant):
 def encode_texts(trainer, prompts, answers, where):
     """Returns rows of texts or chats that a caller gives; see encode()."""
     answers = answers or [None] * len(prompts)
+    if len(answers) != len(prompts):
+        raise UserError(f"{where} got {len(prompts)} prompts and {len(answers)} answers: give one per prompt")
     rows = []
     for prompt, answer in zip(prompts, answers):
         rows.append({"prompt": read_prompt(prompt, where), "answer": answer, "columns": {}})
@@ -2034,6 +2038,9 @@ def read_records(spec, where):
             text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
             # strict: otherwise an unclosed quote swallows the rest of the file
             reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+            for name in reader.fieldnames or []:
+                if name and reader.fieldnames.count(name) > 1:
+                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -2152,6 +2159,8 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
         raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
     try:
         values = function(prompts, responses, answers, **named)
+        if isinstance(values, Iterator):  # a generator
+            values = list(values)
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
             raise UserError(str(error)) from None  # it says what its data must have
@@ -2175,27 +2184,51 @@ def is_list_of_lists(values, count):
 
 def check_scores(name, values, count, each="response"):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
+    if inspect.isawaitable(values) or inspect.isasyncgen(values):
+        if inspect.iscoroutine(values):
+            values.close()  # otherwise Python warns that it was never awaited
+        raise UserError(
+            f"{name} is async: make it a plain function; rewards.threaded() makes many calls at a time"
+        )
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        scores = torch.tensor(torch.nan)
-    if scores.shape != (count,) or not scores.isfinite().all():
+        returned = repr(values)[:80]
+        if isinstance(values, (list, tuple)):
+            returned += f", a {type(values).__name__} of {len(values)} values"
+        returned += ", which cannot be read as numbers"
+    else:
+        if scores.shape == (count,) and scores.isfinite().all():
+            return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-        raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
-    return scores
+    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
+
+
+def reward_chunks(rows):
+    """Returns slices of the rows, one for each call of a reward function, with at most BATCH_SIZE *
+    GROUP_SIZE rows. Responses to one prompt, which are neighbours and share one row object, stay together
+    even where they are more: a reward function may compare them."""
+    size = BATCH_SIZE * GROUP_SIZE
+    group_starts = [i for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
+    chunks = []
+    start = 0
+    for group_start, group_end in zip(group_starts, [*group_starts[1:], len(rows)]):
+        if group_end - start > size and group_start > start:
+            chunks.append(slice(start, group_start))
+            start = group_start
+    chunks.append(slice(start, len(rows)))
+    return chunks
 
 
 def score_over_ranks(trainer, name, function, batch, width=None):
-    """Calls a reward function with the responses of BATCH_SIZE prompts at a time; the processes share the
-    calls. Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
-    size = BATCH_SIZE * GROUP_SIZE
+    """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
+    Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
 
-    def score_chunk(first):
-        chunk = slice(first, first + size)
+    def score_chunk(chunk):
         rows = [copy.deepcopy(row) for row in batch.rows[chunk]]  # a judge may append to its messages
         prompts = [row["prompt"] for row in rows]
         answers = [row["answer"] for row in rows]
-        columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+        columns = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"]}
         for column, values in batch.columns.items():
             columns[column] = copy.deepcopy(values[chunk])
         trainer.reward_parts = {}
@@ -2206,9 +2239,14 @@ def score_over_ranks(trainer, name, function, batch, width=None):
             reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))
         return scores, reward_parts
 
-    scores, reward_parts = zip(*map_over_ranks(range(0, len(batch.rows), size), score_chunk))
-    names = reward_parts[0] | reward_parts[-1]
-    return torch.cat(scores), {name: torch.cat([chunk[name] for chunk in reward_parts]) for name in names}
+    scores, chunk_parts = zip(*map_over_ranks(reward_chunks(batch.rows), score_chunk))
+    for reward_parts in chunk_parts:
+        if different := reward_parts.keys() ^ chunk_parts[0].keys():
+            part = sorted(different)[0]
+            raise UserError(f"{name} sets reward_parts[{part!r}] in some calls only: set it in every call")
+    return torch.cat(scores), {
+        part: torch.cat([parts[part] for parts in chunk_parts]) for part in chunk_parts[0]
+    }
 
 
 # ---------------------------------------------------------------- processes
@@ -2280,9 +2318,22 @@ def broadcast_from_rank0(function):
     return all_gather(value)[0]
 
 
-def progress(items, description):
-    """Yields the items with a progress bar on the terminal of process 0."""
-    yield from tqdm(items, description, leave=False, delay=1, disable=rank() > 0 or not sys.stdout.isatty())
+def progress(items, unit):
+    """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
+    terminal it prints a line about every 30 seconds."""
+    if rank() > 0:
+        yield from items
+    elif sys.stdout.isatty():
+        yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)
+    else:
+        started = printed = time.perf_counter()
+        for done, item in enumerate(items):
+            now = time.perf_counter()
+            if done and now - printed > 30:
+                printed = now
+                time_left = tqdm.format_interval((now - started) / done * (len(items) - done))
+                print(f"{done} of {len(items)} {unit}, {time_left} left", flush=True)
+            yield item
 
 
 _INSIDE_RANK_MAP = []  # not empty while this process computes its share in map_over_ranks()
@@ -2386,6 +2437,22 @@ def checkpoint_error(folder):
     except (OSError, ValueError, LookupError, TypeError) as error:
         return first_line(error)
     return None
+
+
+def check_state(state):
+    """Refuses a field of the state that load_checkpoint() could not read, because it would end every
+    resume."""
+    for name, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception:  # pickle and torch raise many types
+            raise UserError(
+                f"self.state.{name} is of type {type(value).__name__}, but a checkpoint takes numbers, "
+                "texts, lists, tuples, dicts and tensors"
+            ) from None
 
 
 def list_checkpoints(output_dir):
@@ -2547,6 +2614,7 @@ class Run:
         self.stop_signal = None  # by which all processes agreed to stop
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock starts a process on some systems
         self.folder = Path(OUTPUT_DIR)
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
@@ -2727,7 +2795,7 @@ class Run:
         """Prints one line, above any progress bar, and writes it to the log file."""
         if rank() > 0:
             return
-        tqdm.write(text)
+        tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
         self.unwritten.append(text)
         if self.text_log:
@@ -2774,6 +2842,7 @@ class Run:
         optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
+        check_state(vars(self.state))
         self.log(f"Saving {folder}")
         write_atomically(folder, partial(self.write_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
@@ -2821,7 +2890,8 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
-            if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
+            # The saved state may have further fields, which an edited trainer adds while it trains
+            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
@@ -2839,7 +2909,6 @@ class Run:
     def open_files(self):
         """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
         self.take_lock()  # again, if an earlier train() has ended
-        self.start_wandb()
         for stale in self.folder.glob("*.tmp"):  # half written when the program was killed
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
@@ -2852,6 +2921,9 @@ class Run:
         else:
             old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
+        if old or not continues_here:
+            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        self.start_wandb()
         archive_old_run(old, OUTPUT_DIR, self.log)
         if not (self.folder / "best").exists():
             self.best_value = -math.inf  # any value is better than none
