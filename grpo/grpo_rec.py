@@ -58,15 +58,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import WeakSet
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
@@ -81,8 +84,9 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -112,8 +116,8 @@ HIDDEN_SIZE = 64  # of the small Llama
 LAYERS = 2
 HEADS = 4
 LORA_RANK = 0  # 0: whole models are trained; else, in STAGE=rl, an adapter of this rank (2106.09685)
-LORA_ALPHA = 32.0  # an adapter's product counts LORA_ALPHA / LORA_RANK
-LORA_TARGETS = "all-linear"  # which layers get one: all-linear (but the heads), or names: q_proj,v_proj
+LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
+LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
@@ -153,11 +157,12 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take;
 SFT_EPOCHS = 20
 SFT_BATCH_SIZE = 64  # histories an optimizer step
 SFT_LEARNING_RATE = 3e-3
-SFT_PATIENCE = 3  # evaluations without a better NDCG@10 before SFT ends; 0: never
+SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
 CANDIDATES = "beam"  # beam | sample
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
+MICRO_BATCH_ROWS: int | None = None  # rows per forward and backward pass; None: chosen from the memory
 GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
 GROUP_SIZE = 16  # candidates a history; >= 2, since they are each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and scored
@@ -167,20 +172,20 @@ LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0) | plateau (halves)
 PLATEAU_PATIENCE = 2  # evaluations without a better reward (SFT: NDCG@10) before plateau halves
 WARMUP_STEPS = 0
 
 # Algorithm
 LOSS_TYPE = "dapo"  # dapo | gspo
 GROUP_EPOCHS = 1  # passes over each step's candidates
-MINI_BATCHES = 1  # optimizer steps a pass
-SCALE_REWARDS = "group"  # group | batch | none: the standard deviation that advantages are divided by
+MINI_BATCHES = 1  # optimizer steps per pass
+SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
 KL_COEF = 4.0  # weight of the KL in the loss
-REFERENCE_SYNC_STEPS = 0  # every so many the reference moves towards the actor (2404.09656); 0: never
+REFERENCE_SYNC_STEPS = 0  # every so many steps the reference moves towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
 
@@ -190,9 +195,9 @@ EVAL_BEAMS = 50
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 100  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 50  # 0: only before and after each stage
+EVAL_EVERY_N_STEPS = 50  # 0: only before the first and after the last step each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
+EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo_rec"
@@ -201,10 +206,12 @@ USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo_rec.py
-EXACT_SUMS = True  # of gradients, in one order: the same bits on any number of processes; False: faster
-PROCESS_TIMEOUT = 1800.0  # seconds that one process waits for another
+DETERMINISTIC_GRADIENTS = (
+    True  # gradients add up in one order: the same bits on any number of processes; False: faster
+)
+PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
+_VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "HIDDEN_SIZE LAYERS HEADS MAX_HISTORY MAX_TRAIN_ROWS MAX_EVAL_ROWS SFT_EPOCHS SFT_BATCH_SIZE": (1, 1e12),
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_EPOCHS MINI_BATCHES MAX_STEPS": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
@@ -228,6 +235,9 @@ _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
 _SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts that back off: the best pair on validation is taken
 _DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
+_RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
+_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report these
+
 # ================================================================ the maths of GRPO over items
 
 
@@ -248,11 +258,13 @@ def constrained_logprobs(logits, codes, open_, temperature):
 def group_advantages(scores, group_size, scale):
     """Advantage of each candidate, (rows,); rows of a group are neighbours. Equal scores get zeros."""
     groups = scores.view(-1, group_size)
+    # A mean of equal float32 numbers is often not that number: subtract the first before taking it
+    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
-        std = groups.std(1, keepdim=True) if scale == "group" else scores.std()
+        std = groups.std(1, keepdim=True) if scale == "group" else (scores - scores[0]).std()
         advantages = advantages / (std + 1e-4)
-    return torch.where(groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True), advantages, 0.0).flatten()
+    return advantages.flatten()
 
 
 def policy_loss(logprobs, old_logprobs, advantages, loss_type, clip_range, clip_range_high):
@@ -284,23 +296,26 @@ class RecTrainer:
         check_constants()
         check_sizes()
         self.device = find_device()
-        made = () if STAGE == "rl" else ("sft",)  # what rl starts from, it does not move aside
-        files = (*made, "rec_learning.png", "eval_test.json")
-        # An evaluation has a reward in the stage of GRPO alone
-        self.run = Run("grpo_rec", resume_from_checkpoint, self.device, files, ("reward", "ndcg@10"))
+        self.run = Run("grpo_rec", resume_from_checkpoint, self.device)
+        self.run.old_files += ["rec_learning.png", "eval_test.json"]
+        if STAGE != "rl":  # which starts from sft/ and does not move it aside
+            self.run.old_files.append("sft")
+        self.run.best_by = ["reward", "ndcg@10"]  # evaluations of SFT have no reward
+        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.run.title = f"GRPO for recommendation, {Path(TRAIN_FILE).parent.name}, seed {SEED}"
         # Drawn in grpo_rec_metrics_with_entropy.png, (label, metrics); training_metrics_detailed.png has all
         names = "ndcg@10 hr@10 reward reward_sampled entropy policy_loss grad_norm kl clip_fraction"
         self.run.panels = [(name, [name]) for name in [*names.split(), "coverage@10"]]
-        self.catalogue = Catalogue(self.run.say)
+        self.catalogue = Catalogue(self.run.log)
         self.load_models()
-        self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.say)
+        self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.log)
         for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
             row["ids"] = self.prompter.ids(row["history"])
-        self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.say)
+        self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.log)
         check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
         check_head(self.actor, self.trie, self.train_rows[0]["ids"])
-        self.reference.shares_prompts = self.actor.shares_prompts
+        if self.actor in _SHARED_SCORING:
+            _SHARED_SCORING.add(self.reference)
         targets = torch.tensor([row["target"] for row in self.train_rows])
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
@@ -315,11 +330,18 @@ class RecTrainer:
             stage="rl" if STAGE == "rl" else "sft",
             sft_best=-1.0,
             sft_waited=0,
+            sft_judged=0,
         )
-        self.best = None, None  # for recommend(): its value and the model
+        self.best = None, None  # for recommend(): which one and the model
+        # Folders that may have this run's best/: before training that of the checkpoint alone
+        self.best_folders = [self.run.checkpoint.parent] if self.run.checkpoint else []
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
+        rows = self.sft_rows if self.state.stage == "sft" else self.rl_rows
+        if self.state.cursor and len(self.state.order) != len(rows):
+            other = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
+            raise UserError(f"{self.run.checkpoint} {other}: take TITLE_ROWS ... as they were, or RESUME=no")
         self.plan_steps()
 
     def load_models(self):
@@ -348,56 +370,102 @@ class RecTrainer:
             self.values = read_array(VALUES_FILE, "VALUES_FILE", self.catalogue, square=True)
         self.vectors = item_vectors(self.catalogue) if SEMANTIC_WEIGHT else None
         asked = [*self.valid_rows, *self.test_rows, *(self.train_rows if COLLABORATIVE_WEIGHT else ())]
-        self.sasrec = read_sasrec(self.train_rows, asked, self.run.say)
+        self.sasrec = read_sasrec(self.train_rows, asked, self.run.log)
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
-        weights = (VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT)
-        if not any(weights) and not REWARD_FUNCTIONS:
-            raise UserError("every reward weight is 0 and REWARD_FUNCTIONS is empty: give at least one")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
+        for name, _, _ in self.rewards:
+            if name in ("value", "rule", "ranking", "semantic", "collaborative"):
+                taken = f"the name {name!r} belongs to {name.upper()}_WEIGHT"
+                raise UserError(f"REWARD_FUNCTIONS: {taken}: give your function another name")
+        weights = [VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT]
+        weights += [weight for _, _, weight in self.rewards]
+        if not any(weights):
+            raise UserError("every reward weight is 0, those of REWARD_FUNCTIONS too: give at least one")
 
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
-        """Fine-tune, then GRPO from the best of that, then the test rows. Returns the last evaluation."""
-        with self.run.session(self.headline()):
+        """Fine-tunes, then GRPO from the best of that, then the test rows. Returns the last evaluation."""
+        run = self.run
+        with run.session(self.summary()):  # lock, logs and signals; saves at the end
+            self.enter_folder()
             self.prepare_baselines()
             if self.state.stage == "sft":
                 self.fine_tune()
+            if self.state.stage == "sft" and not run.stop_signal and STAGE != "sft":
+                self.begin_grpo()
             if self.state.stage == "rl":
-                for _ in self.run.steps(self.evaluate):
-                    batch = self.rollout()
-                    self.score(batch)
-                    self.compute_advantages(batch)
-                    metrics = self.update(batch)
-                    self.sync_reference()
-                    self.record(batch, metrics)
-            if not self.run.stop_signal:
+                self.reinforce()
+            if not run.stop_signal:
                 self.test()
-        return self.run.evaluation
+        return run.evaluation
+
+    def reinforce(self):
+        """GRPO on lists of candidates."""
+        run = self.run
+        if run.needs_first_evaluation():
+            run.log_evaluation(self.evaluate())
+        while run.next_step():
+            batch = self.rollout()
+            self.score(batch)
+            self.compute_advantages(batch)
+            metrics = self.update(batch)
+            self.sync_reference()
+            self.record(batch, metrics)
+            if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():
+                run.log_evaluation(self.evaluate())
+            if run.is_due(SAVE_EVERY_N_STEPS):
+                run.save()
+
+    def enter_folder(self):
+        """A run that goes on in another folder takes sft/ there: LORA_RANK's adapters stand on it."""
+        source = self.run.checkpoint.parent if self.run.checkpoint else self.run.folder
+        self.best_folders = [self.run.folder]
+        if source.resolve() == self.run.folder.resolve():
+            return
+        best = source / "best/metrics.json"
+        if best.exists() and json.loads(best.read_text())["step"] <= self.run.step:
+            self.best_folders.append(source)
+        before = source / "sft"
+        here = self.run.folder / "sft"
+        if self.state.stage == "rl" and before.exists() and rank() == 0:
+            archive_old_run([here] if here.exists() else [], OUTPUT_DIR, self.run.log)
+            write_atomically(here, lambda at: shutil.copytree(before, at))
 
     def fine_tune(self):
-        """SFT on the logged items; then its best policy is the actor and the reference of GRPO."""
-        for _ in self.run.steps(self.evaluate_sft, until=self.end):
-            if 0 < SFT_PATIENCE <= self.state.sft_waited:
-                break
+        """SFT on the logged items, until its last step or until SFT_PATIENCE has run out. Its best policy,
+        which is kept in the reference, becomes the actor."""
+        run = self.run
+        if run.needs_first_evaluation():
+            run.log_evaluation(self.evaluate_sft())
+        while run.step < self.end and not self.is_out_of_patience() and run.next_step():
             rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
-            self.record_sft(self.sft_update(rows))
-        if self.run.stop_signal:
+            metrics = self.sft_update(rows)
+            self.record_sft(metrics)
+            if run.is_due(EVAL_EVERY_N_STEPS) or run.step == self.end:
+                run.log_evaluation(self.evaluate_sft())
+            if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
+                run.save()
+        if run.stop_signal:
             return
-        self.run.say(f"SFT ends at step {self.run.step}; best NDCG@10 {self.state.sft_best:.4f}")
+        run.log(f"SFT ends at step {run.step}; best NDCG@10 {self.state.sft_best:.4f}")
         self.actor.load_state_dict(self.reference.state_dict())
-        folder = self.run.folder / "sft"
         if rank() == 0:
-            write_whole(folder, lambda at: self.run.save_model(self.actor, at / "policy"))
-        if STAGE == "sft":
-            self.run.last_word = f"SFT is done: {folder}/policy; STAGE=rl goes on from it"
-            return
+            write_atomically(run.folder / "sft", lambda folder: run.save_model(self.actor, folder / "policy"))
+
+    def is_out_of_patience(self):
+        """Returns whether SFT_PATIENCE passes through the data brought nothing better. Only a whole pass
+        counts."""
+        pass_is_over = self.state.cursor == 0
+        return pass_is_over and 0 < SFT_PATIENCE <= self.state.sft_waited
+
+    def begin_grpo(self):
         self.state.stage = "rl"
         self.state.begin = self.run.step
         self.state.epoch = self.state.cursor = 0
         self.optimizers["policy"] = make_optimizer(self.actor, LEARNING_RATE)
-        self.run.begin_part()
+        self.run.reset_best()
         self.plan_steps()
 
     def plan_steps(self):
@@ -410,33 +478,35 @@ class RecTrainer:
         self.end = self.state.begin + steps
         self.run.total_steps = self.end + more
 
-    def learning_rate(self, base):
-        """Set and return this step's learning rate."""
-        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        step = self.run.step - self.state.begin
+    def set_learning_rates(self, base):
+        """Sets and returns this step's learning rate; the schedule begins with the stage."""
+        run = self.run
+        steps_done = max(0, run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
-        rate = base * learning_rate_scale(step, total, WARMUP_STEPS, kind, self.run.halvings)
-        set_rates(self.optimizers["policy"], rate)
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        rate = base * learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
+        set_learning_rate(self.optimizers["policy"], rate)
         return rate
 
     def sft_update(self, rows):
-        """One optimizer step on the items that were logged; returns its metrics."""
-        rate = self.learning_rate(SFT_LEARNING_RATE)
-        metrics = {}  # of the whole step; share is a micro-batch's
+        """Makes one optimizer step on the items that were logged. Returns its metrics."""
+        learning_rate = self.set_learning_rates(SFT_LEARNING_RATE)
         with self.run.timed("update"):
             batch = sft_batch(rows, self.trie, self.device)
             weights = batch.learn / batch.learn.sum()
-            for micro, share in summed([self.actor], micro_batches(self.actor, batch), metrics):
+            gradients = GradientSum([self.actor])
+            for micro in gradients.deal(micro_batches(self.actor, batch)):
                 logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
-                weight = weights[micro, : logprobs.shape[1]]
+                weight = weights[to_device(micro, self.device), : logprobs.shape[1]]
                 loss = -(weight * logprobs).sum()
-                backward(self.actor, loss)
-                share["policy_loss"] = loss.item()
-                share["entropy"] = (weight * entropy.detach()).sum().item()
-            ids = [row["id"] for row in rows]
-            norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, ids)
+                gradients.backward(self.actor, loss)
+                gradients.log_sum("policy_loss", loss.detach())
+                gradients.log_sum("entropy", (weight * entropy.detach()).sum())
+            metrics = gradients.finish()
+            row_ids = [row["id"] for row in rows]
+            norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_ids)
         self.tokens = int(batch.learn.sum())
-        return {**metrics, "grad_norm": norms[0], "learning_rate": rate}
+        return {**metrics, "grad_norm": norms[0], "learning_rate": learning_rate}
 
     def rollout(self):
         """GROUP_SIZE candidates for each of a step's histories, likelier ones first: a batch, its tensors
@@ -452,17 +522,17 @@ class RecTrainer:
     def score(self, batch):
         """Scores of the candidates and the reference's log-probabilities of their codes."""
         with self.run.timed("score"):
-            batch.scores, batch.parts = self.rewards_of(batch.rows, batch.items)
+            batch.scores, batch.reward_parts = self.score_responses(batch.rows, batch.items)
             batch.ref_logprobs = batch.logprobs
             if KL_COEF > 0:
 
-                def score(rows):
-                    return item_logprobs(self.reference, self.trie, batch, rows, TEMPERATURE)[0]
+                def compute(model, batch, rows):
+                    return item_logprobs(model, self.trie, batch, rows, TEMPERATURE)[0]
 
-                with without_adapter(self.reference) if LORA_RANK else nullcontext():
-                    batch.ref_logprobs = score_batch(score, self.reference, batch)
+                with without_adapter(self.reference):
+                    batch.ref_logprobs = map_micro_batches(compute, self.reference, batch)
 
-    def rewards_of(self, rows, items):
+    def score_responses(self, rows, items):
         """compute_rewards(), checked, and the parts it left behind; items (rows,), groups are neighbours."""
         names = self.catalogue.items
         asked = [
@@ -470,7 +540,7 @@ class RecTrainer:
             for row in rows
         ]
         batch = SimpleNamespace(rows=asked, responses=[names[i] for i in items.tolist()], columns={})
-        scores, parts = dealt_rewards(self, "compute_rewards", self.compute_rewards, batch)
+        scores, parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
         return scores.to(self.device), parts
 
     def compute_rewards(self, histories, items, targets):
@@ -517,43 +587,48 @@ class RecTrainer:
         batch.advantages = group_advantages(batch.scores, GROUP_SIZE, SCALE_REWARDS)
 
     def update(self, batch):
-        """GROUP_EPOCHS passes of MINI_BATCHES optimizer steps over the batch; returns the step's metrics."""
-        rate = self.learning_rate(LEARNING_RATE)
+        """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
+        learning_rate = self.set_learning_rates(LEARNING_RATE)
         steps = []
         with self.run.timed("update"):
             for _ in range(GROUP_EPOCHS):
-                rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))
-                for chunk in rows.chunk(MINI_BATCHES):
-                    steps.append(self.optimizer_step(batch, upload(chunk.tolist(), self.device)))
-            check_first_ratio(steps, self.run.step - self.state.begin)
+                for rows in mini_batches(len(batch.rows)):
+                    steps.append(self.optimizer_step(batch, rows))
+        check_first_ratio(steps[0], self.run.step - self.state.begin)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
-        return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": rate}
+        metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
+        metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
+        metrics["learning_rate"] = learning_rate
+        return metrics
 
-    def optimizer_step(self, batch, chunk):
-        """One optimizer step on `chunk`, in micro-batches whose gradients add up to that of the whole."""
-        metrics = {}  # of the whole step; share is a micro-batch's
-        tokens = batch.response_mask[chunk].sum()
-        micros = micro_batches(self.actor, batch, chunk)
-        for rows, share in summed([self.actor], micros, metrics):
-            logprobs, entropy = item_logprobs(self.actor, self.trie, batch, rows, TEMPERATURE)
-            losses, policy_losses, ratio, kl = self.token_losses(batch, rows, logprobs, entropy)
-            backward(self.actor, losses.sum() / tokens)  # the whole step's tokens, not the micro-batch's
-            share["policy_loss"] = policy_losses.sum() / tokens
-            share["log_ratio"] = (logprobs - batch.logprobs[rows]).abs().sum() / tokens
+    def optimizer_step(self, batch, rows):
+        """One optimizer step on `rows`, a list, however they are cut into micro-batches. Returns its
+        metrics."""
+        num_codes = batch.response_mask[to_device(rows, self.device)].sum()
+        gradients = GradientSum([self.actor])
+        for micro in gradients.deal(micro_batches(self.actor, batch, rows)):
+            index = to_device(micro, self.device)
+            logprobs, entropy = item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)
+            losses, policy_losses, ratio, kl = self.token_losses(batch, index, logprobs, entropy)
+            gradients.backward(self.actor, losses.sum() / num_codes)
+
             ratio = ratio.detach()
-            advantages = batch.advantages[rows, None]
+            advantages = batch.advantages[index, None]
             clipped = torch.where(advantages > 0, ratio > 1 + CLIP_RANGE_HIGH, ratio < 1 - CLIP_RANGE)
-            clipped = (clipped & (advantages != 0)).float()
-            approx_kl = ratio - 1 - ratio.log()
-            means = {"entropy": entropy, "kl": kl, "clip_fraction": clipped, "approx_kl": approx_kl}
-            for key, values in means.items():
-                share[key] = values.sum() / tokens
-            share["ratio_max"] = (ratio - 1).abs().max()
-        ids = [batch.rows[i]["id"] for i in listed(chunk)]
-        (metrics["grad_norm"],) = clip_and_step(
-            self.optimizers.values(), metrics["policy_loss"], self.run, ids
-        )
+            values = {
+                "policy_loss": policy_losses,
+                "mean_abs_log_ratio": (logprobs - batch.logprobs[index]).abs(),
+                "entropy": entropy,
+                "kl": kl,
+                "clip_fraction": (clipped & (advantages != 0)).float(),
+                "approx_kl": ratio - 1 - ratio.log(),
+            }
+            gradients.log_means(values, torch.ones_like(ratio), num_codes)
+            gradients.log_max("max_ratio_deviation", (ratio - 1).abs().max())
+        metrics = gradients.finish()
+        row_ids = [batch.rows[i]["id"] for i in rows]
+        norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_ids)
+        metrics["grad_norm"] = norms[0]
         return metrics
 
     def token_losses(self, batch, rows, logprobs, entropy):
@@ -573,7 +648,7 @@ class RecTrainer:
     @torch.no_grad()
     def sync_reference(self):
         """Move the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
-        done = self.run.step + 1 - self.state.begin
+        done = self.run.step - self.state.begin
         if REFERENCE_SYNC_STEPS and done % REFERENCE_SYNC_STEPS == 0:
             for ref, parameter in zip(self.reference.parameters(), self.actor.parameters()):
                 ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)
@@ -592,7 +667,7 @@ class RecTrainer:
         generator = torch.Generator().manual_seed(SEED + 1)
         uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)
         batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
-        metrics["reward_sampled"] = self.rewards_of(batch.rows, batch.items)[0].mean().item()
+        metrics["reward_sampled"] = self.score_responses(batch.rows, batch.items)[0].mean().item()
         return metrics
 
     def list_figures(self, lists, rows):
@@ -600,7 +675,7 @@ class RecTrainer:
         reward by row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
         every = [row for row in rows for _ in range(GROUP_SIZE)]
-        scores, parts = self.rewards_of(every, lists[:, :GROUP_SIZE].flatten())
+        scores, parts = self.score_responses(every, lists[:, :GROUP_SIZE].flatten())
         metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
         metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
         by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
@@ -608,19 +683,27 @@ class RecTrainer:
         return metrics, by_row
 
     def evaluate_sft(self):
-        """evaluate(); the best policy so far is kept in the reference, whatever happens to best/."""
+        """evaluate(); the best policy so far is kept in the reference, whatever happens to best/.
+
+        state.sft_waited counts passes through the data whose evaluations are all below the best before them;
+        state.sft_judged is the last pass that was counted, or had a better one. A pass without an evaluation
+        does not count."""
         metrics = self.evaluate()
-        self.state.sft_waited += 1
-        if metrics["ndcg@10"] > self.state.sft_best:
-            self.state.sft_best = metrics["ndcg@10"]
-            self.state.sft_waited = 0
+        state = self.state
+        if metrics["ndcg@10"] > state.sft_best:
+            state.sft_best = metrics["ndcg@10"]
+            state.sft_waited = 0
+            state.sft_judged = state.epoch
             self.reference.load_state_dict(self.actor.state_dict())
+        elif state.sft_judged < state.epoch:
+            state.sft_waited += 1
+            state.sft_judged = state.epoch
         return metrics
 
     def record_sft(self, metrics):
         metrics = {"epoch": self.state.epoch, **metrics}
         line = "SFT, epoch {epoch}: loss:{policy_loss:.4f} E:{entropy:.3f} LR:{learning_rate:.2e}"
-        self.run.record(metrics, self.tokens, [], line.format(**metrics))
+        self.run.log_step(metrics, self.tokens, [], line.format(**metrics))
 
     def record(self, batch, metrics):
         """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
@@ -629,18 +712,18 @@ class RecTrainer:
             "epoch": self.state.epoch,
             **metrics,
             "reward": batch.scores.mean().item(),
-            **{f"reward/{name}": values.mean().item() for name, values in batch.parts.items()},
-            "advantage": batch.advantages.abs().mean().item(),
+            **{f"reward/{name}": values.mean().item() for name, values in batch.reward_parts.items()},
+            "advantage_abs": batch.advantages.abs().mean().item(),
             "zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
             "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE,
         }
         line = (
-            "GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage:.2f} "
+            "GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage_abs:.2f} "
             "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}"
         ).format(**metrics)
         logged = torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist()
         samples = [sample_record(batch, i, self.catalogue) for i in logged]
-        self.run.record(metrics, batch.response_ids.numel(), samples, line)
+        self.run.log_step(metrics, batch.response_ids.numel(), samples, line)
 
     def recommend(self, history, k=10):
         """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
@@ -661,20 +744,26 @@ class RecTrainer:
         return found
 
     def best_policy(self):
-        """The policy of best/, read anew when there is a better one; before there is one the actor."""
-        if self.run.best_value == -math.inf:
-            return self.actor
-        if self.run.best_value != self.best[0]:
-            path = self.run.folder / "best/policy"
-            model = load_model(AutoModelForCausalLM, path, "OUTPUT_DIR", self.device)
-            model.decodes_shared = self.actor.decodes_shared
-            self.best = self.run.best_value, model
-        return self.best[1]
+        """The policy of best/, read anew when there is a better one; before there is one the actor.
+
+        A run that goes on in another folder has the best/ beside its checkpoint until its own has one."""
+        for folder in self.best_folders:
+            metrics = folder / "best/metrics.json"
+            if not metrics.exists():
+                continue
+            step = json.loads(metrics.read_text())["step"]
+            if self.best[0] != (folder, step):
+                model = load_model(AutoModelForCausalLM, folder / "best/policy", "OUTPUT_DIR", self.device)
+                if self.actor in _SHARED_DECODING:
+                    _SHARED_DECODING.add(model)
+                self.best = (folder, step), model
+            return self.best[1]
+        return self.actor
 
     # ------------------------------------------------------------ beside the algorithm
 
-    def headline(self):
-        name = f"{self.actor.config.model_type}: {size_of(self.actor)} on {self.device}"
+    def summary(self):
+        name = f"{self.actor.config.model_type}: {parameter_counts(self.actor)} on {self.device}"
         items = f"{len(self.catalogue.items)} items of {self.trie.depth} codes"
         rows = f"{len(self.train_rows)} rows to train on, {len(self.valid_rows)} for validation"
         stages = f"stage {self.state.stage}, steps {self.run.step} to {self.run.total_steps}"
@@ -696,7 +785,7 @@ class RecTrainer:
             level, _ = self.list_figures(top_items(model, self.valid_rows), self.valid_rows)
             self.levels[name] = level
             figures = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
-            self.run.say(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
+            self.run.log(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
 
     def test(self):
         """Baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json, the picture."""
@@ -710,7 +799,7 @@ class RecTrainer:
         if self.state.stage == "rl":
             policies["grpo"] = self.best_policy()
         for name, model in policies.items():
-            with without_adapter(model) if LORA_RANK else nullcontext():
+            with without_adapter(model) if LORA_RANK and name == "sft" else nullcontext():
                 lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
         figures = {}
         by_row = {}
@@ -726,71 +815,67 @@ class RecTrainer:
         if self.values is not None:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
-            self.run.say(line)
+            self.run.log(line)
         if rank() == 0:
             table = json.dumps({"rows": len(rows), **figures}, indent=1)
-            write_whole(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
+            write_atomically(self.run.folder / "eval_test.json", lambda path: path.write_text(table + "\n"))
             records = read_metrics(self.run.folder / "logs/metrics.jsonl")
             draw_learning(records, self.run.folder, self.run.title, self.levels, figures)
 
 
 # ================ machinery: the same in all trainers that have it
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal.
 
-# ---------------------------------------------------------------- language models
-# Loading, sampling, scoring, and the one optimizer step they all share; what a copy may delete stands in the
-# blocks after it. Edit it freely in a copy of your own; the repository keeps blocks byte-identical in all
-# trainers that have them (tests/blocks.py).
+# ---------------------------------------------------------------- loading models
 
 
-# ---------------------------------------------------------------- loading
-
-
+# differs: models are not sharded
 def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
-    """The model in evaluation mode, every weight accounted for. With new_head, weights outside the base model
-    may be left over or absent; the absent ones start at zero."""
+    """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
+    error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
+    start at zero, or hold another one."""
     if (Path(path) / "adapter_config.json").exists():
-        raise UserError(f"{constant} = {str(path)!r} is an adapter: set its LORA_RANK, or take best/policy")
+        raise UserError(
+            f"{constant} = {str(path)!r} is a LoRA adapter: set the LORA_RANK it was trained with, "
+            "or take its run's best/policy"
+        )
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
-            if "drop" in name and type(value) is float:  # layers that recompute are in training mode
+            # Layers that recompute their activations run in training mode, so dropout must be 0 in the config
+            if "drop" in name and type(value) is float:
                 setattr(part, name, 0.0)
     if new_head:
         config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    wrong = missing | set(info["unexpected_keys"])
+    bad_keys = missing | set(info["unexpected_keys"])
     if new_head:
-        wrong = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
-    if wrong:
-        names = ", ".join(sorted(wrong))
+        bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
+    if bad_keys:
+        names = ", ".join(sorted(bad_keys))
         raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
     for name, parameter in model.named_parameters():
-        # A file's memory map begins at any byte, and the last bit of a product depends on it
-        parameter.data = torch.zeros_like(parameter) if name in missing else parameter.data.clone()
-    if "attend" in globals() and model.config._attn_implementation == "sdpa" and attention_windows(model):
+        if name in missing:
+            parameter.data = torch.zeros_like(parameter)
+        else:
+            # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
+            parameter.data = parameter.data.clone()
+    if model.config._attn_implementation == "sdpa" and attention_windows(model):
         model.set_attn_implementation("shared_prompts")
-    model.eval()  # and it stays so: dropout is off in rollout and update alike
-    return shard(model, device) if is_sharded() else model.to(device)
+    model.eval()  # for good: dropout is off in rollout and update alike
+    return model.to(device)
 
 
 def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
-    """The model that is trained: that of a checkpoint's folder `saved`, or of path; with LORA_RANK an
-    adapter on it, and a new head."""
+    """Returns a model that is trained: from a checkpoint's folder `saved` if there is one, else from path.
+    With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
     if LORA_RANK:
         return load_adapted(auto_class, path, constant, device, saved, new_head)
-    return load_model(auto_class, saved or path, constant, device, new_head and not saved)
-
-
-def is_sharded():
-    """Whether each process has its part of every model; not every trainer can."""
-    return globals().get("SHARD") == "fsdp2"
-
-
-def unsharded(*models):
-    """A block in which each process has the whole of these models, and may sample as often as it likes."""
-    return gathered(*models) if is_sharded() else nullcontext()
+    if saved:
+        return load_model(auto_class, saved, constant, device)
+    return load_model(auto_class, path, constant, device, new_head)
 
 
 def load_tokenizer(path, constant):
@@ -800,737 +885,951 @@ def load_tokenizer(path, constant):
     return tokenizer
 
 
-def known_ids(model):
-    """How many token ids model has an embedding for."""
+def load_pretrained(auto_class, path, constant, **options):
+    """Calls from_pretrained(). If that fails, the error names `constant`, which the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many types
+        why = "it cannot be loaded"
+        if not Path(path).exists():
+            why = "there is no such folder, and the hub has no such model or cannot be reached"
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
+def vocab_size(model):
+    """Returns how many token ids the model has an embedding for."""
     return len(model.get_input_embeddings().weight)
 
 
 def padding_id(model, tokenizer):
-    """An id to pad with: no model looks at it, but all look it up."""
+    """Returns an id to pad with. The attention masks hide it, but the embedding must have it."""
     pad = tokenizer.pad_token_id
-    return tokenizer.eos_token_id if pad is None or pad >= known_ids(model) else pad
+    if pad is None or pad >= vocab_size(model):
+        return tokenizer.eos_token_id
+    return pad
 
 
-def positions_of(model):
-    """How many tokens model reads, inf without a bound in its config; where its rotary positions depend on
-    the length (longrope, dynamic), how many before that: what is sampled and trained would differ."""
+def max_positions(model):
+    """Returns how many tokens the model can read; inf if its config has no bound. If its rotary positions
+    change beyond some length (longrope, dynamic), that length is the bound: otherwise the distribution that
+    is sampled would differ from the one that is trained."""
     config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-        if rope.get("rope_type") in ("longrope", "dynamic"):
-            first = rope.get("original_max_position_embeddings")
-            return first or getattr(config, "original_max_position_embeddings", None) or longest
-    return longest if isinstance(longest, int) and longest > 0 else math.inf
+    bound = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for parameters in ropes:
+        if parameters.get("rope_type") in ("longrope", "dynamic"):
+            first = parameters.get("original_max_position_embeddings")
+            return first or getattr(config, "original_max_position_embeddings", None) or bound
+    if isinstance(bound, int) and bound > 0:
+        return bound
+    return math.inf
 
 
-# ---------------------------------------------------------------- tensors
+def autocast(model):
+    """Returns a context in which the model computes in DTYPE."""
+    if DTYPE == "bfloat16":
+        return torch.autocast(model.device.type, torch.bfloat16)
+    return nullcontext()
+
+
+# ---------------------------------------------------------------- checking models when they are loaded
+
+
+def unbatched_logits(model, batch):
+    """Returns what logits_of_rows() returns, by the plainest way: one row at a time, without padding,
+    attention mask or cache."""
+    logits = []
+    for prompt, response, _ in batch.sequences:
+        ids = torch.tensor([prompt + response], device=model.device)
+        logits.append(forward(model, ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
+    return torch.cat(logits)
+
+
+def disagreement(model, compute):
+    """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
+    alone, else a description of the difference or of the exception. Real mistakes are as large as the
+    values."""
+    try:
+        values, wanted = compute()
+    except Exception as error:  # a model that is not made for this may raise any type
+        return f"it raises {type(error).__name__}: {first_line(error)}"
+    difference = (values - wanted).float().reshape(len(values), -1)
+    if model.dtype == torch.float32:
+        difference, tolerance = difference.abs().max(), 1e-3
+    else:  # bfloat16 moves a few logits of a large vocabulary far, but not the mean over a position's logits
+        difference, tolerance = difference.square().mean(1).sqrt().max(), 0.1
+    if difference <= tolerance * (1 + wanted.std(correction=0)):
+        return ""
+    return f"values of a token change by {difference:.2g} if other tokens or padding share its batch"
+
+
+@torch.no_grad()
+def check_models(models_by_constant, rows, pad_id):
+    """Compares the actor's sampling and every model's scoring with unbatched_logits(), on four prompts cut to
+    mixed lengths. A model that disagrees is refused. Where the faster ways that share prompts agree, they are
+    used from here on. Draws none of the run's random numbers. models_by_constant: {constant: model}, the
+    actor first."""
+    actor = next(iter(models_by_constant.values()))
+    prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
+    prompts_twice = [prompt for prompt in prompts for _ in range(2)]
+    eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
+    uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
+    batch = None  # what the sampler returns
+
+    def sampled_and_scored():
+        nonlocal batch
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, eos_ids, pad_id)
+        responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
+        batch = make_batch(prompts_twice, responses, actor.device)
+        tokens = batch.response_mask.nonzero(as_tuple=True)
+        wanted = sampling_logprobs(unbatched_logits(actor, batch), 1.5)
+        return logprobs[tokens], wanted.gather(1, ids[tokens][:, None]).squeeze(1)
+
+    def disagreement_of(model, logits_of):
+        return disagreement(
+            model, lambda: (logits_of(model, batch, range(8))[0], unbatched_logits(model, batch))
+        )
+
+    with full_parameters(actor):
+        fault = "it has no shared prompts"
+        if actor.config._attn_implementation == "shared_prompts":
+            _SHARED_DECODING.add(actor)
+            fault = disagreement(actor, sampled_and_scored)
+        if fault:
+            _SHARED_DECODING.discard(actor)
+            fault = disagreement(actor, sampled_and_scored)
+    for constant, model in models_by_constant.items():
+        precision = nullcontext()
+        if model.dtype != torch.float32:
+            precision = autocast(model)
+        with full_parameters(model), precision:
+            # A new head is zero, and so would be every value that is compared
+            zeros = [p for p in model.parameters() if not p.any()]
+            for parameter in zeros:
+                parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
+            fault = fault or disagreement_of(model, logits_of_rows)
+            if not fault and not disagreement_of(model, logits_of_shared_prompts):
+                _SHARED_SCORING.add(model)
+            for parameter in zeros:
+                parameter.zero_()
+        if fault:
+            raise UserError(
+                f"{constant}: a model of the type {model.config.model_type!r} cannot be used here, {fault}. "
+                "It must be causal and decode with a cache"
+            )
+
+
+# ---------------------------------------------------------------- batches and micro-batches
 
 
 def pad_left(rows, value):
-    """Lists of ids as one tensor, (rows, longest)."""
+    """Returns lists of ids as one tensor, (rows, length of the longest)."""
     width = max(map(len, rows))
     return torch.tensor([[value] * (width - len(row)) + list(row) for row in rows])
 
 
 def pad_right(rows, value, multiple=1):
+    """Returns lists of ids as one tensor, (rows, length of the longest, rounded up to a multiple)."""
     width = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])
 
 
-def upload(values, device):
-    """A list of numbers, or a CPU tensor, on a device; a list stays at hand as its attribute `listed`. The
-    host of a GPU does not wait: a copy from pageable memory is staged."""
-    tensor = torch.as_tensor(values).to(device, non_blocking=torch.device(device).type == "cuda")
-    if isinstance(values, list):
-        tensor.listed = values
-    return tensor
+def to_device(values, device):
+    """Returns a list of numbers, or a CPU tensor, as a tensor on the device. A copy to a GPU does not
+    block."""
+    return torch.as_tensor(values).to(device, non_blocking=torch.device(device).type == "cuda")
 
 
-def listed(rows):
-    return getattr(rows, "listed", None) or rows.tolist()
-
-
-def pack(prompts, responses, device):
-    """A batch of prompts and responses, lists of ids: on the host token_lists, of each row its prompt, its
-    response and which of the response's tokens the policy sampled; on the device tensors (rows, R)."""
-    lengths = upload([len(response) for response in responses], device)
-    ids = upload(pad_right(responses, 0), device)
+def make_batch(prompts, responses, device):
+    """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
+    per row: prompt ids, response ids, indices of the response tokens that the policy sampled. Its tensors on
+    the device are (rows,) or (rows, R), R being the longest response."""
+    lengths = to_device([len(response) for response in responses], device)
+    ids = to_device(pad_right(responses, 0), device)
     return SimpleNamespace(
-        token_lists=[(prompt, said, range(len(said))) for prompt, said in zip(prompts, responses)],
+        sequences=[(p, response, range(len(response))) for p, response in zip(prompts, responses)],
         response_ids=ids,
         response_lengths=lengths,
         response_mask=(torch.arange(ids.shape[1], device=device) < lengths[:, None]).float(),
     )
 
 
-def longest(batch, rows):
-    """R of rows: the length of the longest response."""
-    return max(len(batch.token_lists[i][1]) for i in listed(rows))
+def max_response_length(batch, rows):
+    return max(len(batch.sequences[i][1]) for i in rows)
 
 
-def rows_at_once(model, batch):
-    """Rows of a micro-batch: those of BATCH_SIZE prompts, but at most 64, and fewer where their logits would
-    pass 64 MiB, on a GPU the power of two below 1/16 of its memory: all processes must cut alike."""
-    on_gpu = model.device.type == "cuda"
-    room = 1 << (torch.cuda.mem_get_info(model.device)[1].bit_length() - 5) if on_gpu else 2**26
+def micro_batch_rows(model, batch):
+    """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
+    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    down to a power of two, so that all processes choose the same number."""
+    if MICRO_BATCH_ROWS:
+        return MICRO_BATCH_ROWS
+    max_bytes = 2**26
+    if model.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(model.device)[1]
+        max_bytes = 2 ** (memory.bit_length() - 5)
     row_bytes = 4 * model.config.get_text_config().vocab_size * batch.response_mask.shape[1]
-    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, room // row_bytes))
+    return max(1, min(64, BATCH_SIZE * GROUP_SIZE, max_bytes // row_bytes))
 
 
 def micro_batches(model, batch, rows=None):
-    """Rows, or all, cut into micro-batches: rows of one prompt together, prompts by their tokens."""
-    rows = range(len(batch.token_lists)) if rows is None else listed(rows)
-    size = rows_at_once(model, batch)
-    size = size // GROUP_SIZE * GROUP_SIZE or size  # a group that is cut is read twice
-    prompts = {i: tuple(batch.token_lists[i][0]) for i in rows}
-    tokens = Counter()  # of a prompt with its responses
+    """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together,
+    because the prompt is read once for all of them; prompts are sorted by their number of tokens."""
+    if rows is None:
+        rows = range(len(batch.sequences))
+    size = micro_batch_rows(model, batch)
+    if size > GROUP_SIZE:
+        size = size // GROUP_SIZE * GROUP_SIZE  # whole groups
+    prompts = {i: tuple(batch.sequences[i][0]) for i in rows}
+    num_tokens = Counter()  # {prompt: tokens of all its rows}
     for i in rows:
-        tokens[prompts[i]] += len(prompts[i]) + len(batch.token_lists[i][1])
-    order = sorted(rows, key=lambda i: (tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
-    return [upload(order[i : i + size], model.device) for i in range(0, len(order), size)]
-
-
-def autocast(model):
-    return torch.autocast(model.device.type, torch.bfloat16) if DTYPE == "bfloat16" else nullcontext()
+        num_tokens[prompts[i]] += len(prompts[i]) + len(batch.sequences[i][1])
+    order = sorted(rows, key=lambda i: (num_tokens[prompts[i]], len(prompts[i]), prompts[i]), reverse=True)
+    return [order[i : i + size] for i in range(0, len(order), size)]
 
 
 # ---------------------------------------------------------------- sampling
 
 
-def find_in_cdf(weights, at):
-    """Where the fraction at (rows, 1) of the sum of weights (rows, n) is reached, and by how much passed."""
-    cumulative = weights.double().cumsum(-1)
-    target = at * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
-    return found, cumulative.gather(-1, found) - target
-
-
 def full_logprobs(logits, temperature):
-    """Log-probabilities (..., vocabulary) of all tokens, in float32; a reference is scored by these."""
+    """Returns log-probabilities (..., vocabulary) over all tokens, in float32. A reference model is scored by
+    these, also where sampling_logprobs() is edited."""
     logits = logits.float()
-    return (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+    if temperature != 1:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
 
 
 def entropy_of(logprobs):
-    """Entropy (...) of a distribution's log-probabilities (..., vocabulary), in nats."""
-    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 times -inf is no number
+    """Returns the entropy (...) of log-probabilities (..., vocabulary), in nats."""
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # without clamp, 0 * -inf would be NaN
+
+
+def find_in_cdf(weights, fraction):
+    """Returns the index at which the cumulative sum of weights (rows, n) passes fraction (rows, 1) of the
+    total, and by how much it passes, two (rows, 1)."""
+    cumulative = weights.double().cumsum(-1)
+    target = fraction * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
+    return index, cumulative.gather(-1, index) - target
 
 
 def sample_tokens(probabilities, uniform):
-    """One id a row by inverting the CDF of probabilities (rows, vocabulary) at uniform (rows,) in [0, 1).
-    First among blocks of 128 ids, then within: four times as fast as over a whole large vocabulary."""
+    """Returns one id per row: inverts the cumulative distribution of probabilities (rows, vocabulary) at
+    uniform (rows,) in [0, 1). It first finds a block of 128 ids, then the id inside: four times as fast as a
+    search over a large vocabulary."""
     if probabilities.device.type == "mps":  # has no float64
         return sample_tokens(probabilities.cpu(), uniform.cpu()).to(probabilities.device)
-    missing = -probabilities.shape[1] % 128
-    blocks = torch.nn.functional.pad(probabilities, (0, missing)).unflatten(1, (-1, 128))
-    sums = blocks.sum(-1)
-    block, passed = find_in_cdf(sums, uniform.double().unsqueeze(-1))
-    at = (1 - passed / sums.gather(-1, block)).clamp(0, 1 - 2**-40)
-    inside, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), at)
-    return (block * 128 + inside).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
+    padding = -probabilities.shape[1] % 128
+    blocks = torch.nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))
+    block_sums = blocks.sum(-1)
+    block, overshoot = find_in_cdf(block_sums, uniform.double().unsqueeze(-1))
+    fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)
+    index, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), fraction)
+    return (block * 128 + index).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
 
 
-def call_model(model, ids, **options):
-    """The model's output for ids (rows, T), with those of the options that its forward() takes."""
-    names = inspect.signature(model.forward).parameters
-    return model(input_ids=ids, **{key: value for key, value in options.items() if key in names})
+def forward(model, ids, shared_prompts=None, **options):
+    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes.
+    shared_prompts is a keyword that transformers' models hand on to shared_prompt_attention()."""
+    parameters = inspect.signature(model.forward).parameters
+    options = {key: value for key, value in options.items() if key in parameters}
+    if shared_prompts is not None:
+        options["shared_prompts"] = shared_prompts
+    return model(input_ids=ids, **options)
 
 
-class GrowingLayer(DynamicLayer):
-    """A layer of a cache with room for further keys, a half more each time: transformers' own copies all keys
-    at every token, which took 39% of a rollout's time."""
+class PreallocatedCacheLayer(DynamicLayer):
+    """A cache layer that keeps its keys and values in larger buffers. transformers' own layer copies all keys
+    at every token, which took 39% of a rollout's time (docs/speed.md)."""
 
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = self.room = (layer.keys, layer.values)
+        self.buffers = (layer.keys, layer.values)
+        self.keys, self.values = self.buffers
 
     def update(self, keys, values, *args, **kwargs):
         before = self.keys.shape[2]
         after = before + keys.shape[2]
-        if after > self.room[0].shape[2]:
-            more = (0, 0, 0, 16 + after // 2)
-            self.room = [torch.nn.functional.pad(x, more) for x in (self.keys, self.values)]
-        for x, new in zip(self.room, (keys, values)):
-            x[:, :, before:after] = new
-        self.keys, self.values = (x[:, :, :after] for x in self.room)
+        if after > self.buffers[0].shape[2]:
+            padding = (0, 0, 0, 16 + after // 2)  # half as long again
+            self.buffers = [torch.nn.functional.pad(buffer, padding) for buffer in self.buffers]
+        for buffer, new in zip(self.buffers, (keys, values)):
+            buffer[:, :, before:after] = new
+        self.keys, self.values = (buffer[:, :, :after] for buffer in self.buffers)
         return self.keys, self.values
 
     def reorder_cache(self, rows):
         length = self.keys.shape[2]
-        self.room = [x.index_select(0, rows) for x in self.room]
-        self.keys, self.values = (x[:, :, :length] for x in self.room)
+        self.buffers = [buffer.index_select(0, rows) for buffer in self.buffers]
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
 
 class Decoder:
-    """Decoding with the model's own cache: each prompt (a list of ids) is read once, and goes on as
-    group_size rows. logits (rows, vocabulary) are those of each row's next token."""
+    """Decodes with the model's own cache. Each prompt, a list of ids, is read once; then group_size rows
+    continue it. self.logits (rows, vocabulary) predict each row's next token."""
 
     def __init__(self, model, prompts, group_size, pad_id):
-        ids = upload(pad_left(prompts, pad_id), model.device)  # (prompts, P)
+        ids = to_device(pad_left(prompts, pad_id), model.device)  # (prompts, P)
         width = ids.shape[1]
         self.model = model
-        self.positions = upload([len(p) for p in prompts], model.device)  # of the next token
+        self.positions = to_device([len(prompt) for prompt in prompts], model.device)  # of the next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
         self.cache = None
+        self.shared_prompts = None
         self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
+        self.replace_cache_layers()
+        self.select_rows([i // group_size for i in range(len(prompts) * group_size)])
+
+    def replace_cache_layers(self):
+        """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
         layers = getattr(self.cache, "layers", [])
-        for i, layer in enumerate(layers):
-            if type(layer) is DynamicLayer and layer.is_initialized:
-                shared = getattr(model, "decodes_shared", False)
-                layers[i] = SharedLayer(layer, self.mask) if shared else GrowingLayer(layer)
-        self.needs_mask = not layers or not all(hasattr(layer, "prompt") for layer in layers)
-        self.select_rows(upload([i // group_size for i in range(len(prompts) * group_size)], ids.device))
+        plain = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and layer.is_initialized]
+        # The attention mask hides the padding of the prompts from the layers that still hold it
+        self.needs_mask = True
+        if self.model in _SHARED_DECODING:
+            for i in plain:
+                layers[i] = SharedPromptLayer(layers[i])
+            self.shared_prompts = SharedPrompts({i: layers[i] for i in plain}, self.mask)
+            self.needs_mask = len(plain) < len(layers)
+        else:
+            for i in plain:
+                layers[i] = PreallocatedCacheLayer(layers[i])
 
     def read(self, ids, positions, mask):
         cache = {"past_key_values": self.cache, "cache_params": self.cache}
         options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
-        out = call_model(self.model, ids, **options, **cache, use_cache=True)
+        out = forward(self.model, ids, self.shared_prompts, **options, **cache, use_cache=True)
         self.cache = getattr(out, "past_key_values", None) or out.cache_params
         self.logits = out.logits[:, -1]
 
     def next(self, tokens):
-        """Logits (rows, vocabulary) after one more token (rows,) a row."""
+        """Appends one token to each row, (rows,). Returns the logits (rows, vocabulary) after it."""
+        mask = None
         if self.needs_mask:
-            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-        self.read(tokens[:, None], self.positions[:, None], self.mask if self.needs_mask else None)
+            self.mask = mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        self.read(tokens[:, None], self.positions[:, None], mask)
         self.positions = self.positions + 1
         return self.logits
 
     def select_rows(self, rows):
-        """Go on with these rows (n,), of which one may stand several times."""
-        self.cache.reorder_cache(rows)
-        self.mask = self.mask[rows]
-        self.positions = self.positions[rows]
-        self.logits = self.logits[rows]
+        """Continues with these rows, a list in which a row may stand several times."""
+        index = to_device(rows, self.mask.device)
+        if self.shared_prompts:
+            self.shared_prompts.select_rows(rows)
+        self.cache.reorder_cache(index)
+        self.mask = self.mask[index]
+        self.positions = self.positions[index]
+        self.logits = self.logits[index]
 
 
-_LOOK_EVERY = {"cpu": 1}  # tokens from one look at who has finished to the next; a GPU stops for each answer
+_EOS_CHECK_EVERY = {"cpu": 1}  # decode this many tokens between checks for finished rows; a GPU waits at each
 
 
 @torch.no_grad()
 def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
-    """Respond to each prompt (a list of ids) group_size times; rows of one prompt are neighbours.
+    """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
-    max_new_tokens), lengths (rows,), and of the sampling distribution each id's log-probability and the
-    entropy, as the ids. A row holds its first EOS and pad after it; a row that was cut holds no EOS."""
+    max_new_tokens), lengths (rows,), and, in the shape of ids, each id's log-probability in the sampling
+    distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
+    that was cut holds no EOS id."""
     device = model.device
+    check_every = _EOS_CHECK_EVERY.get(device.type, 16)
     decoder = Decoder(model, prompts, group_size, pad_id)
-    rows = torch.arange(len(prompts) * group_size, device=device)  # of the result, for each of the decoder's
+    rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
     logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
-    ended = torch.zeros_like(rows, dtype=torch.bool)
-    columns = []  # of the tokens since the last look: ids, log-probabilities, -entropies; each (rows left,)
-    for t in tracked(range(max_new_tokens), "tokens"):
-        scaled = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows left, vocabulary)
-        probabilities = scaled.exp()
-        tokens = scaled.argmax(-1) if uniform is None else sample_tokens(probabilities, uniform[rows, t])
-        logprob = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        columns.append((tokens, logprob, (probabilities * scaled).sum(-1)))
-        if (t + 1) % _LOOK_EVERY.get(device.type, 16) == 0 or t + 1 == max_new_tokens:
-            since = slice(t + 1 - len(columns), t + 1)
-            for result, column in zip((ids, logprobs, entropies), zip(*columns)):
-                result[rows, since] = torch.stack(column, 1)
-            columns = []
-            ended |= torch.isin(ids[rows, since], eos_ids).any(1)
-            left = [i for i, over in enumerate(ended.tolist()) if not over] if t + 1 < max_new_tokens else []
-            if not left:
+    finished = torch.zeros_like(rows, dtype=torch.bool)
+    pending = []  # since the last check, of each token: ids, log-probabilities, entropies, (unfinished rows,)
+    for t in progress(range(max_new_tokens), "tokens"):
+        distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
+        probabilities = distribution.exp()
+        if uniform is None:
+            tokens = distribution.argmax(-1)
+        else:
+            tokens = sample_tokens(probabilities, uniform[rows, t])
+        chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
+        is_last = t + 1 == max_new_tokens
+        if (t + 1) % check_every == 0 or is_last:
+            columns = slice(t + 1 - len(pending), t + 1)
+            for result, values in zip((ids, logprobs, entropies), zip(*pending)):
+                result[rows, columns] = torch.stack(values, 1)
+            pending = []
+            finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
+            unfinished = (~finished).nonzero().squeeze(1).tolist()
+            if is_last or not unfinished:
                 break
-            if len(left) <= 0.75 * len(rows):  # drop the finished rows, but not for every single one
-                keep = upload(left, device)
-                decoder.select_rows(keep)
+            if len(unfinished) <= 0.75 * len(
+                rows
+            ):  # dropping rows copies the cache: not for every single one
+                decoder.select_rows(unfinished)
+                keep = to_device(unfinished, device)
                 rows = rows[keep]
                 tokens = tokens[keep]
-                ended = ended[keep]
+                finished = finished[keep]
         decoder.next(tokens)
-    ended = torch.isin(ids, eos_ids).long()
-    over = ended.cumsum(1) > ended  # what came after the end
-    logprobs, entropies = logprobs.masked_fill(over, 0), (-entropies).masked_fill(over, 0)
-    return ids.masked_fill(over, pad_id), (~over).sum(1), logprobs, entropies
+    is_eos = torch.isin(ids, eos_ids).long()
+    after_eos = is_eos.cumsum(1) > is_eos
+    logprobs = logprobs.masked_fill(after_eos, 0)
+    entropies = entropies.masked_fill(after_eos, 0)
+    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
+
+
+# ---------------------------------------------------------------- decoding with shared prompts
+# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
+# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
+# it.
+
+_SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
+
+
+class SharedPromptLayer(PreallocatedCacheLayer):
+    """A cache layer of which keys and values are those of the responses alone. `prompt` holds the keys and
+    the values of the prompts, two (heads, prompts, P, width)."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.prompt = [x.transpose(0, 1).contiguous() for x in self.buffers]
+        self.buffers = [x[:, :, :0] for x in self.buffers]
+        self.keys, self.values = self.buffers
+
+    def get_seq_length(self):
+        return self.prompt[0].shape[2] + self.keys.shape[2]
+
+
+class SharedPrompts:
+    """Which prompt each row continues. A model hands it on to shared_prompt_attention() as a keyword.
+
+    Attention to the prompts takes the rows in groups of equal size. For example, rows 0 to 3, of which three
+    continue the first prompt and one the second, take the six slots of two groups:
+        row_of_slot = [0, 1, 2,  3, 3, 3]    slot_of_row = [0, 1, 2, 3]    (slots 4 and 5 are padding)
+    """
+
+    def __init__(self, layers, mask):
+        self.layers = layers  # {layer_idx: SharedPromptLayer}
+        self.bias = torch.where(mask[:, None] > 0, 0.0, -math.inf)  # (prompts, 1, P): hides padding
+        self.prompt_of_row = list(range(len(mask)))
+
+    def select_rows(self, rows):
+        """Continues with these rows, a list in which rows of one prompt are neighbours."""
+        owners = [self.prompt_of_row[row] for row in rows]
+        prompts = list(dict.fromkeys(owners))
+        first_row = [owners.index(prompt) for prompt in prompts]
+        self.group_size = max(owners.count(prompt) for prompt in prompts)
+        self.prompt_of_row = [prompts.index(owner) for owner in owners]
+        row_of_slot = [min(first + i, len(rows) - 1) for first in first_row for i in range(self.group_size)]
+        slot_of_row = [p * self.group_size + i - first_row[p] for i, p in enumerate(self.prompt_of_row)]
+        device = self.bias.device
+        self.row_of_slot, self.slot_of_row = to_device(row_of_slot, device), to_device(slot_of_row, device)
+        kept = to_device(prompts, device)
+        self.bias = self.bias[kept]
+        for layer in self.layers.values():
+            layer.prompt = [x.index_select(1, kept) for x in layer.prompt]
+
+    def by_prompt(self, x):
+        """(rows, heads, n, width) to (heads, prompts, group size * n, width)."""
+        grouped = x.transpose(0, 1).index_select(1, self.row_of_slot)
+        return grouped.unflatten(1, (-1, self.group_size)).flatten(2, 3)
+
+    def by_row(self, x):
+        """(heads, prompts, group size * n, width) to (rows, heads, n, width)."""
+        slots = x.unflatten(2, (self.group_size, -1)).flatten(1, 2)
+        return slots.index_select(1, self.slot_of_row).transpose(0, 1)
+
+
+def shared_prompt_attention(module, query, key, value, mask, scaling=None, shared_prompts=None, **options):
+    """transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its response."""
+    if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+    by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
+    prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
+    rows, heads, _, width = query.shape
+    if scaling is None:
+        scaling = width**-0.5
+    query = query.reshape(rows, key.shape[1], -1, width) * scaling
+    prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
+    scores = torch.cat([prompt_scores, query @ key.mT], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    prompt_weights, response_weights = weights.split([prompt_scores.shape[-1], key.shape[2]], -1)
+    out = response_weights @ value + by_row(by_prompt(prompt_weights) @ prompt_values)
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register("shared_prompts", shared_prompt_attention)
+AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
 
 
 # ---------------------------------------------------------------- scoring
 
 
-def logits_at(model, ids, at, **options):
-    """Logits (tokens, labels) of ids (rows, T) at the places `at`, a pair of (tokens,): rows and columns. A
-    large output layer reads these alone."""
+def logits_at(model, ids, places, **options):
+    """Returns logits (tokens, labels) of ids (rows, T) at some places, a pair of (tokens,): rows and columns.
+    The output layer, which may be large, is computed at these places alone."""
     head = model.get_output_embeddings()
     if head is None:
-        return call_model(model, ids, use_cache=False, **options).logits[at]
-    hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][at][None])
+        return forward(model, ids, use_cache=False, **options).logits[places]
+    hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][places][None])
     try:
-        return call_model(model, ids, use_cache=False, **options).logits[0]
+        return forward(model, ids, use_cache=False, **options).logits[0]
     finally:
         hook.remove()
 
 
 def logits_of_rows(model, batch, rows):
-    """Logits where the model predicts the response tokens that the policy sampled, (tokens, labels), row
-    after row, and which those tokens are: two (tokens,), of `rows` and of the response. Each row is read with
-    its prompt, padded on the right, where a causal model cannot see it: no mask, no positions."""
-    lists = [batch.token_lists[i] for i in listed(rows)]
-    ids = upload(pad_right([prompt + response for prompt, response, _ in lists], 0), model.device)
-    places = [(i, len(prompt) - 1 + t, t) for i, (prompt, _, sampled) in enumerate(lists) for t in sampled]
-    row, predicted_at, token = upload(places, model.device).T
+    """Returns the logits that predict the response tokens which the policy sampled, (tokens, labels), row
+    after row, and each token's place, a pair of (tokens,): index in `rows` and in the response. Each row is
+    read with its prompt and padded on the right, where a causal model cannot see: no mask, no positions."""
+    sequences = [batch.sequences[i] for i in rows]
+    ids = to_device(pad_right([prompt + response for prompt, response, _ in sequences], 0), model.device)
+    places = []  # of each token: its row, where it is predicted, its index in the response
+    for i, (prompt, _, sampled) in enumerate(sequences):
+        places += [(i, len(prompt) - 1 + t, t) for t in sampled]
+    row, predicted_at, token = to_device(places, model.device).T
     return logits_at(model, ids, (row, predicted_at)), (row, token)
 
 
-def attention_windows(model):
-    """{kind of layer: how many of the keys before it a query sees, None: all}, by the config; {} where it has
-    other kinds, or a window that no layer is said to have."""
-    try:
-        config = model.config.get_text_config(decoder=True)
-        kinds, options = get_layer_types_and_kwargs(config)
-    except AttributeError:  # such as Mamba's
-        return {}
-    windows = {kind: option.get("sliding_window") for kind, option in zip(kinds, options)}
-    named = [value for key, value in vars(config).items() if key.endswith(("window", "window_size"))]
-    hidden = any(type(value) is int and value > 0 for value in named) and not any(windows.values())
-    return {} if hidden or not windows.keys() <= {"full_attention", "sliding_attention"} else windows
-
-
 def response_logits(model, batch, rows):
-    """logits_of_groups() where check_models() found that they are right, or else logits_of_rows()."""
-    shared = getattr(model, "shares_prompts", False)
-    return (logits_of_groups if shared else logits_of_rows)(model, batch, rows)
-
-
-def response_logprobs(model, batch, rows, temperature, distribution=None):
-    """Log-probabilities of the responses' ids in a distribution (None: sampling_logprobs) and its entropy at
-    each: two (rows, R), float32, 0 where response_mask is. One tensor of the logits' size waits for the
-    backward pass, which computes the entropy's anew."""
-    with autocast(model):
-        logits, at = response_logits(model, batch, rows)
-    ids = batch.response_ids[rows][at]
-    every = (distribution or sampling_logprobs)(logits, temperature)  # (tokens, vocabulary)
-    logprobs = every.gather(-1, ids.unsqueeze(-1)).squeeze(-1).clamp(min=-1e30)
-    entropy = checkpoint(entropy_of, every, use_reentrant=False, preserve_rng_state=False)
-    zeros = torch.zeros(len(rows), longest(batch, rows), device=logits.device)
-    return zeros.index_put(at, logprobs), zeros.index_put(at, entropy)
-
-
-def response_values(model, batch, rows):
-    """A one-label model's value before each response token, (rows, R), float32, 0 where response_mask is."""
-    with autocast(model):
-        values, at = response_logits(model, batch, rows)
-    zeros = torch.zeros(len(rows), longest(batch, rows), device=values.device)
-    return zeros.index_put(at, values[:, 0].float())
+    """Returns logits_of_rows(), computed in the faster way where check_models() found that it is right."""
+    if model in _SHARED_SCORING:
+        return logits_of_shared_prompts(model, batch, rows)
+    return logits_of_rows(model, batch, rows)
 
 
 @torch.no_grad()
-def score_batch(score, model, batch, micros=None):
-    """score(rows) (micro-batch, R) of all rows of a batch, as one tensor (rows, R); each micro-batch is read
-    by one process."""
-    micros = micros or micro_batches(model, batch)
-    scores = torch.zeros_like(batch.response_mask)
-    with unsharded(model):
-        for rows, values in zip(micros, map_over_ranks(micros, score)):
-            scores[rows, : values.shape[1]] = values.to(model.device)
-    return scores
+def map_micro_batches(compute, model, batch):
+    """Returns compute(model, batch, rows), (micro-batch, R), of all rows of a batch as one tensor (rows, R).
+    The processes share the micro-batches."""
+    micros = micro_batches(model, batch)
+    result = torch.zeros_like(batch.response_mask)
+    with full_parameters(model):
+        for rows, values in zip(micros, map_over_ranks(micros, partial(compute, model, batch))):
+            result[to_device(rows, result.device), : values.shape[1]] = values.to(model.device)
+    return result
 
 
-def all_logprobs(model, batch, micros=None, distribution=None):
-    """Log-probabilities of a batch's responses under model, (rows, R), without a gradient."""
+# ---------------------------------------------------------------- scoring with shared prompts
+# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
+# check_models() must not name it.
 
-    def score(rows):
-        return response_logprobs(model, batch, rows, TEMPERATURE, distribution)[0]
+_SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
+_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
 
-    return score_batch(score, model, batch, micros)
+
+def attention_windows(model):
+    """Returns {layer type: how many tokens back a query sees; None: all} from the model's config, or {} if
+    the config has other types of layers, or a window that it gives to no type."""
+    try:
+        config = model.config.get_text_config(decoder=True)
+        layer_types, options = get_layer_types_and_kwargs(config)
+    except AttributeError:  # such as Mamba's
+        return {}
+    windows = {name: option.get("sliding_window") for name, option in zip(layer_types, options)}
+    if not windows.keys() <= {"full_attention", "sliding_attention"}:
+        return {}
+    sizes = [value for key, value in vars(config).items() if key.endswith(("window", "window_size"))]
+    has_window = any(type(size) is int and size > 0 for size in sizes)
+    if has_window and not any(windows.values()):
+        return {}
+    return windows
+
+
+def logits_of_shared_prompts(model, batch, rows):
+    """Returns what logits_of_rows() returns. Neighbouring rows of one prompt are read in one sequence: the
+    prompt, then the responses one after another. Each response's positions continue the prompt's, and a
+    four-dimensional mask shows each token its prompt and its own response alone. For example, a prompt of
+    two tokens with two responses of two and three tokens (nothing is predicted after a last token):
+        ids        p p  a  b b
+        positions  0 1  2  2 3
+        owner      0 0  1  2 2
+    """
+    device = model.device
+    sequences = []  # of each: ids, their positions, their owners (0: the prompt, i + 1: row i)
+    places = []  # of each token: its row, its sequence, where it is predicted, its index in the response
+    last_prompt = None
+    for i, row in enumerate(rows):
+        prompt, response, sampled = batch.sequences[row]
+        prompt_length, added = len(prompt), len(response) - 1
+        if prompt != last_prompt or len(sequences[-1][0]) + added > prompt_length + _RESPONSE_TOKENS:
+            last_prompt = prompt
+            sequences.append((list(prompt), list(range(prompt_length)), [0] * prompt_length))
+        ids, positions, owner = sequences[-1]
+        for t in sampled:
+            predicted_at = prompt_length - 1
+            if t > 0:
+                predicted_at = len(ids) + t - 1
+            places.append((i, len(sequences) - 1, predicted_at, t))
+        ids += response[:added]
+        positions += range(prompt_length, prompt_length + added)
+        owner += [i + 1] * added
+    # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees itself alone
+    ids, positions, owner = (
+        to_device(pad_right(lists, padding, 8), device) for lists, padding in zip(zip(*sequences), (0, 0, -1))
+    )
+    distance = positions[:, :, None] - positions[:, None]  # from a query back to a key
+    visible = (distance >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
+    dtype = model.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    masks = {}
+    for layer_type, window in attention_windows(model).items():
+        hidden = ~visible | (distance >= (window or math.inf))
+        zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        masks[layer_type] = zeros.masked_fill_(hidden, -math.inf)[:, None]
+    mask = masks
+    if len(masks) == 1:
+        mask = masks.popitem()[1]
+    row, sequence, predicted_at, token = to_device(places, device).T
+    options = {"attention_mask": mask, "position_ids": positions}
+    return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
 
 
 # ---------------------------------------------------------------- the optimizer step
 
 
 def make_optimizer(model, learning_rate):
-    """AdamW over a model, whose activations are recomputed with GRADIENT_CHECKPOINTING. All its groups are
-    scheduled (see set_rates), clipped and stepped."""
+    """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
+    are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
+    are scheduled (see set_learning_rate), clipped and stepped."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    if is_sharded():
-        shard_state(optimizer)
-    return optimizer
+    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_rates(optimizer, rate):
-    """Give each group the learning rate, or the multiple of it that make_optimizer() gave it."""
-    made = optimizer.defaults["lr"]
+def set_learning_rate(optimizer, learning_rate):
+    """Sets the learning rate of each parameter group. A group that make_optimizer() gave another rate than
+    the optimizer's default keeps that ratio."""
+    default = optimizer.defaults["lr"]
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.setdefault("multiple", group["lr"] / made if made else 1.0)
+        if "lr_multiplier" not in group:
+            group["lr_multiplier"] = group["lr"] / default if default else 1.0
+        group["lr"] = learning_rate * group["lr_multiplier"]
 
 
-def backward(model, loss):
-    """loss.backward(), on a GPU by kernels whose sums always come in one order, unless EXACT_SUMS = False;
-    the gradient becomes a part of the step's sum (see summed)."""
-    strict = EXACT_SUMS and model.device.type == "cuda"
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    try:
-        (0 * loss if getattr(model, "idle", False) else loss).backward()
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        raise UserError(f"EXACT_SUMS = True: {first_line(error)}: set it to False") from None
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+def mini_batches(num_rows):
+    """Returns the rows of each optimizer step of a pass, lists. With a single one their order does not
+    matter."""
+    order = torch.arange(num_rows)
+    if MINI_BATCHES > 1:
+        order = torch.randperm(num_rows)
+    return [chunk.tolist() for chunk in order.chunk(MINI_BATCHES)]
 
 
-def summed(models, parts, metrics):
-    """Go through the parts of one optimizer step in rounds, a part a process: yields this process's with a
-    dict for what it measures, to a body that calls backward(). After a round all processes add its gradients
-    in the order of the parts, so that their sum has the same bits on any number of processes; with EXACT_SUMS
-    = False they add up once, at the end. metrics gets the sums of what was measured; of names that end in
-    _max the greatest. Meanwhile layers recompute their activations with GRADIENT_CHECKPOINTING."""
-    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
-    layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    sharded = is_sharded()  # FSDP2 adds up in each backward pass
-    for parameter in parameters:  # even where nothing comes: momentum moves the weights
-        parameter.grad = None if sharded else torch.zeros_like(parameter)
-    for layer in layers:
-        layer.training = GRADIENT_CHECKPOINTING  # they do it in training mode alone, which hides a cache
-    added_here = world_size() > 1 and not sharded
-    totals = [torch.zeros_like(p) for p in parameters if added_here and EXACT_SUMS]
-    measured = []
-    for first in tracked(range(0, len(parts), world_size()), "micro-batches"):
-        number = first + rank()
-        share = {}
-        for model in models:
-            model.idle = number >= len(parts)  # FSDP2 waits for all processes in each part
-        if number < len(parts) or sharded:
-            yield parts[min(number, len(parts) - 1)], share
-        measured.append({k: torch.as_tensor(x, device=models[0].device).detach() for k, x in share.items()})
-        for parameter, total in zip(parameters, totals):
+class GradientSum:
+    """Adds up the gradients of one optimizer step over its micro-batches and over the processes.
+
+        gradients = GradientSum([model])
+        for micro in gradients.deal(micro_batches):  # this process's micro-batches
+            gradients.backward(model, loss)          # any number of times
+            gradients.log_means({"loss": losses}, mask, num_tokens)
+        metrics = gradients.finish()
+
+    In each round every process gets one micro-batch. After it all processes add the round's gradients in the
+    order of the micro-batches, so that the sum has the same bits on any number of processes. With
+    DETERMINISTIC_GRADIENTS = False they add up once, in finish(); with FSDP2 in every backward pass."""
+
+    def __init__(self, models):
+        self.models = models
+        self.parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+        self.rounds = []  # what each round logged, {name: tensor}
+        self.num_micro_batches = 0
+        self.is_dummy = False  # there is no micro-batch for this process in this round
+        self.is_complete = False
+        self.adds_gradients = world_size() > 1 and not is_sharded()
+        self.totals = []
+        if self.adds_gradients and DETERMINISTIC_GRADIENTS:
+            self.totals = [torch.zeros_like(p) for p in self.parameters]
+
+    def deal(self, micro_batches):
+        """Yields this process's micro-batches. The loop must run to its end, because the other processes wait
+        for this one in every round; finish() raises if it did not."""
+        self.num_micro_batches = len(micro_batches)
+        for parameter in self.parameters:
+            # Zeros, not None: AdamW must also step parameters that get no gradient
+            parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
+        self.set_checkpointing(GRADIENT_CHECKPOINTING)
+        try:
+            for first in progress(range(0, len(micro_batches), world_size()), "micro-batches"):
+                number = first + rank()
+                self.rounds.append({})
+                self.is_dummy = number >= len(micro_batches)
+                if not self.is_dummy:
+                    yield micro_batches[number]
+                elif is_sharded():
+                    # FSDP2 waits for all processes in each pass; backward() makes this loss zero
+                    yield micro_batches[-1]
+                self.add_round()
+            self.is_complete = True
+        finally:
+            self.set_checkpointing(False)
+
+    def set_checkpointing(self, on):
+        """Layers recompute their activations in training mode alone, and use no cache in it."""
+        for model in self.models:
+            for layer in model.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.training = on
+
+    def backward(self, model, loss):
+        """loss.backward(); on a GPU by kernels that always add in the same order, unless
+        DETERMINISTIC_GRADIENTS = False."""
+        strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
+        if self.is_dummy:
+            loss = 0 * loss
+        torch.use_deterministic_algorithms(True, warn_only=not strict)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            why = first_line(error)
+            raise UserError(f"DETERMINISTIC_GRADIENTS = True: {why}: set it to False") from None
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def log_means(self, values, mask, num_tokens):
+        """Logs means over all tokens of the step. values: {name: (rows, R)}, of which mask selects tokens."""
+        for name, x in values.items():
+            self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
+
+    def log_sum(self, name, value):
+        """Logs a number that adds up over the micro-batches."""
+        self.rounds[-1][name] = value
+
+    def log_max(self, name, value):
+        """Logs a number of which the step's is the greatest; its name begins with max_."""
+        self.rounds[-1][name] = value
+
+    def add_round(self):
+        if self.is_dummy:
+            self.rounds[-1] = {}
+        for parameter, total in zip(self.parameters, self.totals):
             gradients = [torch.empty_like(total) for _ in range(world_size())]
             dist.all_gather(gradients, parameter.grad)
             for gradient in gradients:
                 total += gradient
             parameter.grad.zero_()
-    for layer in layers:
-        layer.training = False
-    for parameter, total in zip(parameters, totals):
-        parameter.grad = total
-    for parameter in parameters if added_here and not EXACT_SUMS else ():
-        dist.all_reduce(parameter.grad)
-    values = [x for share in measured for x in share.values()]
-    numbers = iter(torch.stack(values).tolist() if values else ())  # a GPU is asked once
-    everyone = all_gather([{key: next(numbers) for key in share} for share in measured])
-    for number in range(len(parts)):
-        for key, value in everyone[number % world_size()][number // world_size()].items():
-            both = (metrics[key], value) if key in metrics else (value,)
-            metrics[key] = max(both) if key.endswith("_max") else sum(both)
+
+    def finish(self):
+        """Leaves the sums in the parameters' .grad. Returns {name: number} of what was logged."""
+        if not self.is_complete:
+            raise RuntimeError(
+                "the loop over GradientSum.deal() was left before its end: do not break out of it"
+            )
+        for parameter, total in zip(self.parameters, self.totals):
+            parameter.grad = total
+        if self.adds_gradients and not DETERMINISTIC_GRADIENTS:
+            for parameter in self.parameters:
+                dist.all_reduce(parameter.grad)
+        rounds_by_rank = all_gather(self.logged_numbers())
+        metrics = {}
+        for number in range(self.num_micro_batches):
+            for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
+                if name not in metrics:
+                    metrics[name] = value
+                elif name.startswith("max_"):
+                    metrics[name] = max(metrics[name], value)
+                else:
+                    metrics[name] += value
+        return metrics
+
+    def logged_numbers(self):
+        """Returns what each round logged as Python numbers, which come from the device in one copy."""
+        device = self.models[0].device
+        tensors = [torch.as_tensor(x, device=device) for logged in self.rounds for x in logged.values()]
+        if not tensors:
+            return self.rounds
+        numbers = iter(torch.stack(tensors).tolist())
+        return [{name: next(numbers) for name in logged} for logged in self.rounds]
 
 
-def check_first_ratio(steps, step):
-    """The run's first optimizer step sees the policy that sampled: its ratios are 1, but for rounding."""
-    apart = [metrics.pop("log_ratio") for metrics in steps][0]  # mean |log ratio|, nats a token
-    if DTYPE == "float32":
-        apart = steps[0]["ratio_max"]  # no rounding hides a single token
-    if step == 0 and apart > (1e-3 if DTYPE == "float32" else 0.05):
-        why = f"ACTOR_MODEL scores otherwise than it sampled, or DTYPE = {DTYPE!r} does not suit it"
-        raise UserError(f"the first update sees a ratio {apart:.2g} away from 1: {why}")
-
-
-def clip_and_step(optimizers, loss, run, ids):
-    """Clip and step each optimizer; returns the gradient norms. Where loss or a norm is not finite the
-    weights stay as they are, and run.count_skipped() names the prompts' ids."""
+def clip_and_step(optimizers, loss, run, prompt_ids):
+    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If the loss
+    or a norm is not finite the weights stay as they are, and the run logs the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norms.append(norm.item())
     finite = all(map(math.isfinite, (loss, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped(finite, ids)
+    run.count_skipped_step(finite, prompt_ids)
     return norms
 
 
-# ---------------------------------------------------------------- what is logged
+def check_first_ratio(metrics, step):
+    """The run's first optimizer step trains the very policy that sampled, so its ratios are 1 but for
+    rounding. In float32 no token may differ; bfloat16 moves single tokens, so there the mean counts."""
+    if step > 1:
+        return
+    deviation, bound = metrics["mean_abs_log_ratio"], 0.05
+    if DTYPE == "float32":
+        deviation, bound = metrics["max_ratio_deviation"], 1e-3
+    if deviation > bound:
+        raise UserError(
+            f"in the first update a ratio differs from 1 by {deviation:.2g}: ACTOR_MODEL gives other "
+            f"log-probabilities in training than in sampling, or DTYPE = {DTYPE!r} does not suit it"
+        )
 
 
-def size_of(model):
-    """How many parameters a model has and, with an adapter, how many of them are trained."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return f"{model.num_parameters():,} parameters" + f", {trained:,} of them trained," * (LORA_RANK > 0)
+# ---------------------------------------------------------------- prompts and responses
 
 
-def headline(run, actor, train_rows, eval_rows):
-    """What a run begins with, on the terminal."""
-    suits = any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
-    slower = DTYPE == "bfloat16" and actor.device.type == "cpu" and not suits
-    dtype = DTYPE + " (slower than float32 on this processor)" * slower
-    model = f"{'/'.join(Path(ACTOR_MODEL).parts[-2:])}: {size_of(actor)} on {actor.device}, {dtype}"
-    prompts = f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out"
-    each = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
-    return f"{model}; {prompts}; steps {run.step} to {run.total_steps}, {each}; writing to {OUTPUT_DIR}"
+def parameter_counts(model):
+    """Returns the number of parameters as text and, with an adapter, how many of them are trained."""
+    text = f"{model.num_parameters():,} parameters"
+    if LORA_RANK:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        text += f", of which {trained:,} are trained,"
+    return text
 
 
-# ---------------------------------------------------------------- models are tried before they are used
-
-
-def plain_logits(model, batch):
-    """logits_of_rows() of a model that reads each row alone: no padding, mask, cache or other row."""
-    found = []
-    for prompt, response, _ in batch.token_lists:
-        ids = torch.tensor([prompt + response], device=model.device)
-        found.append(call_model(model, ids, use_cache=False).logits[0, len(prompt) - 1 : -1])
-    return torch.cat(found)
-
-
-def disagreement(model, compute):
-    """How the two tensors that compute() gives differ, or what it raises, in words; empty where that is
-    rounding: mistakes are as large as logits are."""
-    try:
-        found, wanted = compute()
-    except Exception as error:  # whatever a model raises that is not made for it
-        return f"it raises {type(error).__name__}: {first_line(error)}"
-    apart = (found - wanted).float().reshape(len(found), -1)
-    exact = model.dtype == torch.float32  # bfloat16 moves a few of 49,152 logits far, not a position's mean
-    apart = (apart.abs() if exact else apart.square().mean(1).sqrt()).max().item()
-    tolerance = (1e-3 if exact else 0.1) * (1 + wanted.std(correction=0).item())
-    return "" if apart <= tolerance else f"beside other tokens the same tokens get values {apart:.2g} apart"
-
-
-@torch.no_grad()
-def check_models(readers, rows, pad_id):
-    """Compare the actor's sampler and all models' scoring with plain_logits(), on four prompts cut to mixed
-    lengths. Sets model.decodes_shared and model.shares_prompts where that is right; draws none of the run's
-    random numbers. readers: models by constant, the actor first."""
-    actor = next(iter(readers.values()))
-    prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
-    twice = [p for p in prompts for _ in range(2)]
-    ends = torch.arange(0, known_ids(actor), 7, device=actor.device)  # rows leave at different times
-    uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = SimpleNamespace()  # what the sampler gives
-
-    def sample():
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, ends, pad_id)
-        responses = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
-        vars(batch).update(vars(pack(twice, responses, actor.device)))
-        at = batch.response_mask.nonzero(as_tuple=True)
-        wanted = sampling_logprobs(plain_logits(actor, batch), 1.5)
-        return logprobs[at], wanted.gather(1, ids[at][:, None]).squeeze(1)
-
-    def compare(way):
-        every = torch.arange(8, device=actor.device)
-        return disagreement(model, lambda: (way(model, batch, every)[0], plain_logits(model, batch)))
-
-    with unsharded(actor):
-        for actor.decodes_shared in (actor.config._attn_implementation == "shared_prompts", False):
-            wrong = disagreement(actor, sample)
-            if not wrong:
-                break
-    for constant, model in readers.items():
-        with unsharded(model), autocast(model) if model.dtype != torch.float32 else nullcontext():
-            zeros = [p for p in model.parameters() if not p.any()]  # a new head says 0 whatever it reads
-            for parameter in zeros:
-                parameter.copy_(torch.linspace(-0.02, 0.02, parameter.numel()).view_as(parameter))
-            wrong = wrong or compare(logits_of_rows)
-            model.shares_prompts = "logits_of_groups" in globals() and not compare(logits_of_groups)
-            for parameter in zeros:
-                parameter.zero_()
-        if wrong:
-            kind = f"a model of the type {model.config.model_type!r}"
-            needs = "it must be causal, and decode with a cache"
-            raise UserError(f"{constant}: {kind} cannot be used here, {wrong}: {needs}")
-
-
-# ---------------------------------------------------------------- faster decoding
-# A prompt's keys and values are kept once for all its responses; in a copy without this block for each.
-
-
-class SharedLayer(GrowingLayer):
-    """Keys and values of the responses; those of the prompts, (heads, prompts, P, width), stand beside."""
-
-    def __init__(self, layer, mask):
-        super().__init__(layer)
-        self.prompt = [x.transpose(0, 1).contiguous() for x in self.room]
-        self.bias = torch.where(mask[:, None] > 0, 0.0, -math.inf)
-        self.row_to_prompt = range(len(mask))
-        self.keys, self.values = self.room = [x[:, :, :0] for x in self.room]
-
-    def get_seq_length(self):
-        return self.prompt[0].shape[2] + self.keys.shape[2]
-
-    def update(self, keys, values, *args, **kwargs):
-        keys, values = super().update(keys, values)
-        keys.shared = self  # for attend()
-        return keys, values
-
-    def reorder_cache(self, rows):
-        super().reorder_cache(rows)
-        if not hasattr(rows, "groups"):  # once for all layers; rows of one prompt are neighbours
-            owners = [self.row_to_prompt[row] for row in listed(rows)]
-            prompts = list(dict.fromkeys(owners))
-            most = max(map(owners.count, prompts))
-            at = [min(owners.index(p) + i, len(owners) - 1) for p in prompts for i in range(most)]
-            slots = [prompts.index(p) * most + i - owners.index(p) for i, p in enumerate(owners)]
-            owners = [prompts.index(p) for p in owners]
-            rows.groups = owners, most, *(upload(x, rows.device) for x in (prompts, at, slots))
-        self.row_to_prompt, self.most, prompts, self.rows_at, self.slots = rows.groups
-        self.prompt = [x.index_select(1, prompts) for x in self.prompt]
-        self.bias = self.bias[prompts]
-
-    def by_prompt(self, x):
-        """(rows, heads, n, width) to (heads, prompts, most * n, width), padded with any rows."""
-        return x.transpose(0, 1).index_select(1, self.rows_at).unflatten(1, (-1, self.most)).flatten(2, 3)
-
-    def by_row(self, x):
-        return x.unflatten(2, (self.most, -1)).flatten(1, 2).index_select(1, self.slots).transpose(0, 1)
-
-
-def attend(module, query, key, value, attention_mask, scaling=None, **options):
-    """transformers' sdpa attention; with a SharedLayer's keys one softmax over the prompt's and the own."""
-    layer = getattr(key, "shared", None)
-    if layer is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
-    scores = layer.by_row(layer.by_prompt(query) @ layer.prompt[0].mT + layer.bias)
-    weights = torch.cat([scores, query @ key.mT], -1).softmax(-1, dtype=torch.float32).to(value.dtype)
-    of_prompt, of_response = weights.split([scores.shape[-1], key.shape[2]], -1)
-    out = of_response @ value + layer.by_row(layer.by_prompt(of_prompt) @ layer.prompt[1])
-    return out.reshape(rows, 1, heads, -1), None
-
-
-AttentionInterface.register("shared_prompts", attend)
-AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-
-
-# ---------------------------------------------------------------- faster scoring
-# In scoring and update a prompt is read once with all its responses. Delete this block in a copy of your
-# own, and each response is read with its prompt.
-
-
-_RESPONSE_TOKENS = 1024  # at most in one sequence below: its attention is dense
-
-
-def logits_of_groups(model, batch, rows):
-    """As logits_of_rows(), neighbouring rows of one prompt in one sequence: the prompt once, then their
-    responses side by side. Positions of each go on after the prompt, and a token sees, by a mask of four
-    dimensions, its prompt and its own response alone."""
-    device = model.device
-    sequences = []  # of each its ids, their positions, and whose they are: 0 is the prompt, i + 1 row i
-    places = []  # of each token: its row, the sequence, where it is predicted, and itself
-    last = None
-    for i, row in enumerate(listed(rows)):
-        prompt, response, sampled = batch.token_lists[row]
-        first, more = len(prompt), len(response) - 1  # nothing is predicted after the last token
-        if prompt != last or len(sequences[-1][0]) + more > first + _RESPONSE_TOKENS:
-            last = prompt
-            sequences.append((list(prompt), list(range(first)), [0] * first))
-        ids, positions, owner = sequences[-1]
-        places += [(i, len(sequences) - 1, (len(ids) + t if t else first) - 1, t) for t in sampled]
-        ids += response[:more]
-        positions += range(first, first + more)
-        owner += [i + 1] * more
-    # Padding is seen by none but itself; a GPU's kernels copy masks of other widths
-    ids, positions, owner = (
-        upload(pad_right(part, value, 8), device) for part, value in zip(zip(*sequences), (0, 0, -1))
-    )
-    back = positions[:, :, None] - positions[:, None]  # from a query to a key
-    seen = (back >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
-    masks = {}
-    for kind, window in attention_windows(model).items():
-        hidden = ~seen | (back >= (window or math.inf))
-        zeros = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        masks[kind] = zeros.masked_fill_(hidden, -math.inf)[:, None]
-    masks = masks if len(masks) > 1 else masks.popitem()[1]
-    row, sequence, predicted_at, token = upload(places, device).T
-    options = {"attention_mask": masks, "position_ids": positions}
-    return logits_at(model, ids, (sequence, predicted_at), **options), (row, token)
-
-
-# ---------------------------------------------------------------- adapters
-# LoRA: small matrices are trained beside a model's frozen weights. Delete this block in a copy of your own
-# that leaves LORA_RANK at 0.
+# ---------------------------------------------------------------- LoRA
+# Small matrices are trained beside a model's frozen weights (2106.09685).
 
 
 def load_adapted(auto_class, path, constant, device, saved, new_head):
-    """The model of path, frozen and in DTYPE, with an adapter on it in float32: the saved one, or one that
-    changes nothing yet. A new head is trained whole."""
+    """Returns the model of path, frozen and in DTYPE, with an adapter in float32: the saved one, or a new one
+    that changes nothing yet. A new head is trained whole."""
     if is_sharded():
         raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
-    import peft
+    import peft  # slow
 
-    path = str(Path(path).resolve()) if Path(path).exists() else path  # the adapter's config names it
+    if Path(path).exists():
+        path = str(Path(path).resolve())  # the adapter's config names it
     model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
-    targets = LORA_TARGETS if LORA_TARGETS == "all-linear" else LORA_TARGETS.replace(" ", "").split(",")
+    targets = LORA_TARGETS
+    if LORA_TARGETS != "all-linear":
+        targets = LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(
-        r=LORA_RANK,
-        lora_alpha=LORA_ALPHA,
-        target_modules=targets,
-        lora_dropout=0.0,
-        task_type="TOKEN_CLS" if new_head else "CAUSAL_LM",
-        modules_to_save=["score", "classifier"] if new_head else None,
-    )  # what heads are named
+        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    if new_head:
+        config.task_type = "TOKEN_CLS"
+        config.modules_to_save = ["score", "classifier"]  # the usual names of heads
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)
     except (ValueError, UserWarning) as error:
         raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {first_line(error).rstrip('(')}") from None
-    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
-    for target in [] if targets == LORA_TARGETS else targets:
-        if not any(name.endswith(f".{target}") for name in adapted):
-            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
+    if targets != "all-linear":
+        check_targets(model, targets)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if head := model.get_output_embeddings():  # or a view, as generate() reads, takes up to 350 times as long
+    head = model.get_output_embeddings()
+    if head is not None:
+        # torch multiplies a view, which generate() passes, with a frozen matrix up to 350 times slower
         head.register_forward_pre_hook(lambda module, inputs: inputs[0].contiguous())
     config.target_modules = sorted(config.target_modules)  # a set's order differs from run to run
     if saved:
-        then = load_pretrained(peft.LoraConfig, saved, "RESUME")
-        same = (then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)
-        if not same or sorted(then.target_modules) != config.target_modules:
-            raise UserError(f"{saved} is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume it so")
-        state = load_file(saved / "adapter_model.safetensors")
-        state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
-        peft.set_peft_model_state_dict(model, state)
+        load_adapter(model, saved, config)
     return model
+
+
+def check_targets(model, targets):
+    """Every name in LORA_TARGETS must be that of a layer."""
+    adapted = [f".{name}" for name, layer in model.named_modules() if hasattr(layer, "get_delta_weight")]
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in adapted):
+            raise UserError(f"LORA_TARGETS = {LORA_TARGETS!r}: {model.name_or_path} has no layer {target!r}")
+
+
+def load_adapter(model, saved, config):
+    """Loads the adapter of a checkpoint, which must have been trained with the same constants."""
+    import peft
+
+    before = load_pretrained(peft.LoraConfig, saved, "RESUME")
+    same_size = (before.r, before.lora_alpha) == (config.r, config.lora_alpha)
+    if not same_size or sorted(before.target_modules) != config.target_modules:
+        raise UserError(
+            f"{saved} was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume with the same"
+        )
+    state = load_file(saved / "adapter_model.safetensors")
+    state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
+    peft.set_peft_model_state_dict(model, state)
 
 
 @contextmanager
 def without_adapter(model):
-    """Inside the block the model is what it was before it got an adapter, if it has one."""
-    adapted = hasattr(model, "peft_config")
-    if adapted:
+    """Inside the block a model with an adapter is the frozen model; another model is what it is."""
+    has_adapter = hasattr(model, "peft_config")
+    if has_adapter:
         model.disable_adapters()
     yield
-    if adapted:
+    if has_adapter:
         model.enable_adapters()
 
 
-def merged(model):
-    """A model's copy with its adapter added to the weights, in float32: plain from_pretrained() loads it."""
-    copied = copy.deepcopy(model).float()
-    for name, layer in list(copied.named_modules()):
+def merge_adapter(model):
+    """Returns a copy of a model whose adapter is added to the weights, in float32: it loads without PEFT."""
+    merged = copy.deepcopy(model).float()
+    for name, layer in list(merged.named_modules()):
         if hasattr(layer, "get_delta_weight"):
             layer.merge()
-            copied.set_submodule(name, layer.get_base_layer())
-    copied._hf_peft_config_loaded = False
-    del copied.peft_config
-    return copied
+            merged.set_submodule(name, layer.get_base_layer())
+    merged._hf_peft_config_loaded = False
+    del merged.peft_config
+    return merged
+
+
+# ---------------------------------------------------------------- sharding
+# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
+# (FSDP2).
+
+
+# differs: this trainer does not shard models
+def is_sharded():
+    return False
+
+
+# differs: models are not sharded
+@contextmanager
+def full_parameters(*models):
+    yield
+
+
+# differs: models are not sharded
+def full_state(state):
+    return state
+
+
+# differs: models are not sharded
+def full_weights(model):
+    return model.state_dict()
+
+
+# differs: models are not sharded
+def load_optimizer_state(optimizer, saved):
+    """Loads an optimizer's state. Learning rates and the like come from the constants of now."""
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
 # ---------------------------------------------------------------- records
-# Rows of files and of the hub, and their order in each epoch.
 
 
 def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set; a csv file's record has the line it ends on."""
+    """Yields (line number from 1, record) of one data set; for a csv record, the number of its last line."""
     try:
         if spec["type"] == "jsonl":
             records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
         elif spec["type"] == "csv":
             text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
-            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # or open quotes take all
+            # strict: otherwise an unclosed quote swallows the rest of the file
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+            for name in reader.fieldnames or []:
+                if name and reader.fieldnames.count(name) > 1:
+                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -1541,13 +1840,17 @@ def read_records(spec, where):
 
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
-    except Exception as error:  # the libraries raise many kinds
-        line = f" line {reader.reader.line_num}" if isinstance(error, csv.Error) else ""
+    except Exception as error:  # the libraries raise many types
+        line = ""
+        if isinstance(error, csv.Error):
+            line = f" line {reader.reader.line_num}"
         raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in records:
         if spec["type"] == "csv":
             if None in (*record, *record.values()):
-                raise UserError(f"{where} line {number}: it has not as many fields as the head: quote commas")
+                raise UserError(
+                    f"{where} line {number}: its number of fields differs from the first line's: quote commas"
+                )
             record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
@@ -1555,30 +1858,12 @@ def read_records(spec, where):
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
         except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: not a JSON object ({error}); mend it") from None
-
-
-def look_up(record, path, where):
-    """What stands at a path such as "answers.text" in nested records."""
-    value = record
-    for key in [path] if path in record else path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
-    return value
-
-
-def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
-    if kind == "texts":
-        return [read_as("text", x, where) for x in (value if isinstance(value, list) and value else [value])]
-    if not isinstance(value, (str, int, float)) or value != value:  # NaN
-        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
-    return str(value)
+            raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
 
 
 def next_rows(rows, state, count):
-    """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
+    """Returns the next `count` rows, fewer at the end of an epoch. state.order is this epoch's
+    permutation."""
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
@@ -1588,27 +1873,31 @@ def next_rows(rows, state, count):
 
 
 # ---------------------------------------------------------------- rewards
-# Calling reward functions and checking what they return.
 
 
 def resolve_rewards(functions, constant):
-    """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
+    """Returns [(name, function, weight)] of pairs (function or its name in rewards/, weight). A name that
+    occurs again, such as <lambda>, gets a number."""
     resolved = []
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
-        function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
+        function, weight = pair
+        if isinstance(function, str):
+            function = getattr(rewards, function, None)
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = plain_name(function)
-        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
-        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
+        name = json_name(function)
+        count = 1 + sum(json_name(other) == name for _, other, _ in resolved)
+        if count > 1:
+            name = f"{name}_{count}"
+        resolved.append((name, function, float(weight)))
     return resolved
 
 
 @contextmanager
 def time_limit():
-    """Ends the program, and shows where it hangs, if what is inside takes longer than REWARD_TIMEOUT."""
+    """Ends the program, and shows where it hangs, if the block takes longer than REWARD_TIMEOUT seconds."""
     if REWARD_TIMEOUT and sys.__stderr__:  # sys.stderr may be a notebook's, without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     try:
@@ -1617,9 +1906,11 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
-def call_reward(name, function, prompts, responses, answers, columns={}, width=None):
-    """Values of a reward function, (rows,); with a width (rows, width) if it returns a list per response, a
-    number per token. Its parameters after the first three get the columns of their names."""
+def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
+    """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
+    names. With a width the function may return a list of numbers per response, one per token: (rows,
+    width)."""
+    columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
@@ -1630,215 +1921,204 @@ def call_reward(name, function, prompts, responses, answers, columns={}, width=N
         raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
     try:
         values = function(prompts, responses, answers, **named)
+        if isinstance(values, Iterator):  # a generator
+            values = list(values)
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
-            raise UserError(str(error)) from None  # what its data must have
+            raise UserError(str(error)) from None  # it says what its data must have
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if (
-        not width
-        or not hasattr(values, "__len__")
-        or len(values) != len(responses)
-        or not any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
-    ):
+    if width is None or not is_list_of_lists(values, len(responses)):
         return check_scores(name, values, len(responses))
-    token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
+    token_scores = torch.zeros(len(responses), width)  # 0 after each response's end
     for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
-    return token_rewards
+        token_scores[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+    return token_scores
+
+
+def is_list_of_lists(values, count):
+    """Whether a reward function returned `count` values of which at least one is a list."""
+    if not hasattr(values, "__len__") or len(values) != count:
+        return False
+    return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
 
 
 def check_scores(name, values, count, each="response"):
-    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
+    if inspect.isawaitable(values) or inspect.isasyncgen(values):
+        if inspect.iscoroutine(values):
+            values.close()  # otherwise Python warns that it was never awaited
+        raise UserError(
+            f"{name} is async: make it a plain function; rewards.threaded() makes many calls at a time"
+        )
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        scores = torch.tensor(torch.nan)
-    if scores.shape != (count,) or not scores.isfinite().all():
+        returned = repr(values)[:80]
+        if isinstance(values, (list, tuple)):
+            returned += f", a {type(values).__name__} of {len(values)} values"
+        returned += ", which cannot be read as numbers"
+    else:
+        if scores.shape == (count,) and scores.isfinite().all():
+            return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-        raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
-    return scores
+    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
 
 
-def dealt_rewards(trainer, name, function, batch, width=None):
-    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
-    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+def reward_chunks(rows):
+    """Returns slices of the rows, one for each call of a reward function, with at most BATCH_SIZE *
+    GROUP_SIZE rows. Responses to one prompt, which are neighbours and share one row object, stay together
+    even where they are more: a reward function may compare them."""
     size = BATCH_SIZE * GROUP_SIZE
+    group_starts = [i for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
+    chunks = []
+    start = 0
+    for group_start, group_end in zip(group_starts, [*group_starts[1:], len(rows)]):
+        if group_end - start > size and group_start > start:
+            chunks.append(slice(start, group_start))
+            start = group_start
+    chunks.append(slice(start, len(rows)))
+    return chunks
 
-    def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages
-        lists = (
-            [row["prompt"] for row in rows],
-            batch.responses[i : i + size],
-            [row["answer"] for row in rows],
-        )
-        columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i : i + size]) for name, values in batch.columns.items()}
+
+def score_over_ranks(trainer, name, function, batch, width=None):
+    """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
+    Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
+
+    def score_chunk(chunk):
+        rows = [copy.deepcopy(row) for row in batch.rows[chunk]]  # a judge may append to its messages
+        prompts = [row["prompt"] for row in rows]
+        answers = [row["answer"] for row in rows]
+        columns = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"]}
+        for column, values in batch.columns.items():
+            columns[column] = copy.deepcopy(values[chunk])
         trainer.reward_parts = {}
         with time_limit():
-            scores = call_reward(name, function, *lists, columns, width)
-        parts = trainer.reward_parts.items()
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
+            scores = call_reward(name, function, prompts, batch.responses[chunk], answers, columns, width)
+        reward_parts = {}
+        for part, values in trainer.reward_parts.items():
+            reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))
+        return scores, reward_parts
 
-    scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
-    return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
-
-
-# ---------------------------------------------------------------- the run
-# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
-
-
-class UserError(Exception):
-    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    scores, chunk_parts = zip(*map_over_ranks(reward_chunks(batch.rows), score_chunk))
+    for reward_parts in chunk_parts:
+        if different := reward_parts.keys() ^ chunk_parts[0].keys():
+            part = sorted(different)[0]
+            raise UserError(f"{name} sets reward_parts[{part!r}] in some calls only: set it in every call")
+    return torch.cat(scores), {
+        part: torch.cat([parts[part] for parts in chunk_parts]) for part in chunk_parts[0]
+    }
 
 
-def run_main(trainer_class):
-    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
-    try:
-        apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
-    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
-        code = 130
-    except Exception as error:
-        text = sentence_of(error)
-        if text is None and not dist.is_initialized():
-            raise
-        code = 1 if text is None else 2
-        if fails_first():
-            print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
-    if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+# ---------------------------------------------------------------- processes
 
 
-def sentence_of(error):
-    """What the user can do about an error; None where a traceback says more."""
-    if hasattr(error, "__notes__"):  # a reward function's
-        return None
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-    if type(error).__module__.startswith("wandb"):
-        return f"USE_WANDB = True: {first_line(error)}"
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
-        return f"another process of this run is gone, or was silent ({first_line(error)})"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+def rank():
+    """Returns the number of this process, from 0. Process 0 alone asks, writes and prints."""
+    return int(os.environ.get("RANK", 0))
 
 
-def fails_first():
-    """True on the first process of the run that calls it; before they have met, on process 0."""
-    with suppress(Exception):  # no store yet, or gone with the process that held it
-        store = dist.distributed_c10d._get_default_store()
-        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
-    return rank() == 0
-
-
-def constants():
-    """Every constant of this file, as JSON has it."""
-    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
-    return json.loads(json.dumps(values, default=plain_name))
-
-
-def plain_name(value):
-    """What stands in JSON for a function or an object, the same from run to run."""
-    return getattr(value, "__name__", type(value).__name__)
-
-
-def settings():
-    """What makes a run what it is: constants, this file, threads and GPU, on which sums' last bits depend."""
-    here = {Path(__file__).name: file_digest(__file__)["sha256"][:12], "GPU": None}
-    if torch.cuda.is_available():
-        here["GPU"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
-    return {**constants(), **here, "OMP_NUM_THREADS": torch.get_num_threads()}
-
-
-def apply_overrides(words):
-    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
-    annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
-    annotations = annotate(1) if annotate else __annotations__
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
-        kind = str(annotations.get(key, type(globals()[key]).__name__))  # such as "int | None"
-        value = text
-        if "str" not in kind or "None" in kind and text == "None":
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        value = float(value) if "float" in kind and type(value) is int else value
-        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
-        globals()[key] = value
-
-
-def check_constants():
-    """Refuse numbers out of range and unknown words before anything is loaded or written."""
-    for keys, allowed in _LIMITS.items():
-        for key in keys.split():
-            value = globals()[key]
-            if isinstance(allowed, list) and value is not None and value not in allowed:
-                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
-            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
-                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-
-
-def load_pretrained(auto_class, path, constant, **options):
-    """from_pretrained() with one sentence when that fails; `constant` is what the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
-        why = "cannot be loaded" if Path(path).exists() else "no such folder, and the hub gave no such model"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def find_device():
-    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
+    """Returns the device that DEVICE names; each process of a machine gets a GPU of its own."""
     join_processes()
-    mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
-    best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    best = "cpu"
+    if torch.cuda.is_available():
+        best = "cuda"
+    elif torch.backends.mps.is_available() and world_size() == 1:  # gloo does not know mps
+        best = "mps"
     name = best if DEVICE == "auto" else DEVICE
     if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {name!r} is not here; auto takes {best}, one for each process") from None
+        raise UserError(f"DEVICE = {name!r} is not available; auto takes {best}, one per process") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def seed_everything(seed):
-    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
-    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
-        import sklearn.metrics  # noqa: F401
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+def join_processes():
+    """Joins the process group that torchrun started, and checks that all processes have the same
+    constants."""
+    if dist.is_initialized() or (world_size() == 1 and not is_sharded()):
+        return
+    if "MASTER_ADDR" not in os.environ:
+        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # always adds in the same order
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    wait = timedelta(seconds=PROCESS_TIMEOUT)
+    store = next(dist.rendezvous("env://", timeout=wait))[0]
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # The prefix hides keys of an attempt that torchrun restarted. Several machines count restarts on
+        # their own
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
+    fingerprints = all_gather(run_fingerprint())
+    for name, value in fingerprints[0].items():
+        if any(other.get(name) != value for other in fingerprints):
+            raise UserError(f"{name} differs between the processes: make it the same")
+
+
+def all_gather(value=None):
+    """Returns the values of all processes, a list by rank. Tensors of other processes come to the CPU."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return values
+
+
+def broadcast_from_rank0(function):
+    """Returns what function() returns on process 0, which alone calls it."""
+    value = function() if rank() == 0 else None
+    return all_gather(value)[0]
+
+
+def progress(items, unit):
+    """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
+    terminal it prints a line about every 30 seconds."""
+    if rank() > 0:
+        yield from items
+    elif sys.stdout.isatty():
+        yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)
+    else:
+        started = printed = time.perf_counter()
+        for done, item in enumerate(items):
+            now = time.perf_counter()
+            if done and now - printed > 30:
+                printed = now
+                time_left = tqdm.format_interval((now - started) / done * (len(items) - done))
+                print(f"{done} of {len(items)} {unit}, {time_left} left", flush=True)
+            yield item
+
+
+_INSIDE_RANK_MAP = []  # not empty while this process computes its share in map_over_ranks()
+
+
+def map_over_ranks(items, compute):
+    """Returns [compute(item)] in the order of the items. Each is computed by one process and sent to all. A
+    call inside compute(), such as a reward that samples, is not shared again."""
+    if _INSIDE_RANK_MAP or world_size() == 1:
+        return [compute(item) for item in progress(items, "batches")]
+    _INSIDE_RANK_MAP.append(compute)
+    mine = [compute(item) for item in progress(items[rank() :: world_size()], "batches")]
+    _INSIDE_RANK_MAP.pop()
+    results = all_gather(mine)
+    return [results[i % world_size()][i // world_size()] for i in range(len(items))]
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types."""
-    name, words, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    """Returns the states of Python's, NumPy's and torch's generators, as plain types."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's, or what a function of yours draws
+    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -1851,81 +2131,19 @@ def set_rng_state(state):
         torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
-# ---------------------------------------------------------------- processes
+def seed_everything(seed):
+    """Seeds all generators, and asks for kernels that always add in the same order."""
+    with suppress(ImportError):  # transformers imports it during a run, and its import draws a random number
+        import sklearn.metrics  # noqa: F401
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
-def rank():
-    """Which of the processes this is, from 0, which alone asks, writes and prints."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-_DEALING = []  # not empty: this process is at its share, which is its own alone
-
-
-def join_processes():
-    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
-    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
-        return
-    if "PROCESS_TIMEOUT" not in globals():
-        raise UserError("it runs as one process: start it with python, not torchrun")
-    if "MASTER_ADDR" not in os.environ:
-        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    wait = timedelta(seconds=PROCESS_TIMEOUT)
-    store = next(dist.rendezvous("env://", timeout=wait))[0]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
-    everyone = all_gather(settings())
-    for name, value in everyone[0].items():
-        if any(other.get(name) != value for other in everyone):
-            raise UserError(f"the processes differ in {name}: make it the same")
-
-
-def all_gather(value=None):
-    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
-    if not dist.is_initialized():
-        return [value]
-    everyone = [None] * world_size()
-    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
-    return everyone
-
-
-def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it."""
-    return all_gather(function() if rank() == 0 else None)[0]
-
-
-def tracked(items, unit):
-    """Yields the items; says how many are done, on a terminal twice a second in one line, else every 30 s."""
-    before, after, every = ("\r\033[K", "", 0.5) if sys.stdout.isatty() else ("", "\n", 30)
-    begun = said = time.perf_counter()
-    for done, item in enumerate(items):
-        now = time.perf_counter()
-        if now - said > every and rank() == 0:
-            said = now
-            rate = done / (now - begun)
-            text = f"{Run.doing}: {done} of {len(items)} {unit}, {rate:.3g} a second"
-            print(before + text, end=after, flush=True)
-        yield item
-
-
-def map_over_ranks(parts, work):
-    """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    if _DEALING or world_size() == 1:
-        return [work(part) for part in tracked(parts, "parts")]
-    _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
-    _DEALING.pop()
-    return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
-
-
-# ---------------------------------------------------------------- files, schedule, plots
+# ---------------------------------------------------------------- files and checkpoints
 
 
 def fsync(path):
@@ -1939,89 +2157,129 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill):
-    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
-    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
+def write_atomically(path, write):
+    """write(tmp) writes a file, or a folder with its files; then it is synced to the disk and renamed to
+    `path`, which is therefore there whole or not at all. A folder that stands there already is renamed first;
+    if the program is killed between the two renames, finish_replacing() brings it back."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
     try:
-        fill(tmp)
-        for part in [*tmp.rglob("*"), tmp]:
-            fsync(part)
+        write(tmp)
+        for written in [*tmp.rglob("*"), tmp]:
+            fsync(written)
         if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
+    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(path)
-        todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
+        finish_replacing(path)
+        raise UserError(
+            f"{path} could not be saved ({first_line(error)}): make room and start again; training continues "
+            "from the last good checkpoint"
+        ) from None
 
 
-def restore_folder(folder):
-    """What write_whole() was about to replace when it was killed comes back."""
+def finish_replacing(folder):
+    """Brings back the folder that write_atomically() was replacing when the program was killed."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def checkpoint_fault(folder):
-    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+def checkpoint_error(folder):
+    """Returns why a checkpoint cannot be trusted, or None. Its files must be those of its manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name in ("training_state.pt", *manifest):
             if file_digest(folder / name) != manifest[name]:
-                return f"{name} is not what was saved"
+                return f"{name} is not the file that was saved"
     except (OSError, ValueError, LookupError, TypeError) as error:
         return first_line(error)
+    return None
+
+
+def check_state(state):
+    """Refuses a field of the state that load_checkpoint() could not read, because it would end every
+    resume."""
+    for name, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception:  # pickle and torch raise many types
+            raise UserError(
+                f"self.state.{name} is of type {type(value).__name__}, but a checkpoint takes numbers, "
+                "texts, lists, tuples, dicts and tensors"
+            ) from None
 
 
 def list_checkpoints(output_dir):
-    """[(N, step_N/)] of a run, oldest first."""
-    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+    """Returns [(N, path of step_N)] of a run, oldest first."""
+    checkpoints = [(path.name.removeprefix("step_"), path) for path in Path(output_dir).glob("step_*")]
+    return sorted((int(number), path) for number, path in checkpoints if number.isdecimal())
 
 
-def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
-    run = output_dir if resume in ("ask", "yes", "no") else resume
-    checkpoints = list_checkpoints(run) if resume != "no" else []
-    if run == resume and not checkpoints:
+def choose_checkpoint(resume, output_dir, log):
+    """Returns the checkpoint to resume from, or None to start from the beginning. Asks at a terminal if
+    resume is "ask"."""
+    if resume == "no":
+        return None
+    is_path = resume not in ("ask", "yes")
+    run = resume if is_path else output_dir
+    checkpoints = list_checkpoints(run)
+    if is_path and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
-        if fault := checkpoint_fault(folder):
-            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+        if error := checkpoint_error(folder):
+            log(f"WARNING: skipping the broken checkpoint {folder}: {error}")
             continue
-        say(f"Found checkpoint: {folder}")
+        log(f"Found checkpoint: {folder}")
         if resume != "ask" or world_size() > 1 or not sys.stdin.isatty():
-            say("Resuming from it (RESUME=no starts afresh)")
+            log("Resuming from it (RESUME=no starts a new run)")
             return folder
-        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
-            pass
+        reply = ""
+        while reply not in ("y", "n"):
+            reply = input("Resume training from it? (y/n): ").strip().lower()[:1]
         return folder if reply == "y" else None
     if checkpoints:
-        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
+        raise UserError(
+            f"no checkpoint in {run} is whole: repair one, or set RESUME=no, which moves the old run aside"
+        )
+    return None
 
 
-def move_aside(paths, output_dir, say):
-    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
-    if paths:
-        old = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
-        old.mkdir(exist_ok=True)
-        for path in paths:
-            os.rename(path, old / path.name)
-        say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+def archive_old_run(paths, output_dir, log):
+    """Moves what a new start would overwrite to OUTPUT_DIR/old_<time>/."""
+    if not paths:
+        return
+    archive = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
+    archive.mkdir(exist_ok=True)
+    for path in paths:
+        os.rename(path, archive / path.name)
+    names = ", ".join(sorted(path.name for path in paths))
+    log(f"Moved {names} of an earlier run to {archive}")
 
 
-def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
+# ---------------------------------------------------------------- schedule and plots
+
+
+def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
+    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule (None
+    stays at 1)."""
+    if steps_done < warmup:
+        return (steps_done + 1) / warmup
+    progress = (steps_done - warmup) / max(1, total - warmup)
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if schedule == "plateau":
+        return 0.5**halvings
+    return 1.0
 
 
 def read_metrics(path):
@@ -2029,45 +2287,52 @@ def read_metrics(path):
 
 
 def plot_metric(axis, records, phase, key, color, label):
-    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    """Plots a metric by step. Training: faint, with its rolling mean. Evaluation: points, and a dashed line
+    at the first one."""
     points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
     axis.xaxis.get_major_locator().set_params(integer=True)
-    if points and phase == "train":
-        x, y = np.array(points, dtype=float).T
+    if not points:
+        return
+    x, y = np.array(points, dtype=float).T
+    if phase == "train":
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
-    elif points:
-        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
-        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+    else:
+        axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
 
 
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics)."""
+    """Draws a grid of panels, each (y label, metrics)."""
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
-        label += " (nats per token)" * (label in ("entropy", "kl", "approx_kl"))
+        if label in ("entropy", "kl", "approx_kl"):
+            label += " (nats per token)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
-        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            plot_metric(axis, records, phase, key, f"C{color}", key)
+        for i, key in enumerate(keys):
+            plot_metric(axis, records, "train", key, f"C{2 * i}", key)
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", key)
         if axis.lines:
             axis.legend(fontsize=8)
-    write_whole(path, partial(figure.savefig, format="png", dpi=100))
+    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
+
+
+# ---------------------------------------------------------------- the run
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals, counters. A new start moves `files`
-    aside, too; best/ and patience follow the first metric of best_by that an evaluation has."""
+    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
+    decides when it evaluates and saves."""
 
-    doing = "check models"  # what takes its time now, for tracked()
-    saved = (  # of its attributes, in a checkpoint
+    checkpointed_fields = (
         "step",
         "evaluated_at",
         "best_value",
@@ -2080,48 +2345,59 @@ class Run:
         "evaluation",
     )
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
+    def __init__(self, name, resume, device):
         self.name = name
+        self.title = name  # of the plots
+        self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
-        self.best_by = best_by
-        self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
-        self.log_lines = {}  # how many each had when the checkpoint was saved
-        self.log = None  # of the texts that say() prints
-        self.unlogged = []  # those from before it was there
-        self.step = 0  # steps done
+        self.old_files = [
+            "logs",
+            "step_*",
+            "best",
+            "training_*",
+            f"{name}_*.png",
+        ]  # a new run moves these aside
+        self.best_by = [
+            "reward"
+        ]  # best/ and patience follow the first of these metrics that evaluate() returns
+        self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
+        self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
+        self.text_log = None  # file of what log() prints
+        self.unwritten = []  # what log() printed before that file was open
+        self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.begin_part()
+        self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
-        self.times = {}
-        self.clock = (time.perf_counter(), 0)  # when the steps began, and after which
+        self.times = {}  # seconds of this step, by activity
         self.wandb = self.wandb_id = None
-        self.signal = None  # that this process has got
-        self.stop_signal = None  # that all have agreed to stop by
-        self.last_word = None  # what is said at the end in place of its own
+        self.signal = None  # received by this process
+        self.stop_signal = None  # by which all processes agreed to stop
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock starts a process on some systems
         self.folder = Path(OUTPUT_DIR)
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            restore_folder(self.folder / "best")
-        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
-        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
+            finish_replacing(self.folder / "best")
+        # the checkpoint to resume from; later the last one that was saved
+        self.checkpoint = broadcast_from_rank0(
+            partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
+        )
         seed_everything(SEED)
 
-    def begin_part(self):
-        """Another part of the training begins: best/ and patience know nothing of the one before."""
+    def reset_best(self):
+        """Forgets earlier evaluations: nothing is best yet."""
+        self.clock = None  # when the first of the following steps began, and how many were done then
         self.evaluated_at = -1  # the step of the last evaluation
-        self.best_value = -math.inf  # the highest yet, whose policy is in best/
+        self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since then
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        """Keeps other processes out of OUTPUT_DIR. The lock ends with this process, even by SIGKILL."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock.acquire(blocking=False)
@@ -2129,8 +2405,9 @@ class Run:
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
     def register(self, state, models, optimizers, tokenizer):
-        """What a checkpoint holds: state, a namespace of plain values and tensors; models and optimizers by
-        folder; the tokenizer, if any. A resumed run's become what it holds."""
+        """Names what a checkpoint holds: state, a namespace of plain values and tensors; models and
+        optimizers by name; the tokenizer, if any. When the run resumes, state and optimizers get what the
+        checkpoint holds; models must have been loaded from it."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -2138,166 +2415,233 @@ class Run:
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
+    # ------------------------------------------------------------ the loop
+
     @contextmanager
-    def session(self, headline):
-        """The whole of training, files open, signals caught; at the end a checkpoint."""
+    def session(self, summary):
+        """Wraps the whole training: opens the files, catches signals, and saves a checkpoint at the end."""
         self.signal = None
+        self.clock = None
         if rank() == 0:
             self.open_files()
         self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
+        self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
-            self.listen()
+            self.agree_on_stop()
             self.save()
-            self.say_the_end()
-            all_gather()  # who ends first would take the others with it
+            self.log(self.final_message())
+            if self.wandb:
+                self.wandb.finish()
+            all_gather()  # wait: torchrun would end the processes that are still writing
         finally:
             self.lock.release(force=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def on_signal(self, number, frame):
-        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C ends it at once."""
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
         if rank() == 0:
-            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+            print("\nStopping after this step, then saving; Ctrl-C again stops at once", flush=True)
 
-    def listen(self):
-        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
-        state = {key: x for key, x in get_rng_state().items() if key != "cuda"}  # each GPU draws for its part
-        signals, drawn = zip(*all_gather((self.signal or 0, repr(state))))
-        if len(set(drawn)) > 1:
-            raise UserError("the processes drew different random numbers: give your functions a generator")
+    def agree_on_stop(self):
+        """Returns whether any process got a signal. Also checks that the random generators of all processes
+        are in the same state."""
+        rng_state = {
+            key: x for key, x in get_rng_state().items() if key != "cuda"
+        }  # a GPU draws for its part
+        signals, rng_states = zip(*all_gather((self.signal or 0, repr(rng_state))))
+        if len(set(rng_states)) > 1:
+            raise UserError(
+                "the processes drew different random numbers: give your functions a generator of their own"
+            )
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def should_continue(self):
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
-        return not self.listen() and not out_of_patience and self.step < self.total_steps
+    def needs_first_evaluation(self):
+        return self.evaluated_at < 0 and not self.is_over()
 
-    def steps(self, evaluate, until=math.inf):
-        """Yields the number of each step to do, which ends with record(); evaluates and saves between."""
-        if self.evaluated_at < 0 and self.should_continue():
-            self.evaluate(evaluate)
-        self.clock = (time.perf_counter(), self.step)
-        while self.should_continue() and self.step < until:
-            yield self.step
-            last = self.step in (until, self.total_steps)
-            if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
-                self.evaluate(evaluate)
-            if SAVE_EVERY_N_STEPS and self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:
-                self.save()
+    def next_step(self):
+        """Begins the next step and returns True; returns False after the last step, a signal, or when
+        patience has run out."""
+        if self.is_over():
+            return False
+        if self.clock is None:
+            self.clock = (time.perf_counter(), self.step)
+        self.step += 1
+        self.times = {}
+        return True
+
+    def is_over(self):
+        stopped = self.agree_on_stop()
+        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
+        return stopped or out_of_patience or self.is_last_step()
+
+    def is_last_step(self):
+        return self.step >= self.total_steps
+
+    def is_due(self, interval):
+        """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
+        return interval > 0 and self.step % interval == 0
 
     @contextmanager
-    def timed(self, what):
-        """Count the seconds of the block as seconds/<what> of this step."""
-        Run.doing = what
+    def timed(self, activity):
+        """Adds the seconds of the block to seconds/<activity> of this step."""
         started = time.perf_counter()
         yield
-        self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
+        self.times[activity] = self.times.get(activity, 0.0) + time.perf_counter() - started
 
-    def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
-        self.step += 1
-        seconds = {f"seconds/{what}": value for what, value in self.times.items()}
-        speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
+    # ------------------------------------------------------------ what is logged
+
+    def log_step(self, metrics, count, samples, line, unit="tokens"):
+        """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
+        line."""
+        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        speed = {}
+        if self.times:
+            speed[f"{unit}_per_second"] = count / sum(self.times.values())
         self.write_metrics("train", {**metrics, **speed, **seconds})
-        self.times = {}
         self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
-        started, first = self.clock
-        left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
-        self.say(f"{line}  step {self.step}/{self.total_steps}, {timedelta(seconds=round(left))} left")
+        self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
 
-    def write_metrics(self, phase, metrics):
-        metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # NaN is not JSON
-        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **metrics})])
-        if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+    def time_left(self):
+        started, steps_before = self.clock or (time.perf_counter(), self.step)
+        seconds_per_step = (time.perf_counter() - started) / max(1, self.step - steps_before)
+        return timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
 
-    def write(self, name, lines):
-        if rank() == 0:
-            self.logs[name].writelines(line + "\n" for line in lines)
-
-    def say(self, text):
-        """One line to the terminal, in place of what tracked() says there, and to the log file."""
-        if rank() > 0:
-            return
-        print("\r\033[K" * sys.stdout.isatty() + text, flush=True)
-        self.unlogged.append(text)
-        if self.log:
-            print(*self.unlogged, sep="\n", file=self.log, flush=True)
-            self.unlogged = []
-
-    def count_skipped(self, finite, ids):
-        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
-        self.skipped = 0 if finite else self.skipped + 1
-        if not finite:
-            names = " ".join(sorted(set(ids)))
-            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
-        if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
-
-    def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
-        started = time.perf_counter()
-        Run.doing = "evaluate"
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
+    def log_evaluation(self, metrics):
+        """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
+        evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
+        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
-        shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
-        self.say(f"step {self.step}, held out: " + "  ".join(shown))
+        self.write_metrics("eval", metrics)
+        texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
+        self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)
         if value is None:
-            raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
+            names = " or ".join(self.best_by)
+            raise UserError(f"evaluate() must return the metric {names}, which best/ and patience follow")
         self.evals_since_best += 1
         if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
             self.patience_value = value
             self.evals_since_best = 0
         elif self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
-        if value > self.best_value or self.later_of_equal and value == self.best_value:
+        if self.is_best(value):
             self.best_value = value
-            policy = merged(self.models["policy"]) if globals().get("LORA_RANK") else self.models["policy"]
-            fill = partial(self.fill_best, metrics, policy, policy.state_dict())
-            if rank() == 0:
-                write_whole(self.folder / "best", fill)
+            self.save_best(metrics)
 
-    def save(self):
-        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
-        if broadcast_from_rank0(folder.exists):
-            return
-        weights = {name: model.state_dict() for name, model in self.models.items()}
-        optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+    def is_best(self, value):
+        return value > self.best_value
+
+    def write_metrics(self, phase, metrics):
+        finite = {
+            key: value if math.isfinite(value) else None for key, value in metrics.items()
+        }  # JSON has no NaN
+        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **finite})])
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
+
+    def write(self, name, lines):
+        if rank() == 0:
+            self.logs[name].writelines(line + "\n" for line in lines)
+
+    def log(self, text):
+        """Prints one line, above any progress bar, and writes it to the log file."""
         if rank() > 0:
             return
-        self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        self.unwritten.append(text)
+        if self.text_log:
+            print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
+            self.unwritten = []
+
+    def count_skipped_step(self, finite, prompt_ids):
+        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+        if finite:
+            self.skipped = 0
+            return
+        self.skipped += 1
+        names = " ".join(sorted(set(prompt_ids)))
+        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        if self.skipped == 5:
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
+
+    def draw_plots(self):
+        records = read_metrics(self.folder / "logs/metrics.jsonl")
+        if not records:
+            return
+        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        all_panels = [(key, [key]) for key in keys]
+        detailed = self.folder / "training_metrics_detailed.png"
+        draw_plot(records, detailed, f"{self.title}: every metric", all_panels)
+        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+
+    # differs: SFT alone ends with sft/
+    def final_message(self):
+        if self.stop_signal:
+            return f"Stopped at step {self.step}: start it again to continue"
+        if STAGE == "sft":
+            return f"SFT is done: {self.folder}/sft/policy; STAGE=rl continues from it"
+        policy = self.folder / "best/policy"
+        if not policy.exists():
+            policy = self.checkpoint / "policy"
+        return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+
+    # ------------------------------------------------------------ saving and resuming
+
+    def save(self):
+        """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
+        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        if broadcast_from_rank0(folder.exists):
+            return
+        weights = {name: full_weights(model) for name, model in self.models.items()}
+        optimizers = {name: full_state(optimizer.state_dict()) for name, optimizer in self.optimizers.items()}
+        if rank() > 0:
+            return
+        check_state(vars(self.state))
+        self.log(f"Saving {folder}")
+        write_atomically(folder, partial(self.write_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
 
-    def fill_checkpoint(self, weights, optimizers, folder):
+    def write_checkpoint(self, weights, optimizers, folder):
         for name, model in self.models.items():
             self.save_model(model, folder / name, weights[name])
         for name, file in self.logs.items():
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
-        run = {key: getattr(self, key) for key in self.saved}
-        saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
-        torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(settings(), indent=1))
-        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        saved = {
+            "trainer": self.name,
+            "run": {key: getattr(self, key) for key in self.checkpointed_fields},
+            "state": vars(self.state),
+            "optimizers": optimizers,
+            "rng": get_rng_state(),
+        }
+        torch.save(saved, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        manifest = {str(path.relative_to(folder)): file_digest(path) for path in files}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
-    def fill_best(self, metrics, policy, weights, folder):
+    def save_best(self, metrics):
+        policy = self.models["policy"]
+        if LORA_RANK:
+            policy = merge_adapter(policy)
+        weights = full_weights(policy)  # all processes must call it
+        if rank() == 0:
+            write_atomically(self.folder / "best", partial(self.write_best, metrics, policy, weights))
+
+    def write_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
@@ -2307,63 +2651,60 @@ class Run:
             self.tokenizer.save_pretrained(folder)
 
     def load_checkpoint(self, folder):
-        """State, optimizers and generators as they were; the models were loaded from the same folder."""
+        """Restores state, optimizers and generators. The models were loaded from the same folder."""
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
-            if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
+            # The saved state may have further fields, which an edited trainer adds while it trains
+            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
-                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
-            vars(self).update({key: saved["run"][key] for key in self.saved})
+                raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
+            vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
-                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
-                    group["params"] = old["params"]
-                optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
+                load_optimizer_state(optimizer, saved["optimizers"][name])
             set_rng_state(saved["rng"])
         except Exception as error:
-            raise UserError(f"{folder} cannot be used, take another: {first_line(error)}") from None
-        for key, value in settings().items():
-            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
-                self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
+            raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
+        for key, value in run_fingerprint().items():
+            if before.get(key) != value and key not in _MAY_CHANGE:
+                self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
-        """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
-        logs = self.folder / "logs"
-        self.take_lock()  # again, where a training before this one has ended
-        if USE_WANDB:
-            import wandb
-
-            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
-            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
-        for stale in self.folder.glob("*.tmp"):  # what a kill left half written
+        """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
+        self.take_lock()  # again, if an earlier train() has ended
+        for stale in self.folder.glob("*.tmp"):  # half written when the program was killed
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            # a checkpoint beyond this one, broken or of a future given up, would be found by the next resume
-            earlier = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+        continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
+        if continues_here:
+            # Later checkpoints are broken or were given up: the next resume must not find them
+            old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
-                earlier.append(best.parent)
+            if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
+                old.append(best.parent)
         else:
-            earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
+            old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        move_aside(earlier, OUTPUT_DIR, self.say)
-        self.best_value = self.best_value if (self.folder / "best").exists() else -math.inf  # none: any wins
+        if old or not continues_here:
+            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        self.start_wandb()
+        archive_old_run(old, OUTPUT_DIR, self.log)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # any value is better than none
+        logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
-            path = logs / name
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a", buffering=1)
-        self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
+        for name in self.logs:
+            self.logs[name] = open_log(logs / name, self.log_lines.get(name, 0))
+        self.text_log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
+        device = platform.machine()
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_name()
         config = {
             "constants": constants(),
             "processes": world_size(),
             "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "device": device,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -2371,26 +2712,155 @@ class Run:
         }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
-    def draw_plots(self):
-        records = read_metrics(self.folder / "logs/metrics.jsonl")
-        if not records:
+    def start_wandb(self):
+        if not USE_WANDB:
             return
-        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
-        every = self.folder / "training_metrics_detailed.png"
-        draw_plot(records, every, f"{self.title}: every metric", [(key, [key]) for key in keys])
-        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+        import wandb  # slow
 
-    def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
-        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
-        self.say(stopped or self.last_word or end)
-        if self.wandb:
-            self.wandb.finish()
+        self.wandb = wandb.init(
+            project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=self.wandb_id, resume="allow"
+        )
+        self.wandb_id = self.wandb.id
 
 
-# ================================================================ the trie of the catalogue, and decoding
+def open_log(path, num_lines):
+    """Cuts a log back to its first lines, so that every step stands in it once, and opens it for
+    appending."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    write_atomically(path, lambda tmp: tmp.write_bytes(b"".join(lines[:num_lines])))
+    return open(path, "a", buffering=1)
+
+
+# ---------------------------------------------------------------- errors and constants
+
+
+class UserError(Exception):
+    """Something that the user can correct, in one message. The program ends with exit code 2."""
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def run_main(trainer_class):
+    """Runs the trainer as a program. Exit codes: 0; 2 for what the user can correct; 130 or 143 after Ctrl-C
+    or SIGTERM; 1, with a traceback, for everything else. An error in any process ends all of them; only the
+    first to fail prints it."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
+        code = 130
+    except Exception as error:
+        message = user_message(error)
+        if message is None and not dist.is_initialized():
+            raise
+        code = 2
+        text = f"\n{Path(__file__).name}: {message}"
+        if message is None:
+            code = 1
+            text = traceback.format_exc()
+        if fails_first():
+            print(text, file=sys.stderr)
+    if dist.is_initialized():  # end at once: others may wait for us, and gloo's threads may abort the program
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def user_message(error):
+    """Returns what the user can do about an error, or None if a traceback says more."""
+    if hasattr(error, "__notes__"):  # raised by a reward function
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+    if type(error).__module__.startswith("wandb"):
+        return f"USE_WANDB = True: {first_line(error)}"
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
+        return f"another process of this run ended or did not answer ({first_line(error)})"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
+        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+    return None
+
+
+def fails_first():
+    """Returns True on the first process that calls it; before the processes have joined, on process 0."""
+    with suppress(Exception):  # there is no store yet, or it ended with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
+
+
+def constants():
+    """Returns every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=json_name))
+
+
+def json_name(value):
+    """Returns what stands in JSON for a function or an object; it is the same in every run."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def run_fingerprint():
+    """Returns what decides a run's results: the constants, this file, and the number of threads and the GPU,
+    on which the last bits depend."""
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+    this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+
+
+def apply_overrides(arguments):
+    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
+    annotations = annotate(1) if annotate else __annotations__
+    known = constants()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        key = _RENAMED.get(key, key)
+        if not equals or key not in known:
+            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
+        default = globals()[key]
+        allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
+        value = read_value(text, allowed)
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
+            raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
+        globals()[key] = value
+
+
+def read_value(text, allowed):
+    """Returns the value of a command-line argument: a Python literal, or the text itself."""
+    value = text
+    if "str" not in allowed or ("None" in allowed and text == "None"):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    if "float" in allowed and type(value) is int:
+        value = float(value)
+    return value
+
+
+def check_constants():
+    """Refuses numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _VALID_RANGES.items():
+        for key in keys.split():
+            value = globals()[key]
+            if value is None:
+                continue
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
+
+
+# ---------------------------------------------------------------- the trie of the catalogue, and decoding
 
 
 class Trie:
@@ -2462,9 +2932,9 @@ def codes_alone(model, trie):
 def check_head(model, trie, ids):
     """A model whose logits are not its output layer's, one by one, cannot be narrowed to the codes."""
     prompt = torch.tensor([ids], device=model.device)
-    wanted = call_model(model, prompt, use_cache=False).logits[0, -1, trie.ids]
+    wanted = forward(model, prompt, use_cache=False).logits[0, -1, trie.ids]
     with codes_alone(model, trie):
-        found = call_model(model, prompt, use_cache=False).logits[0, -1]
+        found = forward(model, prompt, use_cache=False).logits[0, -1]
     if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-3, rtol=1e-3):
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
@@ -2513,7 +2983,7 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
             before = prompt * codes.shape[1] + parent
             logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
             if len(rows):
-                decoder.select_rows(before.flatten()[rows])
+                decoder.select_rows(before.flatten()[rows].tolist())
                 tokens = codes.flatten(1).gather(1, chosen).flatten()[rows]
                 with codes_alone(model, trie):
                     logits[rows] = decoder.next(tokens).to(logits.dtype)
@@ -2565,9 +3035,9 @@ def best_items(model, trie, rows, width, pad_id):
 def item_batch(prompts, items, trie):
     """A batch of prompts (lists of ids) and, for each, the items (a list of numbers) that follow it."""
     device = trie.codes.device
-    numbers = upload(pad_right(items, 0), device)  # (rows, most items)
+    numbers = to_device(pad_right(items, 0), device)  # (rows, most items)
     codes = trie.codes[numbers].flatten(1).tolist()
-    batch = pack(prompts, [row[: trie.depth * len(some)] for row, some in zip(codes, items)], device)
+    batch = make_batch(prompts, [row[: trie.depth * len(some)] for row, some in zip(codes, items)], device)
     batch.paths = trie.paths[numbers, : trie.depth].flatten(1)  # the node that each code is read at
     batch.children = trie.paths[numbers, 1:].flatten(1)  # and the one it leads to
     return batch
@@ -2587,7 +3057,8 @@ def item_logprobs(model, trie, batch, rows, temperature):
     with autocast(model), codes_alone(model, trie):
         logits, at = response_logits(model, batch, rows)  # (tokens, codes)
     token = at[1]
-    nodes, children = (x[rows][at] for x in (batch.paths, batch.children))
+    index = to_device(rows, logits.device)
+    nodes, children = (x[index][at] for x in (batch.paths, batch.children))
     found = []
     for level in range(trie.depth):
         some = (token % trie.depth == level).nonzero().squeeze(-1)
@@ -2596,12 +3067,12 @@ def item_logprobs(model, trie, batch, rows, temperature):
         chosen = children[some] - trie.first[level][nodes[some]]
         found.append((some, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
     back = torch.cat([some for some, _, _ in found]).argsort()
-    zeros = torch.zeros(len(rows), longest(batch, rows), device=logits.device)
+    zeros = torch.zeros(len(rows), max_response_length(batch, rows), device=logits.device)
     logprobs, entropy = (torch.cat([part[i] for part in found])[back] for i in (1, 2))
     return zeros.index_put(at, logprobs), zeros.index_put(at, entropy)
 
 
-# ================================================================ catalogue, rows and prompts
+# ---------------------------------------------------------------- catalogue, rows and prompts
 
 
 class Catalogue:
@@ -2639,8 +3110,16 @@ class Catalogue:
 def read_index():
     """{item: [codes]} of INDEX_FILE."""
     where = f"INDEX_FILE = {INDEX_FILE!r}"
+
+    def without_repeats(pairs):
+        """An object; of an item that stands twice JSON would take the last."""
+        for name, count in Counter(name for name, _ in pairs).items():
+            if count > 1:
+                raise UserError(f"{where}: item {name!r} stands in it {count} times: delete all but one")
+        return dict(pairs)
+
     try:
-        index = json.loads(read_text(INDEX_FILE, "INDEX_FILE"))
+        index = json.loads(read_text(INDEX_FILE, "INDEX_FILE"), object_pairs_hook=without_repeats)
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(index, dict) or not index:
@@ -2667,12 +3146,13 @@ def read_titles(number, count):
     for line_number, line in enumerate(read_text(ITEM_FILE, "ITEM_FILE").split("\n"), 1):
         if not line.strip():
             continue
-        _, *title, item = line.split("\t")
-        if not title or item.strip() not in number:
+        fields = line.split("\t")
+        item = fields[-1].strip()
+        if len(fields) < 3 or item not in number:
             takes = "it takes codes, title and an item of INDEX_FILE, tab between"
             raise UserError(f"ITEM_FILE = {ITEM_FILE!r} line {line_number}: {takes}, not {line[:60]!r}")
-        at = number[item.strip()]
-        titles[at] = titles[at] or "\t".join(title)
+        at = number[item]
+        titles[at] = titles[at] or "\t".join(fields[1:-1])
     return titles
 
 
@@ -2684,6 +3164,9 @@ def read_rows(path, constant, catalogue, limit=None):
         for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
             if name not in record:
                 raise UserError(f"{where}: there is no column {name!r}; it has {list(record)}")
+        for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
+            if not (record[name] or "").strip():
+                raise UserError(f"{where} line {line}: its {name} is empty: mend or delete it")
         sequence = read_sequence(record, f"{where} line {line}", catalogue.number)
         rows.append({"id": f"{Path(path).name}:{line}", "user": record[USER_COLUMN], "sequence": sequence})
     if not rows:
@@ -2695,13 +3178,14 @@ def read_sequence(record, where, number):
     """Numbers of the history's items and of the target."""
     text = record[HISTORY_COLUMN]
     try:
-        names = [str(item) for item in ast.literal_eval(text)]
+        items = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        names = []
-    if not names:
+        items = []
+    if not isinstance(items, (list, tuple)) or not items:  # a set has no order, a text would be its letters
         takes = "it takes a list of one item or more, such as [3, 17]"
         raise UserError(f"{where}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}; mend or delete it")
-    names.append(str(record[TARGET_COLUMN]).strip())
+    names = [str(item) for item in items]
+    names.append(record[TARGET_COLUMN].strip())
     for name in names:
         if name not in number:
             raise UserError(f"{where}: item {name!r} has no codes in INDEX_FILE: add it, or delete the line")
@@ -2797,7 +3281,7 @@ class Prompter:
             self.head = self.head[:-1]
         self.tail = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
         longest = len(self.head) + len(self.tail) + self.codes.shape[1] * (MAX_HISTORY + 1)
-        self.most = positions_of(model)
+        self.most = max_positions(model)
         if longest > self.most:
             makes = f"MAX_HISTORY = {MAX_HISTORY} items make {longest} tokens"
             raise UserError(f"{makes}, ACTOR_MODEL reads {self.most}: lower MAX_HISTORY")
@@ -2807,7 +3291,7 @@ class Prompter:
 
     def row_of(self, history):
         """A row to recommend for, from items' names."""
-        names = [str(item) for item in history]
+        names = [history] if isinstance(history, str) else [str(item) for item in history]
         if not names or not set(names) <= self.catalogue.number.keys():
             raise UserError(f"a history has one item of INDEX_FILE or more, not {names}")
         numbers = [self.catalogue.number[name] for name in names][-MAX_HISTORY:]
@@ -2886,7 +3370,7 @@ def check_sizes():
         raise UserError("PROMPT_TEMPLATE, TITLE_HISTORY_ROWS and TITLE_ROWS need an ACTOR_MODEL of words")
 
 
-# ================================================================ the model
+# ---------------------------------------------------------------- the model
 
 
 def small_model(depth):
@@ -2911,7 +3395,7 @@ def small_model(depth):
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config).eval()
-    if "attend" in globals():  # as load_model() does
+    if "shared_prompt_attention" in globals():  # as load_model() does
         model.set_attn_implementation("shared_prompts")
     return tokenizer, model
 
@@ -2919,8 +3403,10 @@ def small_model(depth):
 def load_actor(checkpoint, catalogue, device):
     """Tokenizer and model, from a checkpoint if there is one, with a token for each code."""
     path = ACTOR_MODEL if LORA_RANK else checkpoint or ACTOR_MODEL
-    sft = Path(OUTPUT_DIR) / "sft/policy"
+    sft = (checkpoint.parents[1] if checkpoint else Path(OUTPUT_DIR)) / "sft/policy"
     if path is None and STAGE == "rl":
+        if not sft.exists() and checkpoint:
+            raise UserError(f"{checkpoint} needs {sft}, which is not there: set ACTOR_MODEL to that model")
         if not sft.exists():
             raise UserError("STAGE=rl has nothing to start from: run STAGE=sft first, or set ACTOR_MODEL")
         path = sft
@@ -2940,12 +3426,12 @@ def load_actor(checkpoint, catalogue, device):
     if new and (STAGE == "rl" or checkpoint):
         lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
         raise UserError(f"{lacks}: run STAGE=sft first")
-    if len(tokenizer) > known_ids(model):
+    if len(tokenizer) > vocab_size(model):
         model.resize_token_embeddings(len(tokenizer))  # on the CPU: a GPU would draw other new rows
     return tokenizer, model.to(device).eval()
 
 
-# ================================================================ item values and vectors
+# ---------------------------------------------------------------- item values and vectors
 
 
 def load_arrays(path, constant):
@@ -2984,7 +3470,7 @@ def item_vectors(catalogue):
     return torch.nn.functional.normalize(torch.tensor(array, dtype=torch.float32))
 
 
-# ================================================================ baselines
+# ---------------------------------------------------------------- baselines
 
 
 class Counts:
@@ -3058,6 +3544,8 @@ def read_sasrec(train_rows, asked_rows, say):
     if Path(SASREC_FILE).exists():
         why = "it was made of other rows"
         arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
+        if not {"users", "items", "histories", "trained_on"} <= set(getattr(arrays, "files", ())):
+            raise UserError(f"SASREC_FILE = {SASREC_FILE!r} is not a file that data/sasrec.py has made")
         users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))
         model = SASRec(arrays["histories"].tolist(), users, items)
         known = all(tuple(row["history"]) in model.row_of for row in asked_rows)
@@ -3083,7 +3571,7 @@ def top_items(model, rows):
     return torch.nn.functional.pad(lists, (0, EVAL_BEAMS - lists.shape[1]), value=-1)
 
 
-# ================================================================ metrics, figures and pictures
+# ---------------------------------------------------------------- metrics, figures and pictures
 
 
 def sample_record(batch, i, catalogue):
@@ -3098,7 +3586,7 @@ def sample_record(batch, i, catalogue):
         "target": catalogue.items[row["target"]],
         "logprob": batch.logprobs[i].sum().item(),
         "reward": batch.scores[i].item(),
-        **{f"reward/{name}": values[i].item() for name, values in batch.parts.items()},
+        **{f"reward/{name}": values[i].item() for name, values in batch.reward_parts.items()},
         "advantage": batch.advantages[i].item(),
     }
 
@@ -3153,7 +3641,10 @@ def table_lines(figures):
     possible = figures.get("possible")
     for name, figure in figures.items():
         if "intervals" in figure:
-            share = f"{figure['reward/value'] / possible['value']:>15.1%}" if possible else ""
+            share = ""
+            has_value = "reward/value" in figure  # a compute_rewards() of the user's may have other parts
+            if has_value and possible and possible["value"] > 0:
+                share = f"{figure['reward/value'] / possible['value']:>15.1%}"
             lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + share)
     for key, gained in figures.get("grpo_minus_sft", {}).items():
         interval = "95% interval {:+.4f} to {:+.4f}".format(*gained["interval"])
@@ -3185,7 +3676,7 @@ def draw_learning(records, folder, title, levels, figures):
         for axis in (curve, bars):
             axis.grid(alpha=0.3)
             axis.margins(y=0.15)
-    write_whole(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
+    write_atomically(folder / "rec_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
 def train_main():

@@ -36,7 +36,6 @@ what is seen   OBSERVATION, observe                  a part of QA   Retriever, R
 """
 
 import ast
-import copy
 import csv
 import difflib
 import faulthandler
@@ -53,14 +52,16 @@ import signal
 import string
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
@@ -73,7 +74,9 @@ import torch.distributed as dist
 import transformers
 from matplotlib.figure import Figure
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel, PretrainedConfig
+from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
@@ -136,7 +139,7 @@ LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 0.5  # > 0
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
-LR_SCHEDULER_TYPE = "linear"  # linear | cosine (to 0 after the last step) | plateau (halves)
+LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0) | plateau (halves)
 PLATEAU_PATIENCE = 5  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
 HIDDEN_SIZE = 64  # of both layers of the network
@@ -146,7 +149,7 @@ N_STEPS = 256  # episodes, each of one step, between updates
 BATCH_SIZE = 64  # episodes an optimizer step
 GROUP_EPOCHS = 4  # passes over the episodes
 CLIP_RANGE = 0.2  # > 0
-VALUE_CLIP_RANGE = 0.0  # > 0; 0 turns value clipping off
+VALUE_CLIP_RANGE = 0.0  # 0: values are not clipped
 VALUE_LOSS_COEF = 0.5
 ENTROPY_COEF = 0.01
 WHITEN_ADVANTAGES = True
@@ -155,9 +158,9 @@ MAX_STEPS = 150  # updates
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 50  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 10  # 0: only before and after
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
+EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
+EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # episodes a step written to samples.jsonl, with question and answer; N_STEPS: all of them
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
@@ -165,7 +168,7 @@ SEED = 1
 USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
+_VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "SAMPLE VALIDATION_QUESTIONS TEST_QUESTIONS RERANK_DEPTH MAX_PROMPT_TOKENS MAX_NEW_TOKENS": (1, 1e12),
     "QUESTIONS_AT_ONCE DRAWS HIDDEN_SIZE N_STEPS BATCH_SIZE GROUP_EPOCHS MAX_STEPS": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
@@ -178,11 +181,15 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
 }
 
+_RENAMED = {}  # old names of constants, accepted as arguments
+_MAY_CHANGE = ("RESUME", "OUTPUT_DIR")  # a resumed run does not report these
+
 # ================================================================ the maths of PPO, one step an episode
 
 
 def whiten(x):
-    """Mean 0 and variance 1, (episodes,)."""
+    """Mean 0 and variance 1, (episodes,); equal numbers become zeros."""
+    x = x - x[0]  # a mean of equal float32 numbers is often not that number
     return (x - x.mean()) * torch.rsqrt(x.var(unbiased=False) + 1e-8)
 
 
@@ -328,20 +335,22 @@ class RAGTrainer:
         check_choices()
         self.device = find_device()
         resume = "no" if BASELINE_ONLY else resume_from_checkpoint
-        self.run = Run("ppo_rag", resume, self.device, ("rag_*.png", "eval_test.json"))
+        self.run = Run("ppo_rag", resume, self.device)
+        self.run.old_files += ["rag_*.png", "eval_test.json"]
+        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
         self.run.panels = [(name, [name]) for name in [*names.split(), "top_k", "temperature", "rerank"]]
-        questions, corpus = load_questions(self.run.say)
+        questions, corpus = load_questions(self.run.log)
         self.qa = QASystem(corpus, self.device)
-        self.table = fill_table(questions, self.qa, self.run.say)
+        self.table = fill_table(questions, self.qa, self.run.log)
         self.score()
-        self.best = None  # the policy of best/, from a finished or a resumed run
         self.load_policy()
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
         models = {"policy": self.policy}
         self.run.register(self.state, models, {"policy": self.optimizer}, tokenizer=None)
+        self.best = self.best_so_far(math.inf)  # the policy of best/, from a finished or a resumed run
         self.run.total_steps = MAX_STEPS
 
     def load_policy(self):
@@ -350,14 +359,15 @@ class RAGTrainer:
         actions = [list(action) for action in self.table.actions]  # as JSON has them
         if self.run.checkpoint:
             self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
-            best = self.run.checkpoint.parent / "best/policy"
-            self.best = load_pretrained(Policy, str(best), "RESUME") if best.is_dir() else None
         else:
             sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
             self.policy = Policy(PretrainedConfig(**sizes, actions=actions))
             seen = self.table.observations[self.table.splits["train"]]
             self.policy.mean.copy_(seen.mean(0))
             self.policy.scale.copy_(seen.std(0, unbiased=False) + 1e-3)
+        if self.policy.config.inputs != len(OBSERVATION):
+            other = f"sees {self.policy.config.inputs} numbers, OBSERVATION has {len(OBSERVATION)}"
+            raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
         if self.policy.config.actions != actions:
             other = "was trained on other actions, TOP_KS x TEMPERATURES x RERANKS"
             raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
@@ -365,23 +375,41 @@ class RAGTrainer:
             self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )
 
+    def best_so_far(self, step):
+        """The policy of best/ beside the checkpoint; None where there is none, or it is of a later step."""
+        if not self.run.checkpoint:
+            return None
+        folder = self.run.checkpoint.parent / "best"
+        if not folder.is_dir() or json.loads((folder / "metrics.json").read_text())["step"] > step:
+            return None
+        return load_pretrained(Policy, str(folder / "policy"), "RESUME")
+
     def train(self):
         """Ask, act, compare, update; then the questions of the test. Returns the last evaluation."""
         if BASELINE_ONLY:
             self.baselines()
             return self.figures
+        run = self.run
         sizes = [f"{len(rows)} {split}" for split, rows in self.table.splits.items()]
         to_do = f"{len(self.table.actions)} actions, {MAX_STEPS} updates of {N_STEPS} episodes"
-        with self.run.session(f"{', '.join(sizes)} questions, {to_do}"):
+        with run.session(f"{', '.join(sizes)} questions, {to_do}"):  # lock, logs, signals; saves at the end
+            self.best = self.best_so_far(run.step)
             self.baselines()
-            for _ in self.run.steps(self.evaluate):
+            if run.needs_first_evaluation():
+                run.log_evaluation(self.evaluate())
+            while run.next_step():
                 batch = self.rollout()
                 self.compute_advantages(batch)
-                self.record(batch, self.update(batch))
-            draw_learning(self.run.folder, self.run.title, self.table, self.figures)
-            if not self.run.stop_signal:
+                metrics = self.update(batch)
+                self.record(batch, metrics)
+                if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():
+                    run.log_evaluation(self.evaluate())
+                if run.is_due(SAVE_EVERY_N_STEPS):
+                    run.save()
+            draw_learning(run.folder, run.title, self.table, self.figures)
+            if not run.stop_signal:
                 self.test()
-        return self.run.evaluation
+        return run.evaluation
 
     @torch.no_grad()
     def rollout(self):
@@ -401,7 +429,7 @@ class RAGTrainer:
                 observations=observations,
                 actions=actions,
                 draws=draws,
-                parts=parts,
+                reward_parts=parts,
                 rewards=parts["reward"],
                 values=values,
                 logprobs=logprobs.gather(1, actions[:, None])[:, 0],
@@ -417,10 +445,16 @@ class RAGTrainer:
         self.reward_parts = {}
         with time_limit():
             scores = call_reward("compute_rewards", self.compute_rewards, prompts, texts, answers)
-        parts = {key: torch.as_tensor(part).view(shape) for key, part in self.reward_parts.items()}
+        parts = {}
+        for key, part in self.reward_parts.items():
+            if key in ("reward", "cost", "seconds", *ACTION):
+                taken = f"the name {key!r} belongs to a metric of the trainer"
+                raise UserError(f"compute_rewards: reward_parts: {taken}: give the part another name")
+            parts[key] = check_scores(f"reward_parts[{key!r}]", part, len(texts)).view(shape)
         cost = table.seconds if COST == "seconds" else table.read
         table.rewards = (scores.view(shape) - COST_WEIGHT * cost).clamp(-REWARD_CLIP, REWARD_CLIP)
         table.parts = {"reward": table.rewards, **parts, "cost": cost, "seconds": table.seconds}
+        table.shown = ["reward", *parts, "cost"]  # in lines on the terminal; an own reward has other parts
         for key, values in zip(ACTION, zip(*table.actions)):
             table.parts[key] = torch.tensor(values, dtype=torch.float)[:, None].expand(shape)
 
@@ -445,8 +479,9 @@ class RAGTrainer:
     def update(self, batch):
         """GROUP_EPOCHS passes over the episodes in optimizer steps of BATCH_SIZE; returns the means."""
         run = self.run
-        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(run.step, run.total_steps, WARMUP_STEPS, kind, run.halvings)
+        steps_done = max(0, run.step - 1)
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
         steps = []
         with run.timed("update"):
@@ -454,8 +489,12 @@ class RAGTrainer:
                 for chunk in torch.randperm(N_STEPS).split(BATCH_SIZE):
                     steps.append(self.optimizer_step(batch, chunk))
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["ratio_max"] = max(step["ratio_max"] for step in steps)
-        return {**metrics, "ratio_max_first": steps[0]["ratio_max"], "learning_rate": LEARNING_RATE * scale}
+        metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
+        return {
+            **metrics,
+            "first_ratio_deviation": steps[0]["max_ratio_deviation"],
+            "learning_rate": LEARNING_RATE * scale,
+        }
 
     def optimizer_step(self, batch, chunk):
         old_logprobs, advantages = batch.logprobs[chunk], batch.advantages[chunk]
@@ -472,7 +511,7 @@ class RAGTrainer:
         if finite:
             self.optimizer.step()
         ids = [self.table.questions[row]["id"] for row in batch.rows[chunk].tolist()]
-        self.run.count_skipped(finite, ids)
+        self.run.count_skipped_step(finite, ids)
         log_ratio = logprobs.detach() - old_logprobs
         ratio = log_ratio.exp()
         clipped = (ratio - 1) * advantages.sign() > CLIP_RANGE
@@ -484,7 +523,7 @@ class RAGTrainer:
             "clip_fraction": clipped.float(),
         }
         metrics = {key: x.detach().mean().item() for key, x in means.items()}
-        return {**metrics, "ratio_max": (ratio - 1).abs().max().item(), "grad_norm": norm.item()}
+        return {**metrics, "max_ratio_deviation": (ratio - 1).abs().max().item(), "grad_norm": norm.item()}
 
     # ------------------------------------------------------------ evaluation and what is logged
 
@@ -511,29 +550,28 @@ class RAGTrainer:
 
     def record(self, batch, metrics):
         """The step's metrics, LOG_SAMPLES of its episodes and its line on the terminal."""
-        parts = {key: part.double().mean().item() for key, part in batch.parts.items()}
+        parts = {key: part.double().mean().item() for key, part in batch.reward_parts.items()}
         errors = batch.rewards - batch.values
         unexplained = errors.var() / (batch.rewards.var() + 1e-8)
         metrics = {
             "epoch": self.state.epoch,
             **metrics,
             **parts,
-            "advantage": errors.mean().item(),
+            "advantage_mean": errors.mean().item(),
             "explained_variance": (1 - unexplained).item(),
-            "timesteps": (self.run.step + 1) * N_STEPS,
+            "timesteps": self.run.step * N_STEPS,
             "wall_seconds": time.perf_counter() - self.run.clock[0],
         }  # since this start of the run
         samples = []
         for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
             response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
-            scores = {key: round(part[n].item(), 6) for key, part in batch.parts.items()}
+            scores = {key: round(part[n].item(), 6) for key, part in batch.reward_parts.items()}
             samples.append({**asked, "response": response, **scores})
-        line = (
-            "R:{reward:.3f} EM:{em:.3f} F1:{f1:.3f} cost:{cost:.2f} PL:{policy_loss:.4f} "
-            "VL:{value_loss:.4f} E:{entropy:.3f}"
-        ).format(**metrics)
-        self.run.record(metrics, N_STEPS, samples, line, unit="episodes")
+        names = {"reward": "R", "em": "EM", "f1": "F1"}
+        shown = " ".join(f"{names.get(key, key)}:{parts[key]:.3f}" for key in self.table.shown)
+        line = shown + " PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}".format(**metrics)
+        self.run.log_step(metrics, N_STEPS, samples, line, unit="episodes")
 
     def baselines(self):
         """What needs no training, each on every split, printed and written: see baseline_figures."""
@@ -543,24 +581,26 @@ class RAGTrainer:
         for name in [*names, "every_action"]:
             write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", self.figures[name])
         for text in table_lines(self.table, self.figures, names):
-            self.run.say(text)
+            self.run.log(text)
 
     def test(self):
         """The policy of best/ on the test questions: three of them shown, then all, beside the baselines. The
         last policy stays what it is: a checkpoint is still to be made of it."""
-        self.best = load_pretrained(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")
+        best = self.run.folder / "best/policy"
+        if best.is_dir():  # it is not where a finished run goes on in another folder
+            self.best = load_pretrained(Policy, str(best), "OUTPUT_DIR")
         rows = self.table.splits["test"]
         actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
             asked = self.table.questions[row]
             did = ", ".join(f"{key} {value}" for key, value in zip(ACTION, self.table.actions[action]))
             response = self.table.responses[row][action][0]
-            self.run.say(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
+            self.run.log(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
         found = {"policy": self.measure(rows, actions)}
         found |= test_figures(self.table, rows, actions, self.figures)
         write_json(self.run.folder / "eval_test.json", found)
-        for text in test_lines(found):
-            self.run.say(text)
+        for text in test_lines(self.table, found):
+            self.run.log(text)
 
     def answer(self, question):
         """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now: after
@@ -573,19 +613,97 @@ class RAGTrainer:
 
 
 # ================ machinery: the same in all trainers that have it
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal.
+
+# ---------------------------------------------------------------- loading models
+
+
+def load_pretrained(auto_class, path, constant, **options):
+    """Calls from_pretrained(). If that fails, the error names `constant`, which the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many types
+        why = "it cannot be loaded"
+        if not Path(path).exists():
+            why = "there is no such folder, and the hub has no such model or cannot be reached"
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
+# ---------------------------------------------------------------- checking models when they are loaded
+
+
+# ---------------------------------------------------------------- batches and micro-batches
+
+
+# ---------------------------------------------------------------- sampling
+
+
+# ---------------------------------------------------------------- decoding with shared prompts
+# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
+# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
+# it.
+
+
+def shared_prompt_attention(module, query, key, value, mask, scaling=None, shared_prompts=None, **options):
+    """transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its response."""
+    if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+    by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
+    prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
+    rows, heads, _, width = query.shape
+    if scaling is None:
+        scaling = width**-0.5
+    query = query.reshape(rows, key.shape[1], -1, width) * scaling
+    prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
+    scores = torch.cat([prompt_scores, query @ key.mT], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    prompt_weights, response_weights = weights.split([prompt_scores.shape[-1], key.shape[2]], -1)
+    out = response_weights @ value + by_row(by_prompt(prompt_weights) @ prompt_values)
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register("shared_prompts", shared_prompt_attention)
+AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
+
+
+# ---------------------------------------------------------------- scoring
+
+
+# ---------------------------------------------------------------- scoring with shared prompts
+# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
+# check_models() must not name it.
+
+
+# ---------------------------------------------------------------- the optimizer step
+
+
+# ---------------------------------------------------------------- prompts and responses
+
+
+# ---------------------------------------------------------------- LoRA
+# Small matrices are trained beside a model's frozen weights (2106.09685).
+
+
+# ---------------------------------------------------------------- sharding
+# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
+# (FSDP2).
+
 
 # ---------------------------------------------------------------- records
-# Rows of files and of the hub, and their order in each epoch.
 
 
 def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set; a csv file's record has the line it ends on."""
+    """Yields (line number from 1, record) of one data set; for a csv record, the number of its last line."""
     try:
         if spec["type"] == "jsonl":
             records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
         elif spec["type"] == "csv":
             text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
-            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # or open quotes take all
+            # strict: otherwise an unclosed quote swallows the rest of the file
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+            for name in reader.fieldnames or []:
+                if name and reader.fieldnames.count(name) > 1:
+                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -596,13 +714,17 @@ def read_records(spec, where):
 
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
-    except Exception as error:  # the libraries raise many kinds
-        line = f" line {reader.reader.line_num}" if isinstance(error, csv.Error) else ""
+    except Exception as error:  # the libraries raise many types
+        line = ""
+        if isinstance(error, csv.Error):
+            line = f" line {reader.reader.line_num}"
         raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in records:
         if spec["type"] == "csv":
             if None in (*record, *record.values()):
-                raise UserError(f"{where} line {number}: it has not as many fields as the head: quote commas")
+                raise UserError(
+                    f"{where} line {number}: its number of fields differs from the first line's: quote commas"
+                )
             record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
@@ -610,30 +732,39 @@ def read_records(spec, where):
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
         except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: not a JSON object ({error}); mend it") from None
+            raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
 
 
 def look_up(record, path, where):
-    """What stands at a path such as "answers.text" in nested records."""
+    """Returns the value at a path such as "answers.text" in nested records."""
+    keys = path.split(".")
+    if path in record:
+        keys = [path]
     value = record
-    for key in [path] if path in record else path.split("."):
+    for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+        raise UserError(f"{where}: column {path!r} is absent or empty; the row has {sorted(record)}")
     return value
 
 
-def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
-    if kind == "texts":
-        return [read_as("text", x, where) for x in (value if isinstance(value, list) and value else [value])]
+def cell_text(value, where):
+    """Returns a text of a file; a number becomes text."""
     if not isinstance(value, (str, int, float)) or value != value:  # NaN
-        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: correct or delete it")
     return str(value)
 
 
+def cell_texts(value, where):
+    """Returns a list of texts; a single one becomes a list."""
+    if not isinstance(value, list) or not value:
+        value = [value]
+    return [cell_text(item, where) for item in value]
+
+
 def next_rows(rows, state, count):
-    """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
+    """Returns the next `count` rows, fewer at the end of an epoch. state.order is this epoch's
+    permutation."""
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
@@ -643,27 +774,11 @@ def next_rows(rows, state, count):
 
 
 # ---------------------------------------------------------------- rewards
-# Calling reward functions and checking what they return.
-
-
-def resolve_rewards(functions, constant):
-    """[(name, function, weight)] of pairs (function or name in rewards/, weight); no name stands twice."""
-    resolved = []
-    for pair in functions:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
-        function = getattr(rewards, pair[0], None) if isinstance(pair[0], str) else pair[0]
-        if not callable(function):
-            raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
-        name = plain_name(function)
-        count = 1 + sum(plain_name(other) == name for _, other, _ in resolved)  # of lambdas, say
-        resolved.append((f"{name}_{count}" if count > 1 else name, function, float(pair[1])))
-    return resolved
 
 
 @contextmanager
 def time_limit():
-    """Ends the program, and shows where it hangs, if what is inside takes longer than REWARD_TIMEOUT."""
+    """Ends the program, and shows where it hangs, if the block takes longer than REWARD_TIMEOUT seconds."""
     if REWARD_TIMEOUT and sys.__stderr__:  # sys.stderr may be a notebook's, without a file
         faulthandler.dump_traceback_later(REWARD_TIMEOUT, exit=True, file=sys.__stderr__)
     try:
@@ -672,9 +787,11 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
-def call_reward(name, function, prompts, responses, answers, columns={}, width=None):
-    """Values of a reward function, (rows,); with a width (rows, width) if it returns a list per response, a
-    number per token. Its parameters after the first three get the columns of their names."""
+def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
+    """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
+    names. With a width the function may return a list of numbers per response, one per token: (rows,
+    width)."""
+    columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
     takes_all = any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values())
@@ -685,215 +802,128 @@ def call_reward(name, function, prompts, responses, answers, columns={}, width=N
         raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
     try:
         values = function(prompts, responses, answers, **named)
+        if isinstance(values, Iterator):  # a generator
+            values = list(values)
     except Exception as error:
         if isinstance(error, ValueError) and getattr(function, "__module__", None) == rewards.__name__:
-            raise UserError(str(error)) from None  # what its data must have
+            raise UserError(str(error)) from None  # it says what its data must have
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if (
-        not width
-        or not hasattr(values, "__len__")
-        or len(values) != len(responses)
-        or not any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
-    ):
+    if width is None or not is_list_of_lists(values, len(responses)):
         return check_scores(name, values, len(responses))
-    token_rewards = torch.zeros(len(responses), width)  # 0 after each response's end
+    token_scores = torch.zeros(len(responses), width)  # 0 after each response's end
     for i, ids in enumerate(columns["response_ids"]):
-        token_rewards[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
-    return token_rewards
+        token_scores[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
+    return token_scores
+
+
+def is_list_of_lists(values, count):
+    """Whether a reward function returned `count` values of which at least one is a list."""
+    if not hasattr(values, "__len__") or len(values) != count:
+        return False
+    return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
 
 
 def check_scores(name, values, count, each="response"):
-    """The values as a float32 tensor (count,); anything else is the reward function's mistake."""
+    """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
+    if inspect.isawaitable(values) or inspect.isasyncgen(values):
+        if inspect.iscoroutine(values):
+            values.close()  # otherwise Python warns that it was never awaited
+        raise UserError(
+            f"{name} is async: make it a plain function; rewards.threaded() makes many calls at a time"
+        )
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        scores = torch.tensor(torch.nan)
-    if scores.shape != (count,) or not scores.isfinite().all():
+        returned = repr(values)[:80]
+        if isinstance(values, (list, tuple)):
+            returned += f", a {type(values).__name__} of {len(values)} values"
+        returned += ", which cannot be read as numbers"
+    else:
+        if scores.shape == (count,) and scores.isfinite().all():
+            return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-        raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
-    return scores
+    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
 
 
-def dealt_rewards(trainer, name, function, batch, width=None):
-    """call_reward() of a batch's responses, those of BATCH_SIZE prompts at a time, dealt out to processes,
-    and {part: values (rows,)} of what the function left in trainer.reward_parts."""
-    size = BATCH_SIZE * GROUP_SIZE
-
-    def work(i):
-        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages
-        lists = (
-            [row["prompt"] for row in rows],
-            batch.responses[i : i + size],
-            [row["answer"] for row in rows],
-        )
-        columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-        columns |= {name: copy.deepcopy(values[i : i + size]) for name, values in batch.columns.items()}
-        trainer.reward_parts = {}
-        with time_limit():
-            scores = call_reward(name, function, *lists, columns, width)
-        parts = trainer.reward_parts.items()
-        return scores, {k: check_scores(f"reward_parts[{k!r}]", v, len(scores)) for k, v in parts}
-
-    scores, parts = zip(*map_over_ranks(range(0, len(batch.rows), size), work))
-    return torch.cat(scores), {k: torch.cat([some[k] for some in parts]) for k in parts[0] | parts[-1]}
+# ---------------------------------------------------------------- processes
 
 
-# ---------------------------------------------------------------- the run
-# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
+def rank():
+    """Returns the number of this process, from 0. Process 0 alone asks, writes and prints."""
+    return int(os.environ.get("RANK", 0))
 
 
-class UserError(Exception):
-    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def run_main(trainer_class):
-    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
-    try:
-        apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
-    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
-        code = 130
-    except Exception as error:
-        text = sentence_of(error)
-        if text is None and not dist.is_initialized():
-            raise
-        code = 1 if text is None else 2
-        if fails_first():
-            print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
-    if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def sentence_of(error):
-    """What the user can do about an error; None where a traceback says more."""
-    if hasattr(error, "__notes__"):  # a reward function's
-        return None
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-    if type(error).__module__.startswith("wandb"):
-        return f"USE_WANDB = True: {first_line(error)}"
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
-        return f"another process of this run is gone, or was silent ({first_line(error)})"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
-
-
-def fails_first():
-    """True on the first process of the run that calls it; before they have met, on process 0."""
-    with suppress(Exception):  # no store yet, or gone with the process that held it
-        store = dist.distributed_c10d._get_default_store()
-        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
-    return rank() == 0
-
-
-def constants():
-    """Every constant of this file, as JSON has it."""
-    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
-    return json.loads(json.dumps(values, default=plain_name))
-
-
-def plain_name(value):
-    """What stands in JSON for a function or an object, the same from run to run."""
-    return getattr(value, "__name__", type(value).__name__)
-
-
-def settings():
-    """What makes a run what it is: constants, this file, threads and GPU, on which sums' last bits depend."""
-    here = {Path(__file__).name: file_digest(__file__)["sha256"][:12], "GPU": None}
-    if torch.cuda.is_available():
-        here["GPU"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
-    return {**constants(), **here, "OMP_NUM_THREADS": torch.get_num_threads()}
-
-
-def apply_overrides(words):
-    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
-    annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
-    annotations = annotate(1) if annotate else __annotations__
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
-        kind = str(annotations.get(key, type(globals()[key]).__name__))  # such as "int | None"
-        value = text
-        if "str" not in kind or "None" in kind and text == "None":
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        value = float(value) if "float" in kind and type(value) is int else value
-        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
-        globals()[key] = value
-
-
-def check_constants():
-    """Refuse numbers out of range and unknown words before anything is loaded or written."""
-    for keys, allowed in _LIMITS.items():
-        for key in keys.split():
-            value = globals()[key]
-            if isinstance(allowed, list) and value is not None and value not in allowed:
-                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
-            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
-                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-
-
-def load_pretrained(auto_class, path, constant, **options):
-    """from_pretrained() with one sentence when that fails; `constant` is what the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
-        why = "cannot be loaded" if Path(path).exists() else "no such folder, and the hub gave no such model"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def find_device():
-    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
+    """Returns the device that DEVICE names; each process of a machine gets a GPU of its own."""
     join_processes()
-    mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
-    best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    best = "cpu"
+    if torch.cuda.is_available():
+        best = "cuda"
+    elif torch.backends.mps.is_available() and world_size() == 1:  # gloo does not know mps
+        best = "mps"
     name = best if DEVICE == "auto" else DEVICE
     if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {name!r} is not here; auto takes {best}, one for each process") from None
+        raise UserError(f"DEVICE = {name!r} is not available; auto takes {best}, one per process") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def seed_everything(seed):
-    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
-    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
-        import sklearn.metrics  # noqa: F401
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+# differs: this trainer runs as one process
+def join_processes():
+    if world_size() > 1:
+        raise UserError("it runs as one process: start it with python, not torchrun")
+
+
+def all_gather(value=None):
+    """Returns the values of all processes, a list by rank. Tensors of other processes come to the CPU."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return values
+
+
+def broadcast_from_rank0(function):
+    """Returns what function() returns on process 0, which alone calls it."""
+    value = function() if rank() == 0 else None
+    return all_gather(value)[0]
+
+
+def progress(items, unit):
+    """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
+    terminal it prints a line about every 30 seconds."""
+    if rank() > 0:
+        yield from items
+    elif sys.stdout.isatty():
+        yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)
+    else:
+        started = printed = time.perf_counter()
+        for done, item in enumerate(items):
+            now = time.perf_counter()
+            if done and now - printed > 30:
+                printed = now
+                time_left = tqdm.format_interval((now - started) / done * (len(items) - done))
+                print(f"{done} of {len(items)} {unit}, {time_left} left", flush=True)
+            yield item
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types."""
-    name, words, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    """Returns the states of Python's, NumPy's and torch's generators, as plain types."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's, or what a function of yours draws
+    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -906,81 +936,19 @@ def set_rng_state(state):
         torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
-# ---------------------------------------------------------------- processes
+def seed_everything(seed):
+    """Seeds all generators, and asks for kernels that always add in the same order."""
+    with suppress(ImportError):  # transformers imports it during a run, and its import draws a random number
+        import sklearn.metrics  # noqa: F401
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
-def rank():
-    """Which of the processes this is, from 0, which alone asks, writes and prints."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-_DEALING = []  # not empty: this process is at its share, which is its own alone
-
-
-def join_processes():
-    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
-    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
-        return
-    if "PROCESS_TIMEOUT" not in globals():
-        raise UserError("it runs as one process: start it with python, not torchrun")
-    if "MASTER_ADDR" not in os.environ:
-        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    wait = timedelta(seconds=PROCESS_TIMEOUT)
-    store = next(dist.rendezvous("env://", timeout=wait))[0]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
-    everyone = all_gather(settings())
-    for name, value in everyone[0].items():
-        if any(other.get(name) != value for other in everyone):
-            raise UserError(f"the processes differ in {name}: make it the same")
-
-
-def all_gather(value=None):
-    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
-    if not dist.is_initialized():
-        return [value]
-    everyone = [None] * world_size()
-    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
-    return everyone
-
-
-def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it."""
-    return all_gather(function() if rank() == 0 else None)[0]
-
-
-def tracked(items, unit):
-    """Yields the items; says how many are done, on a terminal twice a second in one line, else every 30 s."""
-    before, after, every = ("\r\033[K", "", 0.5) if sys.stdout.isatty() else ("", "\n", 30)
-    begun = said = time.perf_counter()
-    for done, item in enumerate(items):
-        now = time.perf_counter()
-        if now - said > every and rank() == 0:
-            said = now
-            rate = done / (now - begun)
-            text = f"{Run.doing}: {done} of {len(items)} {unit}, {rate:.3g} a second"
-            print(before + text, end=after, flush=True)
-        yield item
-
-
-def map_over_ranks(parts, work):
-    """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    if _DEALING or world_size() == 1:
-        return [work(part) for part in tracked(parts, "parts")]
-    _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
-    _DEALING.pop()
-    return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
-
-
-# ---------------------------------------------------------------- files, schedule, plots
+# ---------------------------------------------------------------- files and checkpoints
 
 
 def fsync(path):
@@ -994,89 +962,129 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill):
-    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
-    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
+def write_atomically(path, write):
+    """write(tmp) writes a file, or a folder with its files; then it is synced to the disk and renamed to
+    `path`, which is therefore there whole or not at all. A folder that stands there already is renamed first;
+    if the program is killed between the two renames, finish_replacing() brings it back."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
     try:
-        fill(tmp)
-        for part in [*tmp.rglob("*"), tmp]:
-            fsync(part)
+        write(tmp)
+        for written in [*tmp.rglob("*"), tmp]:
+            fsync(written)
         if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
+    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(path)
-        todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
+        finish_replacing(path)
+        raise UserError(
+            f"{path} could not be saved ({first_line(error)}): make room and start again; training continues "
+            "from the last good checkpoint"
+        ) from None
 
 
-def restore_folder(folder):
-    """What write_whole() was about to replace when it was killed comes back."""
+def finish_replacing(folder):
+    """Brings back the folder that write_atomically() was replacing when the program was killed."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def checkpoint_fault(folder):
-    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+def checkpoint_error(folder):
+    """Returns why a checkpoint cannot be trusted, or None. Its files must be those of its manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name in ("training_state.pt", *manifest):
             if file_digest(folder / name) != manifest[name]:
-                return f"{name} is not what was saved"
+                return f"{name} is not the file that was saved"
     except (OSError, ValueError, LookupError, TypeError) as error:
         return first_line(error)
+    return None
+
+
+def check_state(state):
+    """Refuses a field of the state that load_checkpoint() could not read, because it would end every
+    resume."""
+    for name, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception:  # pickle and torch raise many types
+            raise UserError(
+                f"self.state.{name} is of type {type(value).__name__}, but a checkpoint takes numbers, "
+                "texts, lists, tuples, dicts and tensors"
+            ) from None
 
 
 def list_checkpoints(output_dir):
-    """[(N, step_N/)] of a run, oldest first."""
-    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+    """Returns [(N, path of step_N)] of a run, oldest first."""
+    checkpoints = [(path.name.removeprefix("step_"), path) for path in Path(output_dir).glob("step_*")]
+    return sorted((int(number), path) for number, path in checkpoints if number.isdecimal())
 
 
-def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
-    run = output_dir if resume in ("ask", "yes", "no") else resume
-    checkpoints = list_checkpoints(run) if resume != "no" else []
-    if run == resume and not checkpoints:
+def choose_checkpoint(resume, output_dir, log):
+    """Returns the checkpoint to resume from, or None to start from the beginning. Asks at a terminal if
+    resume is "ask"."""
+    if resume == "no":
+        return None
+    is_path = resume not in ("ask", "yes")
+    run = resume if is_path else output_dir
+    checkpoints = list_checkpoints(run)
+    if is_path and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
-        if fault := checkpoint_fault(folder):
-            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+        if error := checkpoint_error(folder):
+            log(f"WARNING: skipping the broken checkpoint {folder}: {error}")
             continue
-        say(f"Found checkpoint: {folder}")
+        log(f"Found checkpoint: {folder}")
         if resume != "ask" or world_size() > 1 or not sys.stdin.isatty():
-            say("Resuming from it (RESUME=no starts afresh)")
+            log("Resuming from it (RESUME=no starts a new run)")
             return folder
-        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
-            pass
+        reply = ""
+        while reply not in ("y", "n"):
+            reply = input("Resume training from it? (y/n): ").strip().lower()[:1]
         return folder if reply == "y" else None
     if checkpoints:
-        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
+        raise UserError(
+            f"no checkpoint in {run} is whole: repair one, or set RESUME=no, which moves the old run aside"
+        )
+    return None
 
 
-def move_aside(paths, output_dir, say):
-    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
-    if paths:
-        old = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
-        old.mkdir(exist_ok=True)
-        for path in paths:
-            os.rename(path, old / path.name)
-        say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+def archive_old_run(paths, output_dir, log):
+    """Moves what a new start would overwrite to OUTPUT_DIR/old_<time>/."""
+    if not paths:
+        return
+    archive = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
+    archive.mkdir(exist_ok=True)
+    for path in paths:
+        os.rename(path, archive / path.name)
+    names = ", ".join(sorted(path.name for path in paths))
+    log(f"Moved {names} of an earlier run to {archive}")
 
 
-def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
+# ---------------------------------------------------------------- schedule and plots
+
+
+def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
+    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule (None
+    stays at 1)."""
+    if steps_done < warmup:
+        return (steps_done + 1) / warmup
+    progress = (steps_done - warmup) / max(1, total - warmup)
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if schedule == "plateau":
+        return 0.5**halvings
+    return 1.0
 
 
 def read_metrics(path):
@@ -1084,45 +1092,52 @@ def read_metrics(path):
 
 
 def plot_metric(axis, records, phase, key, color, label):
-    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    """Plots a metric by step. Training: faint, with its rolling mean. Evaluation: points, and a dashed line
+    at the first one."""
     points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
     axis.xaxis.get_major_locator().set_params(integer=True)
-    if points and phase == "train":
-        x, y = np.array(points, dtype=float).T
+    if not points:
+        return
+    x, y = np.array(points, dtype=float).T
+    if phase == "train":
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
-    elif points:
-        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
-        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+    else:
+        axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
 
 
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics)."""
+    """Draws a grid of panels, each (y label, metrics)."""
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
-        label += " (nats per token)" * (label in ("entropy", "kl", "approx_kl"))
+        if label in ("entropy", "kl", "approx_kl"):
+            label += " (nats per token)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
-        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            plot_metric(axis, records, phase, key, f"C{color}", key)
+        for i, key in enumerate(keys):
+            plot_metric(axis, records, "train", key, f"C{2 * i}", key)
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", key)
         if axis.lines:
             axis.legend(fontsize=8)
-    write_whole(path, partial(figure.savefig, format="png", dpi=100))
+    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
+
+
+# ---------------------------------------------------------------- the run
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals, counters. A new start moves `files`
-    aside, too; best/ and patience follow the first metric of best_by that an evaluation has."""
+    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
+    decides when it evaluates and saves."""
 
-    doing = "check models"  # what takes its time now, for tracked()
-    saved = (  # of its attributes, in a checkpoint
+    checkpointed_fields = (
         "step",
         "evaluated_at",
         "best_value",
@@ -1135,48 +1150,59 @@ class Run:
         "evaluation",
     )
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
+    def __init__(self, name, resume, device):
         self.name = name
+        self.title = name  # of the plots
+        self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
-        self.best_by = best_by
-        self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
-        self.log_lines = {}  # how many each had when the checkpoint was saved
-        self.log = None  # of the texts that say() prints
-        self.unlogged = []  # those from before it was there
-        self.step = 0  # steps done
+        self.old_files = [
+            "logs",
+            "step_*",
+            "best",
+            "training_*",
+            f"{name}_*.png",
+        ]  # a new run moves these aside
+        self.best_by = [
+            "reward"
+        ]  # best/ and patience follow the first of these metrics that evaluate() returns
+        self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
+        self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
+        self.text_log = None  # file of what log() prints
+        self.unwritten = []  # what log() printed before that file was open
+        self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.begin_part()
+        self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
-        self.times = {}
-        self.clock = (time.perf_counter(), 0)  # when the steps began, and after which
+        self.times = {}  # seconds of this step, by activity
         self.wandb = self.wandb_id = None
-        self.signal = None  # that this process has got
-        self.stop_signal = None  # that all have agreed to stop by
-        self.last_word = None  # what is said at the end in place of its own
+        self.signal = None  # received by this process
+        self.stop_signal = None  # by which all processes agreed to stop
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock starts a process on some systems
         self.folder = Path(OUTPUT_DIR)
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            restore_folder(self.folder / "best")
-        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
-        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
+            finish_replacing(self.folder / "best")
+        # the checkpoint to resume from; later the last one that was saved
+        self.checkpoint = broadcast_from_rank0(
+            partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
+        )
         seed_everything(SEED)
 
-    def begin_part(self):
-        """Another part of the training begins: best/ and patience know nothing of the one before."""
+    def reset_best(self):
+        """Forgets earlier evaluations: nothing is best yet."""
+        self.clock = None  # when the first of the following steps began, and how many were done then
         self.evaluated_at = -1  # the step of the last evaluation
-        self.best_value = -math.inf  # the highest yet, whose policy is in best/
+        self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since then
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        """Keeps other processes out of OUTPUT_DIR. The lock ends with this process, even by SIGKILL."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock.acquire(blocking=False)
@@ -1184,8 +1210,9 @@ class Run:
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
     def register(self, state, models, optimizers, tokenizer):
-        """What a checkpoint holds: state, a namespace of plain values and tensors; models and optimizers by
-        folder; the tokenizer, if any. A resumed run's become what it holds."""
+        """Names what a checkpoint holds: state, a namespace of plain values and tensors; models and
+        optimizers by name; the tokenizer, if any. When the run resumes, state and optimizers get what the
+        checkpoint holds; models must have been loaded from it."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -1193,166 +1220,229 @@ class Run:
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
+    # ------------------------------------------------------------ the loop
+
     @contextmanager
-    def session(self, headline):
-        """The whole of training, files open, signals caught; at the end a checkpoint."""
+    def session(self, summary):
+        """Wraps the whole training: opens the files, catches signals, and saves a checkpoint at the end."""
         self.signal = None
+        self.clock = None
         if rank() == 0:
             self.open_files()
         self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
+        self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
-            self.listen()
+            self.agree_on_stop()
             self.save()
-            self.say_the_end()
-            all_gather()  # who ends first would take the others with it
+            self.log(self.final_message())
+            if self.wandb:
+                self.wandb.finish()
+            all_gather()  # wait: torchrun would end the processes that are still writing
         finally:
             self.lock.release(force=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def on_signal(self, number, frame):
-        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C ends it at once."""
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
         if rank() == 0:
-            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+            print("\nStopping after this step, then saving; Ctrl-C again stops at once", flush=True)
 
-    def listen(self):
-        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
-        state = {key: x for key, x in get_rng_state().items() if key != "cuda"}  # each GPU draws for its part
-        signals, drawn = zip(*all_gather((self.signal or 0, repr(state))))
-        if len(set(drawn)) > 1:
-            raise UserError("the processes drew different random numbers: give your functions a generator")
+    def agree_on_stop(self):
+        """Returns whether any process got a signal. Also checks that the random generators of all processes
+        are in the same state."""
+        rng_state = {
+            key: x for key, x in get_rng_state().items() if key != "cuda"
+        }  # a GPU draws for its part
+        signals, rng_states = zip(*all_gather((self.signal or 0, repr(rng_state))))
+        if len(set(rng_states)) > 1:
+            raise UserError(
+                "the processes drew different random numbers: give your functions a generator of their own"
+            )
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def should_continue(self):
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
-        return not self.listen() and not out_of_patience and self.step < self.total_steps
+    def needs_first_evaluation(self):
+        return self.evaluated_at < 0 and not self.is_over()
 
-    def steps(self, evaluate, until=math.inf):
-        """Yields the number of each step to do, which ends with record(); evaluates and saves between."""
-        if self.evaluated_at < 0 and self.should_continue():
-            self.evaluate(evaluate)
-        self.clock = (time.perf_counter(), self.step)
-        while self.should_continue() and self.step < until:
-            yield self.step
-            last = self.step in (until, self.total_steps)
-            if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
-                self.evaluate(evaluate)
-            if SAVE_EVERY_N_STEPS and self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:
-                self.save()
+    def next_step(self):
+        """Begins the next step and returns True; returns False after the last step, a signal, or when
+        patience has run out."""
+        if self.is_over():
+            return False
+        if self.clock is None:
+            self.clock = (time.perf_counter(), self.step)
+        self.step += 1
+        self.times = {}
+        return True
+
+    def is_over(self):
+        stopped = self.agree_on_stop()
+        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
+        return stopped or out_of_patience or self.is_last_step()
+
+    def is_last_step(self):
+        return self.step >= self.total_steps
+
+    def is_due(self, interval):
+        """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
+        return interval > 0 and self.step % interval == 0
 
     @contextmanager
-    def timed(self, what):
-        """Count the seconds of the block as seconds/<what> of this step."""
-        Run.doing = what
+    def timed(self, activity):
+        """Adds the seconds of the block to seconds/<activity> of this step."""
         started = time.perf_counter()
         yield
-        self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
+        self.times[activity] = self.times.get(activity, 0.0) + time.perf_counter() - started
 
-    def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
-        self.step += 1
-        seconds = {f"seconds/{what}": value for what, value in self.times.items()}
-        speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
+    # ------------------------------------------------------------ what is logged
+
+    def log_step(self, metrics, count, samples, line, unit="tokens"):
+        """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
+        line."""
+        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        speed = {}
+        if self.times:
+            speed[f"{unit}_per_second"] = count / sum(self.times.values())
         self.write_metrics("train", {**metrics, **speed, **seconds})
-        self.times = {}
         self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
-        started, first = self.clock
-        left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
-        self.say(f"{line}  step {self.step}/{self.total_steps}, {timedelta(seconds=round(left))} left")
+        self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
 
-    def write_metrics(self, phase, metrics):
-        metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # NaN is not JSON
-        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **metrics})])
-        if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+    def time_left(self):
+        started, steps_before = self.clock or (time.perf_counter(), self.step)
+        seconds_per_step = (time.perf_counter() - started) / max(1, self.step - steps_before)
+        return timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
 
-    def write(self, name, lines):
-        if rank() == 0:
-            self.logs[name].writelines(line + "\n" for line in lines)
-
-    def say(self, text):
-        """One line to the terminal, in place of what tracked() says there, and to the log file."""
-        if rank() > 0:
-            return
-        print("\r\033[K" * sys.stdout.isatty() + text, flush=True)
-        self.unlogged.append(text)
-        if self.log:
-            print(*self.unlogged, sep="\n", file=self.log, flush=True)
-            self.unlogged = []
-
-    def count_skipped(self, finite, ids):
-        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
-        self.skipped = 0 if finite else self.skipped + 1
-        if not finite:
-            names = " ".join(sorted(set(ids)))
-            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
-        if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
-
-    def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
-        started = time.perf_counter()
-        Run.doing = "evaluate"
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
+    def log_evaluation(self, metrics):
+        """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
+        evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
+        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
-        shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
-        self.say(f"step {self.step}, held out: " + "  ".join(shown))
+        self.write_metrics("eval", metrics)
+        texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
+        self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)
         if value is None:
-            raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
+            names = " or ".join(self.best_by)
+            raise UserError(f"evaluate() must return the metric {names}, which best/ and patience follow")
         self.evals_since_best += 1
         if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
             self.patience_value = value
             self.evals_since_best = 0
         elif self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
-        if value > self.best_value or self.later_of_equal and value == self.best_value:
+        if self.is_best(value):
             self.best_value = value
-            policy = merged(self.models["policy"]) if globals().get("LORA_RANK") else self.models["policy"]
-            fill = partial(self.fill_best, metrics, policy, policy.state_dict())
-            if rank() == 0:
-                write_whole(self.folder / "best", fill)
+            self.save_best(metrics)
 
+    def is_best(self, value):
+        return value > self.best_value
+
+    def write_metrics(self, phase, metrics):
+        finite = {
+            key: value if math.isfinite(value) else None for key, value in metrics.items()
+        }  # JSON has no NaN
+        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **finite})])
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
+
+    def write(self, name, lines):
+        if rank() == 0:
+            self.logs[name].writelines(line + "\n" for line in lines)
+
+    def log(self, text):
+        """Prints one line, above any progress bar, and writes it to the log file."""
+        if rank() > 0:
+            return
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        self.unwritten.append(text)
+        if self.text_log:
+            print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
+            self.unwritten = []
+
+    def count_skipped_step(self, finite, prompt_ids):
+        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+        if finite:
+            self.skipped = 0
+            return
+        self.skipped += 1
+        names = " ".join(sorted(set(prompt_ids)))
+        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        if self.skipped == 5:
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
+
+    def draw_plots(self):
+        records = read_metrics(self.folder / "logs/metrics.jsonl")
+        if not records:
+            return
+        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        all_panels = [(key, [key]) for key in keys]
+        detailed = self.folder / "training_metrics_detailed.png"
+        draw_plot(records, detailed, f"{self.title}: every metric", all_panels)
+        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+
+    def final_message(self):
+        if self.stop_signal:
+            return f"Stopped at step {self.step}: start it again to continue"
+        policy = self.folder / "best/policy"
+        if not policy.exists():
+            policy = self.checkpoint / "policy"
+        return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+
+    # ------------------------------------------------------------ saving and resuming
+
+    # differs: models are never sharded
     def save(self):
-        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
+        """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
+        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
-        self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
+        check_state(vars(self.state))
+        self.log(f"Saving {folder}")
+        write_atomically(folder, partial(self.write_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
 
-    def fill_checkpoint(self, weights, optimizers, folder):
+    def write_checkpoint(self, weights, optimizers, folder):
         for name, model in self.models.items():
             self.save_model(model, folder / name, weights[name])
         for name, file in self.logs.items():
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
-        run = {key: getattr(self, key) for key in self.saved}
-        saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
-        torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(settings(), indent=1))
-        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        saved = {
+            "trainer": self.name,
+            "run": {key: getattr(self, key) for key in self.checkpointed_fields},
+            "state": vars(self.state),
+            "optimizers": optimizers,
+            "rng": get_rng_state(),
+        }
+        torch.save(saved, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        manifest = {str(path.relative_to(folder)): file_digest(path) for path in files}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
-    def fill_best(self, metrics, policy, weights, folder):
+    # differs: there is no adapter to merge
+    def save_best(self, metrics):
+        policy = self.models["policy"]
+        weights = policy.state_dict()
+        write_atomically(self.folder / "best", partial(self.write_best, metrics, policy, weights))
+
+    def write_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
@@ -1361,64 +1451,63 @@ class Run:
         if self.tokenizer:
             self.tokenizer.save_pretrained(folder)
 
+    # differs: optimizers are never sharded
     def load_checkpoint(self, folder):
-        """State, optimizers and generators as they were; the models were loaded from the same folder."""
+        """Restores state, optimizers and generators. The models were loaded from the same folder."""
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
-            if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
+            # The saved state may have further fields, which an edited trainer adds while it trains
+            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
-                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
-            vars(self).update({key: saved["run"][key] for key in self.saved})
+                raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
+            vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
-                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
-                    group["params"] = old["params"]
+                groups = optimizer.state_dict()["param_groups"]  # changed constants take effect
                 optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
-            raise UserError(f"{folder} cannot be used, take another: {first_line(error)}") from None
-        for key, value in settings().items():
-            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
-                self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
+            raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
+        for key, value in run_fingerprint().items():
+            if before.get(key) != value and key not in _MAY_CHANGE:
+                self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
-        """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
-        logs = self.folder / "logs"
-        self.take_lock()  # again, where a training before this one has ended
-        if USE_WANDB:
-            import wandb
-
-            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
-            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
-        for stale in self.folder.glob("*.tmp"):  # what a kill left half written
+        """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
+        self.take_lock()  # again, if an earlier train() has ended
+        for stale in self.folder.glob("*.tmp"):  # half written when the program was killed
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            # a checkpoint beyond this one, broken or of a future given up, would be found by the next resume
-            earlier = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+        continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
+        if continues_here:
+            # Later checkpoints are broken or were given up: the next resume must not find them
+            old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
-                earlier.append(best.parent)
+            if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
+                old.append(best.parent)
         else:
-            earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
+            old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        move_aside(earlier, OUTPUT_DIR, self.say)
-        self.best_value = self.best_value if (self.folder / "best").exists() else -math.inf  # none: any wins
+        if old or not continues_here:
+            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        self.start_wandb()
+        archive_old_run(old, OUTPUT_DIR, self.log)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # any value is better than none
+        logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
-            path = logs / name
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a", buffering=1)
-        self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
+        for name in self.logs:
+            self.logs[name] = open_log(logs / name, self.log_lines.get(name, 0))
+        self.text_log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
+        device = platform.machine()
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_name()
         config = {
             "constants": constants(),
             "processes": world_size(),
             "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "device": device,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -1426,26 +1515,155 @@ class Run:
         }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
-    def draw_plots(self):
-        records = read_metrics(self.folder / "logs/metrics.jsonl")
-        if not records:
+    def start_wandb(self):
+        if not USE_WANDB:
             return
-        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
-        every = self.folder / "training_metrics_detailed.png"
-        draw_plot(records, every, f"{self.title}: every metric", [(key, [key]) for key in keys])
-        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+        import wandb  # slow
 
-    def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
-        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
-        self.say(stopped or self.last_word or end)
-        if self.wandb:
-            self.wandb.finish()
+        self.wandb = wandb.init(
+            project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=self.wandb_id, resume="allow"
+        )
+        self.wandb_id = self.wandb.id
 
 
-# ================================================================ the QA system: replace any part by your own
+def open_log(path, num_lines):
+    """Cuts a log back to its first lines, so that every step stands in it once, and opens it for
+    appending."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    write_atomically(path, lambda tmp: tmp.write_bytes(b"".join(lines[:num_lines])))
+    return open(path, "a", buffering=1)
+
+
+# ---------------------------------------------------------------- errors and constants
+
+
+class UserError(Exception):
+    """Something that the user can correct, in one message. The program ends with exit code 2."""
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def run_main(trainer_class):
+    """Runs the trainer as a program. Exit codes: 0; 2 for what the user can correct; 130 or 143 after Ctrl-C
+    or SIGTERM; 1, with a traceback, for everything else. An error in any process ends all of them; only the
+    first to fail prints it."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
+        code = 130
+    except Exception as error:
+        message = user_message(error)
+        if message is None and not dist.is_initialized():
+            raise
+        code = 2
+        text = f"\n{Path(__file__).name}: {message}"
+        if message is None:
+            code = 1
+            text = traceback.format_exc()
+        if fails_first():
+            print(text, file=sys.stderr)
+    if dist.is_initialized():  # end at once: others may wait for us, and gloo's threads may abort the program
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def user_message(error):
+    """Returns what the user can do about an error, or None if a traceback says more."""
+    if hasattr(error, "__notes__"):  # raised by a reward function
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+    if type(error).__module__.startswith("wandb"):
+        return f"USE_WANDB = True: {first_line(error)}"
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
+        return f"another process of this run ended or did not answer ({first_line(error)})"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
+        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+    return None
+
+
+def fails_first():
+    """Returns True on the first process that calls it; before the processes have joined, on process 0."""
+    with suppress(Exception):  # there is no store yet, or it ended with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
+
+
+def constants():
+    """Returns every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=json_name))
+
+
+def json_name(value):
+    """Returns what stands in JSON for a function or an object; it is the same in every run."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def run_fingerprint():
+    """Returns what decides a run's results: the constants, this file, and the number of threads and the GPU,
+    on which the last bits depend."""
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+    this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+
+
+def apply_overrides(arguments):
+    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
+    annotations = annotate(1) if annotate else __annotations__
+    known = constants()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        key = _RENAMED.get(key, key)
+        if not equals or key not in known:
+            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
+        default = globals()[key]
+        allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
+        value = read_value(text, allowed)
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
+            raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
+        globals()[key] = value
+
+
+def read_value(text, allowed):
+    """Returns the value of a command-line argument: a Python literal, or the text itself."""
+    value = text
+    if "str" not in allowed or ("None" in allowed and text == "None"):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    if "float" in allowed and type(value) is int:
+        value = float(value)
+    return value
+
+
+def check_constants():
+    """Refuses numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _VALID_RANGES.items():
+        for key in keys.split():
+            value = globals()[key]
+            if value is None:
+                continue
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
+
+
+# ---------------------------------------------------------------- the QA system: replace any part by your own
 
 
 class Retriever:
@@ -1626,15 +1844,19 @@ class QASystem:
         return self.generator.answers([prompt], temperature, SEED)[0][0]
 
 
-# ================================================================ questions
+# ---------------------------------------------------------------- questions
 
 
 def check_choices():
     """Refuse actions, a DATASET, PROMPT or PARAGRAPH that cannot be, before anything is read."""
-    for key, least in (("TOP_KS", 1), ("TEMPERATURES", 0), ("RERANKS", 0)):
+    for key, least, kinds in (("TOP_KS", 1, int), ("TEMPERATURES", 0, (int, float)), ("RERANKS", 0, int)):
         values = globals()[key]
-        if not values or min(values) < least or len(set(values)) < len(values):
-            raise UserError(f"{key} = {values!r}: it takes different numbers from {least}, such as (1,)")
+        numbers = all(isinstance(value, kinds) and math.isfinite(value) for value in values)
+        if not values or not numbers or min(values) < least or len(set(values)) < len(values):
+            whole = "whole numbers" if kinds is int else "numbers"
+            raise UserError(f"{key} = {values!r}: it takes different {whole} from {least}, such as (1,)")
+    if WHITEN_ADVANTAGES and N_STEPS == 1:
+        raise UserError("N_STEPS = 1: whitening makes one advantage 0: raise it, or WHITEN_ADVANTAGES=False")
     if not set(RERANKS) <= {0, 1} or 1 in RERANKS and not RERANKER:
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if tuple(FIXED_ACTION) not in all_actions():
@@ -1660,9 +1882,12 @@ def read_question(record, where):
     row = {"id": where.rsplit("/", 1)[-1], "type": str(record.get("type") or "")}
     for key in ("question", "answer"):
         value = look_up(record, key, where)
-        kind = "texts" if key == "answer" and isinstance(value, list) else "text"
-        row[key] = read_as(kind, value, f"{where}: {key!r}")
-        if not "".join(row[key]).strip():
+        read_cell = cell_text
+        if key == "answer" and isinstance(value, list):
+            read_cell = cell_texts
+        row[key] = read_cell(value, f"{where}: {key!r}")
+        texts = row[key] if isinstance(row[key], list) else [row[key]]
+        if not all(text.strip() for text in texts):
             raise UserError(f"{where}: its {key} is empty; mend or delete the line")
     return row
 
@@ -1681,6 +1906,8 @@ def from_hotpot(records, where):
             facts = record["supporting_facts"]
             gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
             told = [(title, "".join(sentences).strip()) for title, sentences in context]
+            if not all(isinstance(title, str) for title, _ in told):
+                raise ValueError("a title is no text")
         except (KeyError, TypeError, ValueError):
             form = "question, answer, context, supporting_facts"
             raise UserError(f"{line} is not HotpotQA's format ({form})") from None
@@ -1702,11 +1929,11 @@ def from_folder(folder):
     titles = {}  # title: row ids
     for line, record in lines("corpus.jsonl"):
         values = [(key, look_up(record, key, line)) for key in ("title", "text")]
-        title, text = (read_as("text", value, f"{line}: {key!r}") for key, value in values)
+        title, text = (cell_text(value, f"{line}: {key!r}") for key, value in values)
         titles.setdefault(title, set()).add(corpus.setdefault((title, text), len(corpus)))
     questions = []
     for line, record in lines("questions.jsonl"):
-        wanted = read_as("texts", record["gold"], f"{line}: 'gold'") if record.get("gold") else []
+        wanted = cell_texts(record["gold"], f"{line}: 'gold'") if record.get("gold") else []
         missing = [title for title in wanted if title not in titles]
         if missing:
             raise UserError(f"{line}: its gold paragraph {missing[0]!r} is not in corpus.jsonl")
@@ -1729,6 +1956,8 @@ def load_questions(say):
             records = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{where} is no JSON to read ({first_line(error)})") from None
+        if not isinstance(records, list):
+            raise UserError(f"{where} is not HotpotQA's format: it takes a list of records")
         questions, corpus = from_hotpot(enumerate(records, 1), where)
     for text in [*(row["question"] for row in questions), *(text for both in corpus for text in both)]:
         if text != text.encode(errors="ignore").decode():
@@ -1747,7 +1976,7 @@ def load_questions(say):
     return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
-# ================================================================ the table: every question x action x draw
+# ---------------------------------------------------------------- the table: every question x action x draw
 
 
 def part_digest(name):
@@ -1758,14 +1987,29 @@ def part_digest(name):
     return [str(name)]
 
 
-def cache_path(corpus, generator):
+def source_of(part):
+    """The program text of an object's methods, without comments: a class that is replaced has another."""
+    texts = []
+    for parent in type(part).__mro__[:-1]:  # the last is object
+        for name, method in sorted(vars(parent).items()):
+            if inspect.isfunction(method):
+                text = method.__qualname__
+                with suppress(OSError, SyntaxError):  # of a lambda there is a piece of a line
+                    text = inspect.getsource(method)
+                    text = ast.unparse(ast.parse(textwrap.dedent(text)))
+                texts.append((name, text))
+    return texts
+
+
+def cache_path(qa):
     """The jsonl file of answers; its name changes with all that an answer depends on."""
-    commit = getattr(generator.model.config, "_commit_hash", None)
+    commit = getattr(qa.generator.model.config, "_commit_hash", None)
+    parts = [qa, qa.retriever, qa.generator, getattr(qa, "reranker", None)]
     facts = [
         part_digest(GENERATOR),
         commit,
         part_digest(RERANKER),
-        corpus,
+        qa.corpus,
         PROMPT,
         PARAGRAPH,
         CHAT_TEMPLATE,
@@ -1774,6 +2018,7 @@ def cache_path(corpus, generator):
         MAX_PROMPT_TOKENS,
         MAX_NEW_TOKENS,
         DTYPE,
+        [source_of(part) for part in parts],
     ]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
@@ -1849,7 +2094,7 @@ def warn_of_unknown_words(questions, qa, say):
 def fill_table(questions, qa, say):
     """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
     that depend on nothing but the questions, each saved before the next begins."""
-    path = cache_path(qa.corpus, qa.generator)
+    path = cache_path(qa)
     known = read_cache(path)
     warn_of_unknown_words(questions, qa, say)
     wanted = [(*action, draw) for action in all_actions() for draw in range(DRAWS if action[1] > 0 else 1)]
@@ -1862,8 +2107,7 @@ def fill_table(questions, qa, say):
         for row in questions:  # before hours of answers
             qa.generator.prompt(row["question"], [])
         say(f"Answering {len(questions)} questions, {len(wanted)} times each, once; kept in {path}")
-    Run.doing = "answer"
-    for block, missing in tracked(todo, "blocks"):
+    for block, missing in progress(todo, "blocks"):
         records = answer_block(qa, block, missing)
         if not any(record["response"] for record in records):
             hint = "does it fit PROMPT, and does it write within MAX_NEW_TOKENS?"
@@ -1904,7 +2148,7 @@ def collect(questions, qa, known, say):
     )
 
 
-# ================================================================ baselines, figures and pictures
+# ---------------------------------------------------------------- baselines, figures and pictures
 
 
 def recall_at(questions, rerank, top_k):
@@ -1929,7 +2173,8 @@ def rules(table):
     trees = []
     for leaves in (2, 3, 4, 6, 8, 12, 16, 24, 32):
         tree = DecisionTreeRegressor(max_leaf_nodes=leaves, min_samples_leaf=5, random_state=0)
-        actions = torch.from_numpy(tree.fit(seen[train], mean[train]).predict(seen).argmax(1))
+        found = tree.fit(seen[train], mean[train]).predict(seen).reshape(mean.shape)  # of one action: flat
+        actions = torch.from_numpy(found.argmax(1))
         trees.append((mean[validation, actions[validation]].mean(), -leaves, actions))
     by_type = torch.stack([best[kind] for kind in types])
     return {"best_fixed": fixed.expand(len(types)), "best_by_type": by_type, "tree": max(trees)[2]}
@@ -1985,7 +2230,7 @@ def table_lines(table, figures, names):
     lines.append("Baselines on the test questions:")
     for name in names:
         action = tuple(figures[name].get("action", {}).values()) or ""
-        values = [f"{key} {figures[name]['test'][key]:.3f}" for key in ("reward", "em", "f1", "cost")]
+        values = [f"{key} {figures[name]['test'][key]:.3f}" for key in table.shown]
         lines.append(f"  {name.replace('_', ' '):14}{'  '.join(values)}  {action}")
     return lines
 
@@ -2009,8 +2254,8 @@ def test_figures(table, rows, actions, figures):
     return found
 
 
-def test_lines(found):
-    values = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in ("reward", "em", "f1", "cost"))
+def test_lines(table, found):
+    values = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in table.shown)
     yield f"Test: {values}; oracle {found['oracle']['reward']:.3f} after the fact"
     for name, gain in found["gains"].items():
         interval = "{:+.3f} to {:+.3f}".format(*gain["interval"])
@@ -2019,7 +2264,7 @@ def test_lines(found):
 
 
 def write_json(path, value):
-    write_whole(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
+    write_atomically(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
 
 
 def draw_learning(folder, title, table, figures):
@@ -2045,7 +2290,7 @@ def draw_learning(folder, title, table, figures):
     last.grid(alpha=0.3)
     last.legend()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    write_whole(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
+    write_atomically(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
 def train_main():

@@ -2704,7 +2704,6 @@ class Run:
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
         self.times = {}  # seconds of this step, by activity
-        self.clock = (time.perf_counter(), 0)  # when this program's first step began, and the steps done then
         self.wandb = self.wandb_id = None
         self.signal = None  # received by this process
         self.stop_signal = None  # by which all processes agreed to stop
@@ -2723,7 +2722,8 @@ class Run:
         seed_everything(SEED)
 
     def reset_best(self):
-        """Forgets earlier evaluations."""
+        """Forgets earlier evaluations: nothing is best yet."""
+        self.clock = None  # when the first of the following steps began, and how many were done then
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
@@ -2843,7 +2843,7 @@ class Run:
         self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
 
     def time_left(self):
-        started, steps_before = self.clock
+        started, steps_before = self.clock or (time.perf_counter(), self.step)
         seconds_per_step = (time.perf_counter() - started) / max(1, self.step - steps_before)
         return timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
 
@@ -2951,7 +2951,7 @@ class Run:
 
     def write_checkpoint(self, weights, optimizers, folder):
         for name, model in self.models.items():
-            self.save_model(model, weights[name], folder / name)
+            self.save_model(model, folder / name, weights[name])
         for name, file in self.logs.items():
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
@@ -2977,10 +2977,10 @@ class Run:
             write_atomically(self.folder / "best", partial(self.write_best, metrics, policy, weights))
 
     def write_best(self, metrics, policy, weights, folder):
-        self.save_model(policy, weights, folder / "policy")
+        self.save_model(policy, folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
-    def save_model(self, model, weights, folder):
+    def save_model(self, model, folder, weights=None):
         model.save_pretrained(folder, state_dict=weights)
         if self.tokenizer:
             self.tokenizer.save_pretrained(folder)
@@ -3431,8 +3431,9 @@ def candidates_path(number):
 
 
 def check_candidates(checkpoint, digests):
-    """Refuses to resume with other candidates than those the run was trained on; digests: {round: of its file}.
-    Returns {file: its copy in OUTPUT_DIR} if the run resumes in another folder than its checkpoint's."""
+    """Refuses to resume with other candidates than those the run was trained on; digests: {round: of its
+    file}. Returns {file: its copy in OUTPUT_DIR} if the run resumes in another folder than its
+    checkpoint's."""
     to_copy = {}
     for number, digest in digests.items():
         path = candidates_path(int(number))

@@ -44,6 +44,7 @@ import ast
 import csv
 import difflib
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -54,6 +55,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -63,7 +65,6 @@ from functools import partial
 from operator import index
 from pathlib import Path
 from types import SimpleNamespace
-
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
@@ -78,7 +79,9 @@ import transformers
 from matplotlib.figure import Figure
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel, PretrainedConfig
+from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
@@ -107,7 +110,7 @@ TEST_DATASET: dict | None = {  # None: a fifth of TRAIN_DATASET is held out
 }
 GOLDS = "aliases"  # aliases | annotators: the best of a list counts; or each is a person's, as VQA's ten are
 VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
-TEST_QUERIES: int | None = None  # only the first so many; None: all
+TEST_QUERIES: int | None = None  # use only the first so many; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
 EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sentence model's folder or hub name
@@ -144,8 +147,8 @@ MINE_BATCH_SIZE = 100  # queries mined together; a kill while mining loses at mo
 
 # Reward
 REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
-HARD_WEIGHT = 1.0  # what the mode's hard, right or wrong, is multiplied by
-SOFT_WEIGHT = 1.0  # and its soft, the accuracy
+HARD_WEIGHT = 1.0  # multiplies the mode's hard mark, 1 (right) or 0 (wrong)
+SOFT_WEIGHT = 1.0  # multiplies the mode's graded part: soft (the accuracy) or gt_prob
 HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
 SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
 
@@ -190,9 +193,9 @@ BOOTSTRAP = 2000  # resamples of the paired intervals
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 160  # 0: only before and after each stage
+EVAL_EVERY_N_STEPS = 160  # 0: only before the first and after the last step of each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
-EARLY_STOPPING_THRESHOLD = 0.0  # by how much better is better for patience; best/ follows the highest
+EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # lists a step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
@@ -204,7 +207,7 @@ _MODES = (
     "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
     "hard_plus_gtprob_separated hybrid hard_plus_gtprob_plus_rel"
 ).split()
-_LIMITS = {  # least and greatest value of each number, or the words that a constant takes
+_VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
@@ -229,6 +232,9 @@ _LIMITS = {  # least and greatest value of each number, or the words that a cons
     "REWARD_MODE": _MODES,
 }
 
+_RENAMED = {}  # old names of constants, accepted as arguments
+_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report these
+
 # ================================================================ the maths of RCE and GRPO
 
 
@@ -239,8 +245,11 @@ def rce_loss(logprobs, weights):
 
 def group_advantages(r):
     """Rewards of one query's lists, (lists,), less their mean, over their deviation (ddof 1), once; equal
-    rewards give 0."""
+    rewards, and one alone, give exactly 0."""
     r = torch.as_tensor(r, dtype=torch.float64)
+    r = r - r[0]  # the mean of equal rewards is often not that reward: 0.7 three times
+    if len(r) < 2:
+        return r
     return (r - r.mean()) / (r.std() + 1e-4)
 
 
@@ -265,9 +274,15 @@ def adapt_kl_coef(coef, kl, target):
 
 
 def shaped_rewards(candidates):
-    """r of one query's lists by REWARD_MODE, of hard and soft by their weights."""
-    weights = {"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT}
-    weighted = [c | {key: c[key] and w * c[key] for key, w in weights.items()} for c in candidates]
+    """r of one query's lists by REWARD_MODE. HARD_WEIGHT multiplies hard; SOFT_WEIGHT multiplies the mode's
+    graded part, which is soft or gt_prob."""
+    weights = {"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT, "gt_prob": SOFT_WEIGHT}
+    weighted = []
+    for c in candidates:
+        marks = {key: w * c[key] for key, w in weights.items() if c.get(key) is not None}
+        if c["hard"]:
+            marks["relevance"] = 0.0  # it is for wrong lists, and with HARD_WEIGHT = 0 all look wrong
+        weighted.append({**c, **marks})
     return rewards_by_mode(weighted, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
 
 
@@ -344,7 +359,7 @@ class Pointer(PreTrainedModel):
         if count:  # answers, rows of `vectors`, by the similarity that is shown of each; a filler has none
             answers = rows.clamp(min=0).expand_as(taken)
             votes = (similarity.clamp(min=0) + 1e-3) * (taken & (rows >= 0))
-            shown = torch.zeros(*taken.shape[:2], int(rows.max()) + 1, device=taken.device)
+            shown = votes.new_zeros(*taken.shape[:2], int(rows.max()) + 1)
             shown = shown.scatter_add(2, answers, votes).gather(2, answers)
             shown = shown / votes.sum(-1, keepdim=True).clamp(min=1e-3)  # none where only padding is taken
             terms += [shown, shown * similarity]
@@ -428,15 +443,19 @@ class ICLTrainer:
         check_constants()
         check_lists()
         self.device = find_device()
-        made = ("test_candidates_*", "eval_test.json", "icl_*.png", "rce")
-        made = made if STAGE == "train" else ("candidates*", *made)  # train starts from candidates
-        self.run = Run("rce_icl", resume_from_checkpoint, self.device, made, ["clear_gain"], True)
+        self.run = Run("rce_icl", resume_from_checkpoint, self.device)
+        self.run.best_by = ["clear_gain"]
+        self.run.old_files += ["test_candidates_*", "eval_test.json", "icl_*.png", "rce"]
+        if STAGE != "train":  # which starts from candidates
+            self.run.old_files.append("candidates*")
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
         names = "entropy policy_loss effective_lists weight_on_best advantage_spread kl kl_coef grad_norm"
         self.run.panels = [("accuracy of the pick and the oracle", ["pick_accuracy", "oracle_accuracy"])]
         self.run.panels += [(name, [name]) for name in names.split()]
-        self.splits, self.demos = load_splits(self.run.say)
-        self.corpus = Corpus(self.splits, self.demos, self.device, self.run.say)
+        self.splits, self.demos = load_splits(self.run.log)
+        self.resumed_from = self.run.checkpoint
+        afresh = self.run.checkpoint is None
+        self.corpus = Corpus(self.splits, self.demos, self.device, self.run.log, afresh)
         self.reader = self.load_reader()
         self.told = {}  # (query's id, demonstrations' numbers): what the reader answered
         self.load_policy()
@@ -483,24 +502,33 @@ class ICLTrainer:
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
 
     def train(self):
-        """Mine, check up, RCE, GRPO, test. Returns the last evaluation."""
-        with self.run.session(self.introduction()):
-            self.run.save()  # what mines
+        """Mines, checks up, RCE, GRPO, test. Returns the last evaluation."""
+        run = self.run
+        with run.session(self.introduction()):  # lock, logs and signals; saves at the end
+            run.save()  # candidates are mined from it
             if self.prepare() and STAGE != "mine":
-                self.run_stage()
-                if self.state.stage == "rce" and GRPO_EPOCHS and not self.run.stop_signal:
+                self.train_stage()
+                if self.state.stage == "rce" and GRPO_EPOCHS and not run.stop_signal:
                     self.begin_grpo()
-                    self.run_stage()
-                if not self.run.stop_signal:
+                    self.train_stage()
+                if not run.stop_signal:
                     self.test()
-            if STAGE == "mine":
-                self.run.last_word = f"Mined: {candidates_path()}; STAGE=train trains on it"
-        return self.run.evaluation
+        return run.evaluation
 
-    def run_stage(self):
-        for _ in self.run.steps(self.evaluate, until=self.end):
+    def train_stage(self):
+        """Trains until the stage's last step, a signal, or patience ends it."""
+        run = self.run
+        if run.needs_first_evaluation():
+            run.log_evaluation(self.evaluate())
+        while run.step < self.end and run.next_step():
             batch = self.next_batch()
-            self.record(batch, self.update(batch))
+            metrics = self.update(batch)
+            self.record(batch, metrics)
+            is_end = run.step == self.end or run.is_last_step()
+            if run.is_due(EVAL_EVERY_N_STEPS) or is_end:
+                run.log_evaluation(self.evaluate())
+            if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
+                run.save()
 
     def prepare(self):
         """Candidates mined or given; when they are new, their check-up; then what can be trained on. False
@@ -514,14 +542,11 @@ class ICLTrainer:
             queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]
             if not self.mine(path, queries, SHOTS):
                 return False
-        digest = file_digest(path)["sha256"] if path.exists() else None
-        if not new and digest != self.state.candidates:
-            todo = "put it back, or start afresh with RESUME=no"
-            raise UserError(f"{path} is not the file this run was trained on: {todo}")
-        groups = read_candidates(path, self.splits, self.demos)
+        digest = file_digest(path)["sha256"]
+        groups = read_candidates(path, self.splits, self.demos, self.reader)
         if new:
             proposed = sum(group.proposed for group in groups)
-            figures = check_up([group.candidates for group in groups], proposed, path, self.run.say)
+            figures = check_up([group.candidates for group in groups], proposed, path, self.run.log)
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
@@ -530,6 +555,19 @@ class ICLTrainer:
         self.state.queries = len(self.train_rows)
         self.plan_steps()
         return True
+
+    def find_candidates(self):
+        """Refuse to go on without the file of candidates that this run was trained on. A run that goes on in
+        another folder takes it from the checkpoint's."""
+        path = candidates_path()
+        source = self.resumed_from.parent / path.name if self.resumed_from else path
+        todo = "put it back, or start afresh with RESUME=no"
+        if not path.exists() and source.exists():
+            write_atomically(path, lambda tmp: shutil.copy(source, tmp))
+        if not path.exists():
+            raise UserError(f"{path}, which this run was trained on, is not there: {todo}")
+        if file_digest(path)["sha256"] != self.state.candidates:
+            raise UserError(f"{path} is not the file this run was trained on: {todo}")
 
     def choose_rows(self, groups):
         """What is trained on: queries that do not validate and whose lists' rewards differ. Where they are
@@ -558,7 +596,10 @@ class ICLTrainer:
         self.oracle = float(np.mean(best)) if best else math.nan
         skipped = len(groups) - len(self.train_rows) - len(best)
         held_back = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
-        self.run.say(f"{len(self.train_rows)} queries to train on; {held_back}")
+        self.run.log(f"{len(self.train_rows)} queries to train on; {held_back}")
+        if self.train_rows and not any(row["held_out"] for row in self.train_rows):
+            todo = "raise WEIGHT_QUERIES, or mine more queries"
+            self.run.log(f"WARNING: none of them trains the terms' weights, so RCE stays similarity: {todo}")
 
     def next_batch(self):
         """The next queries with their lists: what the policy reads, pointers (queries, lists, choices) and
@@ -597,6 +638,8 @@ class ICLTrainer:
             for row, lists in zip(batch.rows, pointers):
                 candidates = [new_candidate(pointer, "sample", 1.0) for pointer in lists]
                 groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=candidates))
+            if REWARD_MODE == "hybrid":
+                self.miner.add_logprobs(groups)
         with self.run.timed("score"):
             self.miner.score_gold(groups)
             self.miner.verify(groups)
@@ -607,10 +650,11 @@ class ICLTrainer:
     def update(self, batch):
         """One optimizer step of the stage on the batch; returns its metrics."""
         in_rce = self.state.stage == "rce"
-        kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        step, total = self.run.step - self.state.begin, self.end - self.state.begin
+        steps_done = max(0, self.run.step - 1 - self.state.begin)
+        total = self.end - self.state.begin
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         rate = LEARNING_RATE if in_rce else GRPO_LEARNING_RATE
-        rate *= learning_rate_scale(step, total, WARMUP_STEPS, kind, self.run.halvings)
+        rate *= learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, self.run.halvings)
         optimizer = self.optimizers["policy"]
         optimizer.param_groups[0]["lr"] = rate
         with self.run.timed("update"):
@@ -630,7 +674,7 @@ class ICLTrainer:
             finite = math.isfinite(loss.item() + norm.item())
             if finite:
                 optimizer.step()
-        self.run.count_skipped(finite, [row["id"] for row in batch.rows])
+        self.run.count_skipped_step(finite, [row["id"] for row in batch.rows])
         chosen = (batch.pointers >= 0).float()
         entropy = -(every.detach().exp() * every.detach().clamp(min=-1e8)).sum(-1)
         metrics["entropy"] = ((entropy * chosen).sum() / chosen.sum()).item()
@@ -652,7 +696,7 @@ class ICLTrainer:
             "policy_loss": policy_loss.item(),
             "kl": kl.item(),
             "kl_coef": self.state.kl_coef,
-            "ratio_max": ((ratio - 1).abs() * batch.present).max().item(),
+            "max_ratio_deviation": ((ratio - 1).abs() * batch.present).max().item(),
             "clip_fraction": (clipped.sum() / batch.present.sum()).item(),
         }
         loss = policy_loss + self.state.kl_coef * kl
@@ -678,16 +722,22 @@ class ICLTrainer:
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
-        write_whole(self.run.folder / "rce", lambda tmp: self.run.save_model(self.policy, tmp / "policy"))
-        self.run.say(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
+        self.keep_rce_policy()
+        self.run.log(f"RCE ends at step {self.run.step}; its best policy: {self.run.folder}/rce/policy")
         self.state.stage = "grpo"
         self.state.begin = self.run.step
         self.state.epoch = self.state.cursor = 0
         self.optimizers["policy"] = self.make_optimizer(GRPO_LEARNING_RATE)
         self.freeze()
-        self.run.begin_part()
+        self.run.reset_best()
         self.plan_steps()
         self.run.save()
+
+    def keep_rce_policy(self):
+        """Write rce/policy: what RCE ended with, which GRPO's reference is."""
+        write_atomically(
+            self.run.folder / "rce", lambda tmp: self.run.save_model(self.reference, tmp / "policy")
+        )
 
     def freeze(self):
         """Attention, norms and gate alone learn."""
@@ -700,7 +750,7 @@ class ICLTrainer:
         def mine(some):
             return [group_record(group, self.demos) for group in self.miner.mine(some, shots)]
 
-        files = list_facts(queries, shots), mine, read_json, write_candidates
+        files = list_facts(queries, shots, self.reader), mine, read_json, write_candidates
         return mine_by_parts(self.run, path, queries, MINE_BATCH_SIZE, *files)
 
     # ------------------------------------------------------------ evaluation and what is logged
@@ -724,7 +774,7 @@ class ICLTrainer:
         keys = [(query["id"], tuple(numbers)) for query, numbers in zip(queries, lists)]
         new = [n for n, key in enumerate(keys) if key not in self.told]
         asked = [(queries[n], [self.demos[j] for j in lists[n]]) for n in new]
-        texts = self.reader.answers(asked) if asked else []
+        texts = ask_reader(self.reader.answers, asked) if asked else []
         self.told.update(zip([keys[n] for n in new], texts))
         return np.array([answer_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
 
@@ -790,23 +840,101 @@ class ICLTrainer:
             "LR:{learning_rate:.2e}"
         )
         line = line.format(stage=self.state.stage.upper(), **metrics)
-        self.run.record(metrics, lists, samples, line, unit="lists")
+        self.run.log_step(metrics, lists, samples, line, unit="lists")
 
 
 # ================ machinery: the same in all trainers that have it
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal.
+
+# ---------------------------------------------------------------- loading models
+
+
+def load_pretrained(auto_class, path, constant, **options):
+    """Calls from_pretrained(). If that fails, the error names `constant`, which the user set to `path`."""
+    try:
+        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many types
+        why = "it cannot be loaded"
+        if not Path(path).exists():
+            why = "there is no such folder, and the hub has no such model or cannot be reached"
+        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+
+
+# ---------------------------------------------------------------- checking models when they are loaded
+
+
+# ---------------------------------------------------------------- batches and micro-batches
+
+
+# ---------------------------------------------------------------- sampling
+
+
+# ---------------------------------------------------------------- decoding with shared prompts
+# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
+# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
+# it.
+
+
+def shared_prompt_attention(module, query, key, value, mask, scaling=None, shared_prompts=None, **options):
+    """transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its response."""
+    if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+    by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
+    prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
+    rows, heads, _, width = query.shape
+    if scaling is None:
+        scaling = width**-0.5
+    query = query.reshape(rows, key.shape[1], -1, width) * scaling
+    prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
+    scores = torch.cat([prompt_scores, query @ key.mT], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    prompt_weights, response_weights = weights.split([prompt_scores.shape[-1], key.shape[2]], -1)
+    out = response_weights @ value + by_row(by_prompt(prompt_weights) @ prompt_values)
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register("shared_prompts", shared_prompt_attention)
+AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
+
+
+# ---------------------------------------------------------------- scoring
+
+
+# ---------------------------------------------------------------- scoring with shared prompts
+# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
+# check_models() must not name it.
+
+
+# ---------------------------------------------------------------- the optimizer step
+
+
+# ---------------------------------------------------------------- prompts and responses
+
+
+# ---------------------------------------------------------------- LoRA
+# Small matrices are trained beside a model's frozen weights (2106.09685).
+
+
+# ---------------------------------------------------------------- sharding
+# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
+# (FSDP2).
+
 
 # ---------------------------------------------------------------- records
-# Rows of files and of the hub, and their order in each epoch.
 
 
 def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set; a csv file's record has the line it ends on."""
+    """Yields (line number from 1, record) of one data set; for a csv record, the number of its last line."""
     try:
         if spec["type"] == "jsonl":
             records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
         elif spec["type"] == "csv":
             text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
-            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # or open quotes take all
+            # strict: otherwise an unclosed quote swallows the rest of the file
+            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+            for name in reader.fieldnames or []:
+                if name and reader.fieldnames.count(name) > 1:
+                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
             records = [(reader.line_num, record) for record in reader]
         elif spec["type"] == "parquet":
             records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
@@ -817,13 +945,17 @@ def read_records(spec, where):
 
             split = spec.get("split", "train")
             records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
-    except Exception as error:  # the libraries raise many kinds
-        line = f" line {reader.reader.line_num}" if isinstance(error, csv.Error) else ""
+    except Exception as error:  # the libraries raise many types
+        line = ""
+        if isinstance(error, csv.Error):
+            line = f" line {reader.reader.line_num}"
         raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
     for number, record in records:
         if spec["type"] == "csv":
             if None in (*record, *record.values()):
-                raise UserError(f"{where} line {number}: it has not as many fields as the head: quote commas")
+                raise UserError(
+                    f"{where} line {number}: its number of fields differs from the first line's: quote commas"
+                )
             record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
@@ -831,30 +963,39 @@ def read_records(spec, where):
             elif record.strip():
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
         except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: not a JSON object ({error}); mend it") from None
+            raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
 
 
 def look_up(record, path, where):
-    """What stands at a path such as "answers.text" in nested records."""
+    """Returns the value at a path such as "answers.text" in nested records."""
+    keys = path.split(".")
+    if path in record:
+        keys = [path]
     value = record
-    for key in [path] if path in record else path.split("."):
+    for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+        raise UserError(f"{where}: column {path!r} is absent or empty; the row has {sorted(record)}")
     return value
 
 
-def read_as(kind, value, where):
-    """A value of a file as its kind: "text" (a number becomes one) or "texts" (a list, or one)."""
-    if kind == "texts":
-        return [read_as("text", x, where) for x in (value if isinstance(value, list) and value else [value])]
+def cell_text(value, where):
+    """Returns a text of a file; a number becomes text."""
     if not isinstance(value, (str, int, float)) or value != value:  # NaN
-        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: mend or delete it")
+        raise UserError(f"{where} must be a text or a number, not {repr(value)[:80]}: correct or delete it")
     return str(value)
 
 
+def cell_texts(value, where):
+    """Returns a list of texts; a single one becomes a list."""
+    if not isinstance(value, list) or not value:
+        value = [value]
+    return [cell_text(item, where) for item in value]
+
+
 def next_rows(rows, state, count):
-    """The next `count` rows, fewer at an epoch's end; each epoch has its own permutation, state.order."""
+    """Returns the next `count` rows, fewer at the end of an epoch. state.order is this epoch's
+    permutation."""
     if state.cursor == 0:
         state.epoch += 1
         state.order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + state.epoch))
@@ -863,160 +1004,101 @@ def next_rows(rows, state, count):
     return [rows[i] for i in chosen]
 
 
-# ---------------------------------------------------------------- the run
-# Constants and errors, processes, OUTPUT_DIR and its lock, checkpoints and resume, logs, plots, signals.
+# ---------------------------------------------------------------- rewards
 
 
-class UserError(Exception):
-    """Something the user can mend, said in one sentence; the program ends with exit code 2."""
+# ---------------------------------------------------------------- processes
 
 
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+def rank():
+    """Returns the number of this process, from 0. Process 0 alone asks, writes and prints."""
+    return int(os.environ.get("RANK", 0))
 
 
-def run_main(trainer_class):
-    """Run the trainer as a program: exit code 0, 2 for what the user can mend, 130 or 143 after Ctrl-C or
-    SIGTERM, 1 with a traceback for all else. One process's error ends all; the first that fails prints it."""
-    try:
-        apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
-    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D where a question was asked
-        code = 130
-    except Exception as error:
-        text = sentence_of(error)
-        if text is None and not dist.is_initialized():
-            raise
-        code = 1 if text is None else 2
-        if fails_first():
-            print(f"\n{Path(__file__).name}: {text}" if text else traceback.format_exc(), file=sys.stderr)
-    if dist.is_initialized():  # at once: others may wait in a collective, and gloo's threads may abort us
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def sentence_of(error):
-    """What the user can do about an error; None where a traceback says more."""
-    if hasattr(error, "__notes__"):  # a reward function's
-        return None
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
-    if type(error).__module__.startswith("wandb"):
-        return f"USE_WANDB = True: {first_line(error)}"
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
-        return f"another process of this run is gone, or was silent ({first_line(error)})"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
-
-
-def fails_first():
-    """True on the first process of the run that calls it; before they have met, on process 0."""
-    with suppress(Exception):  # no store yet, or gone with the process that held it
-        store = dist.distributed_c10d._get_default_store()
-        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
-    return rank() == 0
-
-
-def constants():
-    """Every constant of this file, as JSON has it."""
-    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
-    return json.loads(json.dumps(values, default=plain_name))
-
-
-def plain_name(value):
-    """What stands in JSON for a function or an object, the same from run to run."""
-    return getattr(value, "__name__", type(value).__name__)
-
-
-def settings():
-    """What makes a run what it is: constants, this file, threads and GPU, on which sums' last bits depend."""
-    here = {Path(__file__).name: file_digest(__file__)["sha256"][:12], "GPU": None}
-    if torch.cuda.is_available():
-        here["GPU"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
-    return {**constants(), **here, "OMP_NUM_THREADS": torch.get_num_threads()}
-
-
-def apply_overrides(words):
-    """Set constants from KEY=VALUE words; a value has the type that its constant has in the file."""
-    annotate = globals().get("__annotate__")  # Python 3.14 makes annotations when asked (PEP 649)
-    annotations = annotate(1) if annotate else __annotations__
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in constants():
-            near = difflib.get_close_matches(key.upper(), constants(), 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
-        kind = str(annotations.get(key, type(globals()[key]).__name__))  # such as "int | None"
-        value = text
-        if "str" not in kind or "None" in kind and text == "None":
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        value = float(value) if "float" in kind and type(value) is int else value
-        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in kind.split(" | "):
-            raise UserError(f"{key}={text}: {key} takes {kind.replace('|', 'or')}, such as {globals()[key]}")
-        globals()[key] = value
-
-
-def check_constants():
-    """Refuse numbers out of range and unknown words before anything is loaded or written."""
-    for keys, allowed in _LIMITS.items():
-        for key in keys.split():
-            value = globals()[key]
-            if isinstance(allowed, list) and value is not None and value not in allowed:
-                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
-            if isinstance(allowed, tuple) and value is not None and not allowed[0] <= value <= allowed[1]:
-                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
-
-
-def load_pretrained(auto_class, path, constant, **options):
-    """from_pretrained() with one sentence when that fails; `constant` is what the user set to `path`."""
-    try:
-        return auto_class.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
-        why = "cannot be loaded" if Path(path).exists() else "no such folder, and the hub gave no such model"
-        raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def find_device():
-    """The device that DEVICE names, each process of a machine its own GPU; the processes meet here."""
+    """Returns the device that DEVICE names; each process of a machine gets a GPU of its own."""
     join_processes()
-    mps = torch.backends.mps.is_available() and world_size() == 1  # gloo does not know it
-    best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    best = "cpu"
+    if torch.cuda.is_available():
+        best = "cuda"
+    elif torch.backends.mps.is_available() and world_size() == 1:  # gloo does not know mps
+        best = "mps"
     name = best if DEVICE == "auto" else DEVICE
     if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
-        raise UserError(f"DEVICE = {name!r} is not here; auto takes {best}, one for each process") from None
+        raise UserError(f"DEVICE = {name!r} is not available; auto takes {best}, one per process") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def seed_everything(seed):
-    """Seed all generators; deterministic kernels, or gradients would add up in the order of threads."""
-    with suppress(ImportError):  # transformers imports it within a run, and it takes a random number
-        import sklearn.metrics  # noqa: F401
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+# differs: this trainer runs as one process
+def join_processes():
+    if world_size() > 1:
+        raise UserError("it runs as one process: start it with python, not torchrun")
+
+
+def all_gather(value=None):
+    """Returns the values of all processes, a list by rank. Tensors of other processes come to the CPU."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    return values
+
+
+def broadcast_from_rank0(function):
+    """Returns what function() returns on process 0, which alone calls it."""
+    value = function() if rank() == 0 else None
+    return all_gather(value)[0]
+
+
+def progress(items, unit):
+    """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
+    terminal it prints a line about every 30 seconds."""
+    if rank() > 0:
+        yield from items
+    elif sys.stdout.isatty():
+        yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)
+    else:
+        started = printed = time.perf_counter()
+        for done, item in enumerate(items):
+            now = time.perf_counter()
+            if done and now - printed > 30:
+                printed = now
+                time_left = tqdm.format_interval((now - started) / done * (len(items) - done))
+                print(f"{done} of {len(items)} {unit}, {time_left} left", flush=True)
+            yield item
+
+
+_INSIDE_RANK_MAP = []  # not empty while this process computes its share in map_over_ranks()
+
+
+def map_over_ranks(items, compute):
+    """Returns [compute(item)] in the order of the items. Each is computed by one process and sent to all. A
+    call inside compute(), such as a reward that samples, is not shared again."""
+    if _INSIDE_RANK_MAP or world_size() == 1:
+        return [compute(item) for item in progress(items, "batches")]
+    _INSIDE_RANK_MAP.append(compute)
+    mine = [compute(item) for item in progress(items[rank() :: world_size()], "batches")]
+    _INSIDE_RANK_MAP.pop()
+    results = all_gather(mine)
+    return [results[i % world_size()][i // world_size()] for i in range(len(items))]
 
 
 def get_rng_state():
-    """The state of Python's, NumPy's and torch's generators, as plain types."""
-    name, words, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (name, words.tolist(), *rest)}
+    """Returns the states of Python's, NumPy's and torch's generators, as plain types."""
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
     state["torch"] = torch.get_rng_state().tolist()
-    if torch.cuda.is_initialized():  # dropout's, or what a function of yours draws
+    if torch.cuda.is_initialized():  # of dropout, or of what a function of yours draws
         state["cuda"] = torch.cuda.get_rng_state().tolist()
     return state
 
@@ -1029,81 +1111,19 @@ def set_rng_state(state):
         torch.cuda.set_rng_state(torch.ByteTensor(state["cuda"]))
 
 
-# ---------------------------------------------------------------- processes
+def seed_everything(seed):
+    """Seeds all generators, and asks for kernels that always add in the same order."""
+    with suppress(ImportError):  # transformers imports it during a run, and its import draws a random number
+        import sklearn.metrics  # noqa: F401
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
 
-def rank():
-    """Which of the processes this is, from 0, which alone asks, writes and prints."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-_DEALING = []  # not empty: this process is at its share, which is its own alone
-
-
-def join_processes():
-    """Meet the others; those of an earlier start, whose addresses torchrun keeps, are never waited for."""
-    if dist.is_initialized() or world_size() == 1 and globals().get("SHARD") != "fsdp2":
-        return
-    if "PROCESS_TIMEOUT" not in globals():
-        raise UserError("it runs as one process: start it with python, not torchrun")
-    if "MASTER_ADDR" not in os.environ:
-        raise UserError("SHARD = 'fsdp2' needs torchrun --nproc_per_node=N, for one process too")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of addition
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    wait = timedelta(seconds=PROCESS_TIMEOUT)
-    store = next(dist.rendezvous("env://", timeout=wait))[0]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # several machines count restarts each for itself
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(backend, store=store, timeout=wait, world_size=world_size(), rank=rank())
-    everyone = all_gather(settings())
-    for name, value in everyone[0].items():
-        if any(other.get(name) != value for other in everyone):
-            raise UserError(f"the processes differ in {name}: make it the same")
-
-
-def all_gather(value=None):
-    """What every process gives, a list by rank; of several processes tensors come to the CPU."""
-    if not dist.is_initialized():
-        return [value]
-    everyone = [None] * world_size()
-    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
-    return everyone
-
-
-def broadcast_from_rank0(function):
-    """What function() gives to the first process, which alone calls it."""
-    return all_gather(function() if rank() == 0 else None)[0]
-
-
-def tracked(items, unit):
-    """Yields the items; says how many are done, on a terminal twice a second in one line, else every 30 s."""
-    before, after, every = ("\r\033[K", "", 0.5) if sys.stdout.isatty() else ("", "\n", 30)
-    begun = said = time.perf_counter()
-    for done, item in enumerate(items):
-        now = time.perf_counter()
-        if now - said > every and rank() == 0:
-            said = now
-            rate = done / (now - begun)
-            text = f"{Run.doing}: {done} of {len(items)} {unit}, {rate:.3g} a second"
-            print(before + text, end=after, flush=True)
-        yield item
-
-
-def map_over_ranks(parts, work):
-    """[work(part)] in the order of the parts: each is done by one process and told to all."""
-    if _DEALING or world_size() == 1:
-        return [work(part) for part in tracked(parts, "parts")]
-    _DEALING.append(work)
-    everyone = all_gather([work(part) for part in tracked(parts[rank() :: world_size()], "parts")])
-    _DEALING.pop()
-    return [everyone[i % world_size()][i // world_size()] for i in range(len(parts))]
-
-
-# ---------------------------------------------------------------- files, schedule, plots
+# ---------------------------------------------------------------- files and checkpoints
 
 
 def fsync(path):
@@ -1117,89 +1137,129 @@ def file_digest(path):
         return {"size": os.path.getsize(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def write_whole(path, fill):
-    """fill(tmp) writes a file, or a folder and its files; then fsync and rename: `path` is there whole or not
-    at all. Of a folder that is replaced restore_folder() puts the old one back after a kill in between."""
+def write_atomically(path, write):
+    """write(tmp) writes a file, or a folder with its files; then it is synced to the disk and renamed to
+    `path`, which is therefore there whole or not at all. A folder that stands there already is renamed first;
+    if the program is killed between the two renames, finish_replacing() brings it back."""
     tmp = path.with_name(path.name + ".tmp")
     old = path.with_name(path.name + ".old")
     try:
-        fill(tmp)
-        for part in [*tmp.rglob("*"), tmp]:
-            fsync(part)
+        write(tmp)
+        for written in [*tmp.rglob("*"), tmp]:
+            fsync(written)
         if path.is_dir():
             os.rename(path, old)
         os.rename(tmp, path)
         fsync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # an OSError, torch.save's RuntimeError, safetensors' own
+    except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
-        restore_folder(path)
-        todo = "make room and start again, training goes on from the last good checkpoint"
-        raise UserError(f"{path} could not be saved ({first_line(error)}): {todo}") from None
+        finish_replacing(path)
+        raise UserError(
+            f"{path} could not be saved ({first_line(error)}): make room and start again; training continues "
+            "from the last good checkpoint"
+        ) from None
 
 
-def restore_folder(folder):
-    """What write_whole() was about to replace when it was killed comes back."""
+def finish_replacing(folder):
+    """Brings back the folder that write_atomically() was replacing when the program was killed."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         os.rename(old, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def checkpoint_fault(folder):
-    """Why a checkpoint cannot be trusted, or None: its files must be those of its manifest, to the byte."""
+def checkpoint_error(folder):
+    """Returns why a checkpoint cannot be trusted, or None. Its files must be those of its manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name in ("training_state.pt", *manifest):
             if file_digest(folder / name) != manifest[name]:
-                return f"{name} is not what was saved"
+                return f"{name} is not the file that was saved"
     except (OSError, ValueError, LookupError, TypeError) as error:
         return first_line(error)
+    return None
+
+
+def check_state(state):
+    """Refuses a field of the state that load_checkpoint() could not read, because it would end every
+    resume."""
+    for name, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception:  # pickle and torch raise many types
+            raise UserError(
+                f"self.state.{name} is of type {type(value).__name__}, but a checkpoint takes numbers, "
+                "texts, lists, tuples, dicts and tensors"
+            ) from None
 
 
 def list_checkpoints(output_dir):
-    """[(N, step_N/)] of a run, oldest first."""
-    return sorted((int(p.name[5:]), p) for p in Path(output_dir).glob("step_*") if p.name[5:].isdecimal())
+    """Returns [(N, path of step_N)] of a run, oldest first."""
+    checkpoints = [(path.name.removeprefix("step_"), path) for path in Path(output_dir).glob("step_*")]
+    return sorted((int(number), path) for number, path in checkpoints if number.isdecimal())
 
 
-def choose_checkpoint(resume, output_dir, say):
-    """The checkpoint to go on from, or None to start afresh; asks at a terminal when resume is "ask"."""
-    run = output_dir if resume in ("ask", "yes", "no") else resume
-    checkpoints = list_checkpoints(run) if resume != "no" else []
-    if run == resume and not checkpoints:
+def choose_checkpoint(resume, output_dir, log):
+    """Returns the checkpoint to resume from, or None to start from the beginning. Asks at a terminal if
+    resume is "ask"."""
+    if resume == "no":
+        return None
+    is_path = resume not in ("ask", "yes")
+    run = resume if is_path else output_dir
+    checkpoints = list_checkpoints(run)
+    if is_path and not checkpoints:
         checkpoints = [(0, Path(resume))]
     for _, folder in reversed(checkpoints):
-        if fault := checkpoint_fault(folder):
-            say(f"WARNING: skipping the broken checkpoint {folder}: {fault}")
+        if error := checkpoint_error(folder):
+            log(f"WARNING: skipping the broken checkpoint {folder}: {error}")
             continue
-        say(f"Found checkpoint: {folder}")
+        log(f"Found checkpoint: {folder}")
         if resume != "ask" or world_size() > 1 or not sys.stdin.isatty():
-            say("Resuming from it (RESUME=no starts afresh)")
+            log("Resuming from it (RESUME=no starts a new run)")
             return folder
-        while (reply := input("Resume training from it? (y/n): ").strip().lower()[:1]) not in ("y", "n"):
-            pass
+        reply = ""
+        while reply not in ("y", "n"):
+            reply = input("Resume training from it? (y/n): ").strip().lower()[:1]
         return folder if reply == "y" else None
     if checkpoints:
-        raise UserError(f"no checkpoint in {run} is whole: mend one, or RESUME=no, which keeps the old run")
+        raise UserError(
+            f"no checkpoint in {run} is whole: repair one, or set RESUME=no, which moves the old run aside"
+        )
+    return None
 
 
-def move_aside(paths, output_dir, say):
-    """Keep what a new start would overwrite: move it to OUTPUT_DIR/old_<time>/."""
-    if paths:
-        old = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
-        old.mkdir(exist_ok=True)
-        for path in paths:
-            os.rename(path, old / path.name)
-        say(f"Moved {', '.join(sorted(p.name for p in paths))} of an earlier run to {old}")
+def archive_old_run(paths, output_dir, log):
+    """Moves what a new start would overwrite to OUTPUT_DIR/old_<time>/."""
+    if not paths:
+        return
+    archive = Path(output_dir) / f"old_{datetime.now():%Y%m%d_%H%M%S_%f}"
+    archive.mkdir(exist_ok=True)
+    for path in paths:
+        os.rename(path, archive / path.name)
+    names = ", ".join(sorted(path.name for path in paths))
+    log(f"Moved {names} of an earlier run to {archive}")
 
 
-def learning_rate_scale(step, total, warmup, kind, halvings):
-    """Factor of the learning rate at step (from 0): linear warm-up, then the schedule; None stays at 1."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return {None: 1.0, "linear": 1 - progress, "cosine": cosine, "plateau": 0.5**halvings}[kind]
+# ---------------------------------------------------------------- schedule and plots
+
+
+def learning_rate_scale(steps_done, total, warmup, schedule, halvings):
+    """Returns the factor of the learning rate after steps_done steps: linear warm-up, then the schedule (None
+    stays at 1)."""
+    if steps_done < warmup:
+        return (steps_done + 1) / warmup
+    progress = (steps_done - warmup) / max(1, total - warmup)
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if schedule == "plateau":
+        return 0.5**halvings
+    return 1.0
 
 
 def read_metrics(path):
@@ -1207,45 +1267,52 @@ def read_metrics(path):
 
 
 def plot_metric(axis, records, phase, key, color, label):
-    """A metric by step: training faint with its rolling mean, evaluation as points from a dashed start."""
+    """Plots a metric by step. Training: faint, with its rolling mean. Evaluation: points, and a dashed line
+    at the first one."""
     points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
     axis.xaxis.get_major_locator().set_params(integer=True)
-    if points and phase == "train":
-        x, y = np.array(points, dtype=float).T
+    if not points:
+        return
+    x, y = np.array(points, dtype=float).T
+    if phase == "train":
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window}")
-    elif points:
-        axis.plot(*zip(*points), "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
-        axis.axhline(points[0][1], color=color, linestyle="--", linewidth=0.8)
+        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+    else:
+        axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
 
 
 def draw_plot(records, path, title, panels):
-    """A grid of panels, each (y label, metrics)."""
+    """Draws a grid of panels, each (y label, metrics)."""
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 0.8 + 3.4 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
     figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
     figure.suptitle(title, y=1 - 0.2 * inch)
     for number, (label, keys) in enumerate(panels, 1):
-        label += " (nats per token)" * (label in ("entropy", "kl", "approx_kl"))
+        if label in ("entropy", "kl", "approx_kl"):
+            label += " (nats per token)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
-        for color, (key, phase) in enumerate((key, phase) for key in keys for phase in ("train", "eval")):
-            plot_metric(axis, records, phase, key, f"C{color}", key)
+        for i, key in enumerate(keys):
+            plot_metric(axis, records, "train", key, f"C{2 * i}", key)
+            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", key)
         if axis.lines:
             axis.legend(fontsize=8)
-    write_whole(path, partial(figure.savefig, format="png", dpi=100))
+    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
+
+
+# ---------------------------------------------------------------- the run
 
 
 class Run:
-    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals, counters. A new start moves `files`
-    aside, too; best/ and patience follow the first metric of best_by that an evaluation has."""
+    """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
+    decides when it evaluates and saves."""
 
-    doing = "check models"  # what takes its time now, for tracked()
-    saved = (  # of its attributes, in a checkpoint
+    checkpointed_fields = (
         "step",
         "evaluated_at",
         "best_value",
@@ -1258,48 +1325,59 @@ class Run:
         "evaluation",
     )
 
-    def __init__(self, name, resume, device, files=(), best_by=("reward",), later_of_equal=False):
+    def __init__(self, name, resume, device):
         self.name = name
+        self.title = name  # of the plots
+        self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.files = ("logs", "step_*", "best", "training_*", f"{name}_*.png", *files)
-        self.best_by = best_by
-        self.later_of_equal = later_of_equal
-        self.logs = dict.fromkeys(("metrics.jsonl", "samples.jsonl"))  # by name, open while training
-        self.log_lines = {}  # how many each had when the checkpoint was saved
-        self.log = None  # of the texts that say() prints
-        self.unlogged = []  # those from before it was there
-        self.step = 0  # steps done
+        self.old_files = [
+            "logs",
+            "step_*",
+            "best",
+            "training_*",
+            f"{name}_*.png",
+        ]  # a new run moves these aside
+        self.best_by = [
+            "reward"
+        ]  # best/ and patience follow the first of these metrics that evaluate() returns
+        self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
+        self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
+        self.text_log = None  # file of what log() prints
+        self.unwritten = []  # what log() printed before that file was open
+        self.step = 0  # the current step, from 1; between steps, how many are done
         self.total_steps = 0
-        self.begin_part()
+        self.reset_best()
         self.evaluation = {}  # the last one's metrics
         self.skipped = 0  # optimizer steps in a row that were not finite
-        self.times = {}
-        self.clock = (time.perf_counter(), 0)  # when the steps began, and after which
+        self.times = {}  # seconds of this step, by activity
         self.wandb = self.wandb_id = None
-        self.signal = None  # that this process has got
-        self.stop_signal = None  # that all have agreed to stop by
-        self.last_word = None  # what is said at the end in place of its own
+        self.signal = None  # received by this process
+        self.stop_signal = None  # by which all processes agreed to stop
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock starts a process on some systems
         self.folder = Path(OUTPUT_DIR)
         self.lock = filelock.FileLock(self.folder / ".lock", thread_local=False, is_singleton=True)
         if rank() == 0:
             self.take_lock()
-            restore_folder(self.folder / "best")
-        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.say)
-        self.checkpoint = broadcast_from_rank0(choose)  # to go on from
+            finish_replacing(self.folder / "best")
+        # the checkpoint to resume from; later the last one that was saved
+        self.checkpoint = broadcast_from_rank0(
+            partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
+        )
         seed_everything(SEED)
 
-    def begin_part(self):
-        """Another part of the training begins: best/ and patience know nothing of the one before."""
+    def reset_best(self):
+        """Forgets earlier evaluations: nothing is best yet."""
+        self.clock = None  # when the first of the following steps began, and how many were done then
         self.evaluated_at = -1  # the step of the last evaluation
-        self.best_value = -math.inf  # the highest yet, whose policy is in best/
+        self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
         self.evals_since_best = 0  # evaluations since then
         self.halvings = 0  # of the learning rate, by LR_SCHEDULER_TYPE = "plateau"
 
     def take_lock(self):
-        """Keep other processes out of OUTPUT_DIR; released when this one exits, even after SIGKILL."""
+        """Keeps other processes out of OUTPUT_DIR. The lock ends with this process, even by SIGKILL."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock.acquire(blocking=False)
@@ -1307,8 +1385,9 @@ class Run:
             raise UserError(f"OUTPUT_DIR = {OUTPUT_DIR!r} is in use by another run: set another") from None
 
     def register(self, state, models, optimizers, tokenizer):
-        """What a checkpoint holds: state, a namespace of plain values and tensors; models and optimizers by
-        folder; the tokenizer, if any. A resumed run's become what it holds."""
+        """Names what a checkpoint holds: state, a namespace of plain values and tensors; models and
+        optimizers by name; the tokenizer, if any. When the run resumes, state and optimizers get what the
+        checkpoint holds; models must have been loaded from it."""
         self.state = state
         self.models = models
         self.optimizers = optimizers
@@ -1316,166 +1395,233 @@ class Run:
         if self.checkpoint:
             self.load_checkpoint(self.checkpoint)
 
+    # ------------------------------------------------------------ the loop
+
     @contextmanager
-    def session(self, headline):
-        """The whole of training, files open, signals caught; at the end a checkpoint."""
+    def session(self, summary):
+        """Wraps the whole training: opens the files, catches signals, and saves a checkpoint at the end."""
         self.signal = None
+        self.clock = None
         if rank() == 0:
             self.open_files()
         self.best_value = all_gather(self.best_value)[0]
-        self.say(headline)
+        self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
-            self.listen()
+            self.agree_on_stop()
             self.save()
-            self.say_the_end()
-            all_gather()  # who ends first would take the others with it
+            self.log(self.final_message())
+            if self.wandb:
+                self.wandb.finish()
+            all_gather()  # wait: torchrun would end the processes that are still writing
         finally:
             self.lock.release(force=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def on_signal(self, number, frame):
-        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C leaves at once."""
+        """Ctrl-C and SIGTERM end the run after the current step; a second Ctrl-C ends it at once."""
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
         if rank() == 0:
-            print("\nStopping after this step, then saving; Ctrl-C again leaves at once", flush=True)
+            print("\nStopping after this step, then saving; Ctrl-C again stops at once", flush=True)
 
-    def listen(self):
-        """Whether a signal has come to one of the processes, whose random numbers must be the same here."""
-        state = {key: x for key, x in get_rng_state().items() if key != "cuda"}  # each GPU draws for its part
-        signals, drawn = zip(*all_gather((self.signal or 0, repr(state))))
-        if len(set(drawn)) > 1:
-            raise UserError("the processes drew different random numbers: give your functions a generator")
+    def agree_on_stop(self):
+        """Returns whether any process got a signal. Also checks that the random generators of all processes
+        are in the same state."""
+        rng_state = {
+            key: x for key, x in get_rng_state().items() if key != "cuda"
+        }  # a GPU draws for its part
+        signals, rng_states = zip(*all_gather((self.signal or 0, repr(rng_state))))
+        if len(set(rng_states)) > 1:
+            raise UserError(
+                "the processes drew different random numbers: give your functions a generator of their own"
+            )
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def should_continue(self):
-        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
-        return not self.listen() and not out_of_patience and self.step < self.total_steps
+    def needs_first_evaluation(self):
+        return self.evaluated_at < 0 and not self.is_over()
 
-    def steps(self, evaluate, until=math.inf):
-        """Yields the number of each step to do, which ends with record(); evaluates and saves between."""
-        if self.evaluated_at < 0 and self.should_continue():
-            self.evaluate(evaluate)
-        self.clock = (time.perf_counter(), self.step)
-        while self.should_continue() and self.step < until:
-            yield self.step
-            last = self.step in (until, self.total_steps)
-            if last or EVAL_EVERY_N_STEPS and self.step % EVAL_EVERY_N_STEPS == 0:
-                self.evaluate(evaluate)
-            if SAVE_EVERY_N_STEPS and self.step % SAVE_EVERY_N_STEPS == 0 and self.step != until:
-                self.save()
+    def next_step(self):
+        """Begins the next step and returns True; returns False after the last step, a signal, or when
+        patience has run out."""
+        if self.is_over():
+            return False
+        if self.clock is None:
+            self.clock = (time.perf_counter(), self.step)
+        self.step += 1
+        self.times = {}
+        return True
+
+    def is_over(self):
+        stopped = self.agree_on_stop()
+        out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
+        return stopped or out_of_patience or self.is_last_step()
+
+    def is_last_step(self):
+        return self.step >= self.total_steps
+
+    def is_due(self, interval):
+        """Returns whether something that happens every `interval` steps happens after this one; 0: never."""
+        return interval > 0 and self.step % interval == 0
 
     @contextmanager
-    def timed(self, what):
-        """Count the seconds of the block as seconds/<what> of this step."""
-        Run.doing = what
+    def timed(self, activity):
+        """Adds the seconds of the block to seconds/<activity> of this step."""
         started = time.perf_counter()
         yield
-        self.times[what] = self.times.get(what, 0.0) + time.perf_counter() - started
+        self.times[activity] = self.times.get(activity, 0.0) + time.perf_counter() - started
 
-    def record(self, metrics, count, samples, line, unit="tokens"):
-        """A step of `count` units is done: log its metrics and some of its responses, and print its line."""
-        self.step += 1
-        seconds = {f"seconds/{what}": value for what, value in self.times.items()}
-        speed = {f"{unit}_per_second": count / sum(self.times.values())} if self.times else {}
+    # ------------------------------------------------------------ what is logged
+
+    def log_step(self, metrics, count, samples, line, unit="tokens"):
+        """Logs the metrics of a step that processed `count` units and some of its samples, and prints its
+        line."""
+        seconds = {f"seconds/{activity}": value for activity, value in self.times.items()}
+        speed = {}
+        if self.times:
+            speed[f"{unit}_per_second"] = count / sum(self.times.values())
         self.write_metrics("train", {**metrics, **speed, **seconds})
-        self.times = {}
         self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
-        started, first = self.clock
-        left = (time.perf_counter() - started) / (self.step - first) * (self.total_steps - self.step)
-        self.say(f"{line}  step {self.step}/{self.total_steps}, {timedelta(seconds=round(left))} left")
+        self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
 
-    def write_metrics(self, phase, metrics):
-        metrics = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # NaN is not JSON
-        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **metrics})])
-        if self.wandb:
-            self.wandb.log({f"{phase}/{key}": value for key, value in metrics.items()}, step=self.step)
+    def time_left(self):
+        started, steps_before = self.clock or (time.perf_counter(), self.step)
+        seconds_per_step = (time.perf_counter() - started) / max(1, self.step - steps_before)
+        return timedelta(seconds=round(seconds_per_step * (self.total_steps - self.step)))
 
-    def write(self, name, lines):
-        if rank() == 0:
-            self.logs[name].writelines(line + "\n" for line in lines)
-
-    def say(self, text):
-        """One line to the terminal, in place of what tracked() says there, and to the log file."""
-        if rank() > 0:
-            return
-        print("\r\033[K" * sys.stdout.isatty() + text, flush=True)
-        self.unlogged.append(text)
-        if self.log:
-            print(*self.unlogged, sep="\n", file=self.log, flush=True)
-            self.unlogged = []
-
-    def count_skipped(self, finite, ids):
-        """Count skipped optimizer steps in a row and name their prompts; five end the run."""
-        self.skipped = 0 if finite else self.skipped + 1
-        if not finite:
-            names = " ".join(sorted(set(ids)))
-            self.say(f"WARNING: step {self.step + 1} skipped, loss or gradient not finite: prompts {names}")
-        if self.skipped == 5:
-            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
-
-    def evaluate(self, evaluate):
-        """Log what evaluate() finds; keep the policy of the highest value; count those not better."""
-        started = time.perf_counter()
-        Run.doing = "evaluate"
-        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (evaluate() or {}).items()}
-        metrics = self.evaluation = all_gather(metrics)[0]  # what follows from them is the same on all
+    def log_evaluation(self, metrics):
+        """Logs what evaluate() returned. Keeps the policy with the highest value in best/, and counts the
+        evaluations since one was better by EARLY_STOPPING_THRESHOLD."""
+        metrics = {key: x.item() if hasattr(x, "item") else x for key, x in (metrics or {}).items()}
+        metrics = self.evaluation = all_gather(metrics)[0]  # all processes decide by the same numbers
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", {**metrics, "seconds/evaluate": time.perf_counter() - started})
-        shown = (f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in metrics.items())
-        self.say(f"step {self.step}, held out: " + "  ".join(shown))
+        self.write_metrics("eval", metrics)
+        texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
+        self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)
         if value is None:
-            raise UserError(f"evaluate() must give {' or '.join(self.best_by)}: best/ and patience follow it")
+            names = " or ".join(self.best_by)
+            raise UserError(f"evaluate() must return the metric {names}, which best/ and patience follow")
         self.evals_since_best += 1
         if value > self.patience_value + EARLY_STOPPING_THRESHOLD:
             self.patience_value = value
             self.evals_since_best = 0
         elif self.evals_since_best % PLATEAU_PATIENCE == 0:
             self.halvings += 1
-        if value > self.best_value or self.later_of_equal and value == self.best_value:
+        if self.is_best(value):
             self.best_value = value
-            policy = merged(self.models["policy"]) if globals().get("LORA_RANK") else self.models["policy"]
-            fill = partial(self.fill_best, metrics, policy, policy.state_dict())
-            if rank() == 0:
-                write_whole(self.folder / "best", fill)
+            self.save_best(metrics)
 
+    # differs: of equal values the later policy is kept
+    def is_best(self, value):
+        return value >= self.best_value
+
+    def write_metrics(self, phase, metrics):
+        finite = {
+            key: value if math.isfinite(value) else None for key, value in metrics.items()
+        }  # JSON has no NaN
+        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **finite})])
+        if self.wandb:
+            self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
+
+    def write(self, name, lines):
+        if rank() == 0:
+            self.logs[name].writelines(line + "\n" for line in lines)
+
+    def log(self, text):
+        """Prints one line, above any progress bar, and writes it to the log file."""
+        if rank() > 0:
+            return
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        self.unwritten.append(text)
+        if self.text_log:
+            print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
+            self.unwritten = []
+
+    def count_skipped_step(self, finite, prompt_ids):
+        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+        if finite:
+            self.skipped = 0
+            return
+        self.skipped += 1
+        names = " ".join(sorted(set(prompt_ids)))
+        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        if self.skipped == 5:
+            raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
+
+    def draw_plots(self):
+        records = read_metrics(self.folder / "logs/metrics.jsonl")
+        if not records:
+            return
+        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
+        all_panels = [(key, [key]) for key in keys]
+        detailed = self.folder / "training_metrics_detailed.png"
+        draw_plot(records, detailed, f"{self.title}: every metric", all_panels)
+        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+
+    # differs: mining trains no policy
+    def final_message(self):
+        if self.stop_signal:
+            return f"Stopped at step {self.step}: start it again to continue"
+        if STAGE == "mine":
+            return f"Mined: {candidates_path()}; STAGE=train trains on it"
+        policy = self.folder / "best/policy"
+        if not policy.exists():
+            policy = self.checkpoint / "policy"
+        return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
+
+    # ------------------------------------------------------------ saving and resuming
+
+    # differs: models are never sharded
     def save(self):
-        """Write step_N/, prune, redraw. All processes call state_dict(): see gather()."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # train() again goes on from it
+        """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
+        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: model.state_dict() for name, model in self.models.items()}
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if rank() > 0:
             return
-        self.say(f"Saving {folder}")
-        write_whole(folder, partial(self.fill_checkpoint, weights, optimizers))
+        check_state(vars(self.state))
+        self.log(f"Saving {folder}")
+        write_atomically(folder, partial(self.write_checkpoint, weights, optimizers))
         for _, old in list_checkpoints(OUTPUT_DIR)[:-KEEP_LAST_N_CHECKPOINTS]:
             shutil.rmtree(old)
         self.draw_plots()
 
-    def fill_checkpoint(self, weights, optimizers, folder):
+    def write_checkpoint(self, weights, optimizers, folder):
         for name, model in self.models.items():
             self.save_model(model, folder / name, weights[name])
         for name, file in self.logs.items():
             fsync(file.name)
             self.log_lines[name] = Path(file.name).read_bytes().count(b"\n")
-        run = {key: getattr(self, key) for key in self.saved}
-        saved = {"trainer": self.name, "run": run, "state": vars(self.state), "optimizers": optimizers}
-        torch.save({**saved, "rng": get_rng_state()}, folder / "training_state.pt")
-        (folder / "config.json").write_text(json.dumps(settings(), indent=1))
-        manifest = {str(p.relative_to(folder)): file_digest(p) for p in folder.rglob("*") if p.is_file()}
+        saved = {
+            "trainer": self.name,
+            "run": {key: getattr(self, key) for key in self.checkpointed_fields},
+            "state": vars(self.state),
+            "optimizers": optimizers,
+            "rng": get_rng_state(),
+        }
+        torch.save(saved, folder / "training_state.pt")
+        (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        manifest = {str(path.relative_to(folder)): file_digest(path) for path in files}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
-    def fill_best(self, metrics, policy, weights, folder):
+    # differs: there is no adapter to merge
+    def save_best(self, metrics):
+        policy = self.models["policy"]
+        weights = policy.state_dict()
+        write_atomically(self.folder / "best", partial(self.write_best, metrics, policy, weights))
+
+    def write_best(self, metrics, policy, weights, folder):
         self.save_model(policy, folder / "policy", weights)
         (folder / "metrics.json").write_text(json.dumps({"step": self.step, **metrics}, indent=1))
 
@@ -1484,64 +1630,63 @@ class Run:
         if self.tokenizer:
             self.tokenizer.save_pretrained(folder)
 
+    # differs: optimizers are never sharded
     def load_checkpoint(self, folder):
-        """State, optimizers and generators as they were; the models were loaded from the same folder."""
+        """Restores state, optimizers and generators. The models were loaded from the same folder."""
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
-            if saved["trainer"] != self.name or saved["state"].keys() != vars(self.state).keys():
+            # The saved state may have further fields, which an edited trainer adds while it trains
+            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
-                raise ValueError(f"of {prompts} training prompts, there are {self.state.prompts}")
-            vars(self).update({key: saved["run"][key] for key in self.saved})
+                raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
+            vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
             vars(self.state).update(saved["state"])
             for name, optimizer in self.optimizers.items():
-                groups = optimizer.state_dict()["param_groups"]  # a changed constant counts from here on
-                for group, old in zip(groups, saved["optimizers"][name]["param_groups"]):
-                    group["params"] = old["params"]
+                groups = optimizer.state_dict()["param_groups"]  # changed constants take effect
                 optimizer.load_state_dict({**saved["optimizers"][name], "param_groups": groups})
             set_rng_state(saved["rng"])
         except Exception as error:
-            raise UserError(f"{folder} cannot be used, take another: {first_line(error)}") from None
-        for key, value in settings().items():
-            if before.get(key) != value and key not in ("RESUME", "OUTPUT_DIR", "STAGE"):
-                self.say(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
+            raise UserError(f"{folder} cannot be used, choose another: {first_line(error)}") from None
+        for key, value in run_fingerprint().items():
+            if before.get(key) != value and key not in _MAY_CHANGE:
+                self.log(f"Changed since the checkpoint: {key} was {before.get(key)!r}, is {value!r}")
 
     def open_files(self):
-        """Move aside what a new start or a future given up has left, cut the logs back, open the files."""
-        logs = self.folder / "logs"
-        self.take_lock()  # again, where a training before this one has ended
-        if USE_WANDB:
-            import wandb
-
-            options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
-            self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
-            self.wandb_id = self.wandb.id
-        for stale in self.folder.glob("*.tmp"):  # what a kill left half written
+        """Moves files of an earlier run aside, cuts the logs back to the checkpoint, and opens them."""
+        self.take_lock()  # again, if an earlier train() has ended
+        for stale in self.folder.glob("*.tmp"):  # half written when the program was killed
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        if self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve():
-            # a checkpoint beyond this one, broken or of a future given up, would be found by the next resume
-            earlier = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
+        continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
+        if continues_here:
+            # Later checkpoints are broken or were given up: the next resume must not find them
+            old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
-            if earlier and best.exists() and json.loads(best.read_text())["step"] > self.step:
-                earlier.append(best.parent)
+            if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
+                old.append(best.parent)
         else:
-            earlier = [path for pattern in self.files for path in self.folder.glob(pattern)]
+            old = [path for pattern in self.old_files for path in self.folder.glob(pattern)]
             self.log_lines = {}
-        move_aside(earlier, OUTPUT_DIR, self.say)
-        self.best_value = self.best_value if (self.folder / "best").exists() else -math.inf  # none: any wins
+        if old or not continues_here:
+            self.wandb_id = None  # wandb drops steps that a run has already: these get a run of their own
+        self.start_wandb()
+        archive_old_run(old, OUTPUT_DIR, self.log)
+        if not (self.folder / "best").exists():
+            self.best_value = -math.inf  # any value is better than none
+        logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        for name in self.logs:  # cut to what they held at the checkpoint: each step stands in them once
-            path = logs / name
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            write_whole(path, lambda tmp: tmp.write_bytes(b"".join(lines[: self.log_lines.get(name, 0)])))
-            self.logs[name] = open(path, "a", buffering=1)
-        self.log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
+        for name in self.logs:
+            self.logs[name] = open_log(logs / name, self.log_lines.get(name, 0))
+        self.text_log = open(logs / time.strftime("training_%Y%m%d_%H%M%S.log"), "a")
+        device = platform.machine()
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_name()
         config = {
             "constants": constants(),
             "processes": world_size(),
             "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine(),
+            "device": device,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -1549,23 +1694,152 @@ class Run:
         }
         (self.folder / "training_config.json").write_text(json.dumps(config, indent=1))
 
-    def draw_plots(self):
-        records = read_metrics(self.folder / "logs/metrics.jsonl")
-        if not records:
+    def start_wandb(self):
+        if not USE_WANDB:
             return
-        keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
-        every = self.folder / "training_metrics_detailed.png"
-        draw_plot(records, every, f"{self.title}: every metric", [(key, [key]) for key in keys])
-        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+        import wandb  # slow
 
-    def say_the_end(self):
-        best = self.folder / "best/policy"
-        policy = best if best.exists() else self.checkpoint / "policy"
-        end = f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
-        stopped = self.stop_signal and f"Stopped at step {self.step}: run again to go on"
-        self.say(stopped or self.last_word or end)
-        if self.wandb:
-            self.wandb.finish()
+        self.wandb = wandb.init(
+            project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=self.wandb_id, resume="allow"
+        )
+        self.wandb_id = self.wandb.id
+
+
+def open_log(path, num_lines):
+    """Cuts a log back to its first lines, so that every step stands in it once, and opens it for
+    appending."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    write_atomically(path, lambda tmp: tmp.write_bytes(b"".join(lines[:num_lines])))
+    return open(path, "a", buffering=1)
+
+
+# ---------------------------------------------------------------- errors and constants
+
+
+class UserError(Exception):
+    """Something that the user can correct, in one message. The program ends with exit code 2."""
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def run_main(trainer_class):
+    """Runs the trainer as a program. Exit codes: 0; 2 for what the user can correct; 130 or 143 after Ctrl-C
+    or SIGTERM; 1, with a traceback, for everything else. An error in any process ends all of them; only the
+    first to fail prints it."""
+    try:
+        apply_overrides(sys.argv[1:])
+        trainer = trainer_class()
+        trainer.train()
+        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
+        code = 130
+    except Exception as error:
+        message = user_message(error)
+        if message is None and not dist.is_initialized():
+            raise
+        code = 2
+        text = f"\n{Path(__file__).name}: {message}"
+        if message is None:
+            code = 1
+            text = traceback.format_exc()
+        if fails_first():
+            print(text, file=sys.stderr)
+    if dist.is_initialized():  # end at once: others may wait for us, and gloo's threads may abort the program
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def user_message(error):
+    """Returns what the user can do about an error, or None if a traceback says more."""
+    if hasattr(error, "__notes__"):  # raised by a reward function
+        return None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or OUTPUT_DIR}: {error.strerror or error}"
+    if type(error).__module__.startswith("wandb"):
+        return f"USE_WANDB = True: {first_line(error)}"
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
+        return f"another process of this run ended or did not answer ({first_line(error)})"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
+        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+    return None
+
+
+def fails_first():
+    """Returns True on the first process that calls it; before the processes have joined, on process 0."""
+    with suppress(Exception):  # there is no store yet, or it ended with the process that held it
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set("failed", "", str(rank())).decode() == str(rank())
+    return rank() == 0
+
+
+def constants():
+    """Returns every constant of this file, as JSON has it."""
+    values = {k: v for k, v in globals().items() if k.isupper() and not k.startswith("_") and k != "ROOT"}
+    return json.loads(json.dumps(values, default=json_name))
+
+
+def json_name(value):
+    """Returns what stands in JSON for a function or an object; it is the same in every run."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def run_fingerprint():
+    """Returns what decides a run's results: the constants, this file, and the number of threads and the GPU,
+    on which the last bits depend."""
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+    this_file = {Path(__file__).name: file_digest(__file__)["sha256"][:12]}
+    return {**constants(), **this_file, "GPU": gpu, "OMP_NUM_THREADS": torch.get_num_threads()}
+
+
+def apply_overrides(arguments):
+    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
+    annotations = annotate(1) if annotate else __annotations__
+    known = constants()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        key = _RENAMED.get(key, key)
+        if not equals or key not in known:
+            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
+        default = globals()[key]
+        allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
+        value = read_value(text, allowed)
+        if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
+            raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
+        globals()[key] = value
+
+
+def read_value(text, allowed):
+    """Returns the value of a command-line argument: a Python literal, or the text itself."""
+    value = text
+    if "str" not in allowed or ("None" in allowed and text == "None"):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    if "float" in allowed and type(value) is int:
+        value = float(value)
+    return value
+
+
+def check_constants():
+    """Refuses numbers out of range and unknown words before anything is loaded or written."""
+    for keys, allowed in _VALID_RANGES.items():
+        for key in keys.split():
+            value = globals()[key]
+            if value is None:
+                continue
+            if isinstance(allowed, list) and value not in allowed:
+                raise UserError(f"{key} = {value!r} is unknown: it takes {' or '.join(allowed)}")
+            if isinstance(allowed, tuple) and not allowed[0] <= value <= allowed[1]:
+                raise UserError(f"{key} = {value} is out of range: it takes {allowed[0]:g} to {allowed[1]:g}")
 
 
 # ---------------------------------------------------------------- mining and check-up
@@ -1610,7 +1884,7 @@ def is_flat(values):
 def mining_facts(**facts):
     """What candidates depend on, as JSON has it: `facts` and the constants in _MINING."""
     facts |= {key: constants()[key] for key in _MINING}
-    return json.loads(json.dumps(facts, default=plain_name))
+    return json.loads(json.dumps(facts, default=json_name))
 
 
 def check_facts(path, mined_with, facts, keys, todo):
@@ -1640,20 +1914,19 @@ def mine_by_parts(run, path, rows, size, facts, mine, read, write):
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     records = []
-    Run.doing = "mine"
     started = time.perf_counter()
     for i in range(0, len(rows), size * world_size()):
         done = min(i + size * world_size(), len(rows))
         parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
-        found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.say) for n in parts})
+        found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.log) for n in parts})
         lacking = [n for n in parts if found[n] is None]
         for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n : n + size]))):
             found[n] = mined
             broadcast_from_rank0(lambda: write(mined, parts[n], facts))
         records += [record for n in parts for record in found[n]]
         left = (time.perf_counter() - started) / done * (len(rows) - done)
-        run.say(f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(left))} left in mining")
-        if run.listen():
+        run.log(f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(left))} left in mining")
+        if run.agree_on_stop():
             return False
     broadcast_from_rank0(lambda: write(records, path, facts))
     broadcast_from_rank0(lambda: shutil.rmtree(folder))
@@ -1690,17 +1963,25 @@ def check_up(groups, proposed, path, say):
     return figures
 
 
-# ================================================================ data and embeddings
+# ---------------------------------------------------------------- data and embeddings
 
 
 def check_lists():
-    """Refuse what _LIMITS cannot say before anything is read."""
+    """Refuse what _VALID_RANGES cannot say before anything is read."""
     if not SAMPLE_TEMPERATURES or not all(1e-3 <= value <= 1e3 for value in SAMPLE_TEMPERATURES):
         raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
     if not EVAL_SHOTS or not all(isinstance(shots, int) and shots > 0 for shots in EVAL_SHOTS):
         raise UserError(f"EVAL_SHOTS = {EVAL_SHOTS}: it takes one or more whole numbers from 1")
     if POOL_SIZE < max(SHOTS, *EVAL_SHOTS):
         raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
+    without = f"does nothing with REWARD_MODE = {REWARD_MODE!r}: set it to 1.0"
+    if REWARD_MODE in ("hard_only", "hybrid") and SOFT_WEIGHT != 1:
+        raise UserError(f"SOFT_WEIGHT = {SOFT_WEIGHT} {without}")
+    if REWARD_MODE == "soft_only" and HARD_WEIGHT != 1:
+        raise UserError(f"HARD_WEIGHT = {HARD_WEIGHT} {without}")
+    if REWARD_MODE == "hybrid" and HYBRID_MIX_SCORE == "beam_score" and GRPO_EPOCHS and ON_POLICY:
+        todo = "take HYBRID_MIX_SCORE = 'logprob'"
+        raise UserError(f"ON_POLICY = True: lists that are sampled have no beam_score: {todo}")
     if HIDDEN_SIZE % HEADS:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
 
@@ -1717,14 +1998,16 @@ def load_examples(spec, constant, split, limit=None):
     examples = []
     for line, record in read_records(spec, where):
         at = f"{where} line {line}"
-        text = read_as("text", look_up(record, spec["input"], at), f"{at}: {spec['input']!r}")
-        golds = read_as("texts", look_up(record, spec["output"], at), f"{at}: {spec['output']!r}")
+        text = cell_text(look_up(record, spec["input"], at), f"{at}: {spec['input']!r}")
+        golds = cell_texts(look_up(record, spec["output"], at), f"{at}: {spec['output']!r}")
         if not text.strip() or not all(gold.strip() for gold in golds):
             column = spec["output"] if text.strip() else spec["input"]
             raise UserError(f"{at}: column {column!r} is empty: write it, or delete the line")
-        image = look_up(record, spec["image"], at) if spec.get("image") else None
-        if image is not None and not Path(read_as("text", image, f"{at}: {spec['image']!r}")).is_file():
-            raise UserError(f"{at}: there is no image {str(image)!r}")
+        image = None
+        if spec.get("image"):
+            image = cell_text(look_up(record, spec["image"], at), f"{at}: {spec['image']!r}")
+            if not Path(image).is_file():
+                raise UserError(f"{at}: there is no image {image!r}")
         examples.append(
             {
                 "id": f"{Path(spec['path']).name}:{line}",
@@ -1750,6 +2033,9 @@ def load_splits(say):
     rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
     if TEST_DATASET is not None:
         test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+        if Path(TEST_DATASET["path"]).name == Path(TRAIN_DATASET["path"]).name:
+            for row in test:  # two files of one name, or two splits of the hub: ids must differ
+                row["id"] = f"test {row['id']}"
     else:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
         count = min(TEST_QUERIES or 1000, len(rows) // 5)
@@ -1824,7 +2110,8 @@ class HubEmbedder:
 
 
 def make_embedder(demos, device):
-    """vectors(rows), (rows, d), of rows with "text" and "image". Replace it by your own."""
+    """An object with vectors(rows), which gives (rows, d) of rows with "text" and "image". Replace it by your
+    own function or class."""
     return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
 
 
@@ -1834,23 +2121,69 @@ def scaled(vectors):
     return (vectors / np.maximum(lengths, 1e-9)).astype(np.float32)
 
 
-def embed_splits(splits, demos, device, say):
-    """Give each example its "vector", and each demonstration its "candidate_vector", which has that of its
-    answer too. Kept in OUTPUT_DIR under a digest of all that they depend on."""
+def embed(embedder, rows):
+    """Scaled vectors of rows, (rows, d)."""
+    vectors = np.asarray(embedder.vectors(rows))
+    if vectors.ndim != 2 or len(vectors) != len(rows) or not np.isfinite(vectors).all():
+        wanted = f"must give finite numbers of shape ({len(rows)}, d)"
+        raise UserError(f"vectors() of {type(embedder).__name__} {wanted}, not an array of {vectors.shape}")
+    return scaled(vectors)
+
+
+def name_of(thing):
+    """The name of a function or of an object's class; says whether another file than this one defines it."""
+    name = json_name(thing)
+    return name if thing.__module__ == __name__ else f"{name} of another file"
+
+
+def source_of(thing):
+    """The source of a function or class; its name where there is none, as in an interactive session."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return json_name(thing)
+
+
+def embedder_facts():
+    """What vectors depend on beside the rows: the source of make_embedder and of the functions and classes
+    that it names, the plain values that it names, and the files of a model's folder."""
+    facts = [EMBEDDING, EMBEDDING_SIZE, name_of(make_embedder), source_of(make_embedder)]
+    if inspect.isfunction(make_embedder):
+        named = inspect.getclosurevars(make_embedder)
+        for name, value in sorted({**named.globals, **named.nonlocals}.items()):
+            if inspect.isfunction(value) or inspect.isclass(value):
+                facts.append([name, source_of(value)])
+            elif isinstance(value, (str, int, float)):
+                facts.append([name, value])
+    if Path(EMBEDDING).is_dir():
+        files = [path for path in Path(EMBEDDING).rglob("*") if path.is_file()]
+        facts += [[str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]] for path in sorted(files)]
+    return facts
+
+
+def embed_splits(splits, demos, device, say, afresh):
+    """Give each example its "vector", and each demonstration its "candidate_vector", which is that of its
+    answer. Vectors are kept in OUTPUT_DIR under a digest of the rows, the images' bytes and embedder_facts().
+    A run that starts afresh makes those of an embedder of your own again: what such code reads besides, the
+    digest cannot see."""
     every = list({id(e): e for rows in (demos, *splits.values()) for e in rows}.values())
     every.sort(key=lambda e: (e["split"] == "test", e["number"]))
     answers = sorted({demo["answer"] for demo in demos})
-    facts = [EMBEDDING, EMBEDDING_SIZE, answers, *([e["id"], e["text"], e["split"]] for e in every)]
+    images = {e["image"] for e in every} - {None}
+    images = {image: file_digest(image)["sha256"] for image in images}
+    facts = [embedder_facts(), answers]
+    facts += [[e["id"], e["text"], e["split"], e["image"], images.get(e["image"])] for e in every]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
-    if not path.exists():
+    of_your_own = name_of(make_embedder) != "make_embedder"
+    if not path.exists() or afresh and of_your_own:
         embedder = make_embedder(demos, device)
         shown = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
-        arrays = [scaled(embedder.vectors(rows)) for rows in (every, shown)]
+        arrays = [embed(embedder, rows) for rows in (every, shown)]
         # Decorrelated: what is learnt of one answer leaves the others as they are
         arrays[1] = scaled(np.linalg.svd(arrays[1], full_matrices=False)[0])
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
+        write_atomically(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
         say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
     with np.load(path) as file:
         vectors, of_answers = file["arr_0"], dict(zip(answers, file["arr_1"]))
@@ -1892,7 +2225,7 @@ def load_pointer(folder, sizes):
     return policy
 
 
-# ================================================================ readers: replace them by your own
+# ---------------------------------------------------------------- readers: replace them by your own
 # A reader has answers(asked), texts, and gold_probabilities(asked), of each query's golds, in [0, 1]. asked
 # is [(query, demonstrations)]; these are rows: text, image, golds, answer, vector.
 
@@ -1924,16 +2257,24 @@ class VoteReader:
     similarity of those read that show it) / their sum. Exact, and blind to the order."""
 
     def __init__(self, demos):
-        counts = Counter(demo["answer"] for demo in demos)
+        self.forms = {}  # normalised answer: the first way in which a demonstration writes it
+        for demo in demos:
+            self.forms.setdefault(rewards.normalise_vqa(demo["answer"]), demo["answer"])
+        counts = Counter(self.form(demo["answer"]) for demo in demos)
         self.prior = {answer: count / len(demos) for answer, count in counts.items()}
         self.commonest = max(self.prior, key=self.prior.get)
+
+    def form(self, answer):
+        """One way of writing for all answers that count as the same."""
+        return self.forms.get(rewards.normalise_vqa(answer), answer)
 
     def votes(self, query, demonstrations):
         """{answer: votes} of the demonstrations; one of similarity 0 or less still says a little."""
         votes = {}
         for demo in demonstrations:
             similarity = max(0.0, float(query["vector"] @ demo["vector"])) + 1e-3
-            votes[demo["answer"]] = votes.get(demo["answer"], 0.0) + similarity
+            answer = self.form(demo["answer"])
+            votes[answer] = votes.get(answer, 0.0) + similarity
         return votes
 
     def probability(self, votes, answer):
@@ -1952,7 +2293,8 @@ class VoteReader:
         for query, demonstrations in asked:
             votes = self.votes(query, demonstrations)
             weights = gold_weights(query["golds"]).items()
-            probabilities.append(min(1.0, sum(w * self.probability(votes, gold) for gold, w in weights)))
+            total = sum(w * self.probability(votes, self.form(gold)) for gold, w in weights)
+            probabilities.append(min(1.0, total))
         return probabilities
 
 
@@ -2053,18 +2395,18 @@ class LanguageReader:
         return ((chosen * own).sum(1) + ends).tolist()
 
 
-# ================================================================ pools and mining
+# ---------------------------------------------------------------- pools and mining
 
 
 class Corpus:
     """Demonstrations, their vectors, and the pool of each query."""
 
-    def __init__(self, splits, demos, device, say):
+    def __init__(self, splits, demos, device, say, afresh):
         self.demos = demos
         self.device = device
         self.number = {}  # rows that ask the same have one
         self.asked = torch.tensor([self.number.setdefault(what_is_asked(d), len(self.number)) for d in demos])
-        embed_splits(splits, demos, device, say)
+        embed_splits(splits, demos, device, say, afresh)
         self.embedder = None  # of new queries
         vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos]))
         vectors, self.vector_of = torch.unique(vectors, dim=0, return_inverse=True)
@@ -2080,7 +2422,7 @@ class Corpus:
     def embed_query(self, text):
         """The vector of a new query."""
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
-        return scaled(self.embedder.vectors([{"text": text, "image": None}]))[0]
+        return embed(self.embedder, [{"text": text, "image": None}])[0]
 
     def pool_of(self, query):
         """Numbers of a query's pool within the demonstrations, (pool,): never one that asks the same."""
@@ -2187,13 +2529,18 @@ class Miner:
         failed = [c["eval_error"] for group in groups for c in group.candidates if c["eval_failed"]]
         if len(failed) == sum(len(group.candidates) for group in groups):
             raise UserError(f"the reader failed for every one of {len(failed)} lists: {failed[0]}")
+        self.add_logprobs(groups)
+        return groups
+
+    @torch.no_grad()
+    def add_logprobs(self, groups):
+        """Log-probabilities of the groups' lists under the policy."""
         pointers = pad_pointers([group.candidates for group in groups]).to(self.corpus.device)
-        every = self.policy(*self.corpus.inputs(queries, [group.pool for group in groups]), pointers)
-        logprobs = list_logprobs(every, pointers).tolist()
+        inputs = self.corpus.inputs([group.query for group in groups], [group.pool for group in groups])
+        logprobs = list_logprobs(self.policy(*inputs, pointers), pointers).tolist()
         for group, values in zip(groups, logprobs):
             for c, value in zip(group.candidates, values):
                 c["logprob"] = value
-        return groups
 
     def propose(self, queries, shots):
         """A group a query: its pool and its distinct ordered lists, each with all its sources."""
@@ -2314,7 +2661,7 @@ class Miner:
         demos = self.corpus.demos
         asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
         try:
-            values = method(asked) if asked else []
+            values = ask_reader(method, asked) if asked else []
         except UserError:
             raise
         except Exception as error:  # a reader may raise anything
@@ -2327,7 +2674,17 @@ class Miner:
             take(c, value, group.query)
 
 
-# ================================================================ lists and files
+def ask_reader(method, asked):
+    """What a method of a reader gives for [(query, demonstrations)], a list: one value for each."""
+    values = list(method(asked))
+    if len(values) != len(asked):
+        name = getattr(method, "__qualname__", "the reader")
+        todo = "it must give one for each"
+        raise UserError(f"{name} gave {len(values)} values for {len(asked)} lists: {todo}")
+    return values
+
+
+# ---------------------------------------------------------------- lists and files
 
 
 def new_candidate(pointer, source=None, temperature=None):
@@ -2360,13 +2717,15 @@ def gold_first(c):
 
 
 def take_gold(c, value, query):
-    if not 0 <= value <= 1:
-        raise UserError(f"the reader gives {query['id']} gt_prob {value}: it must be from 0 to 1")
+    if isinstance(value, str) or not 0 <= value <= 1:
+        raise UserError(f"the reader gives {query['id']} gt_prob {value!r}: it must be from 0 to 1")
     c["gt_prob"] = float(value)
 
 
 def take_answer(c, text, query):
     """Mark an answer: its accuracy, right where that is above 0, relevance."""
+    if not isinstance(text, str):
+        raise UserError(f"the reader answers {query['id']} with {text!r}: it must be a text")
     c["text"] = text
     c["soft"] = answer_accuracy(text, query["golds"])
     c["hard"] = int(c["soft"] > 0)
@@ -2420,10 +2779,16 @@ _MINING = (
 )
 
 
-def list_facts(queries, shots):
+def code_facts(reader):
+    """What else marks depend on: which class reads and what makes vectors, by name."""
+    return {"reader class": name_of(reader), "embedder": name_of(make_embedder)}
+
+
+def list_facts(queries, shots, reader):
     """What the lists of these queries depend on."""
     count = "TEST_QUERIES" if queries[0]["split"] == "test" else "MINE_QUERIES"
-    return mining_facts(**{"program": "rce_icl", "shots": shots, count: len(queries)})
+    facts = {"program": "rce_icl", "shots": shots, count: len(queries)}
+    return mining_facts(**facts, **code_facts(reader))
 
 
 def candidates_path():
@@ -2461,7 +2826,7 @@ def group_record(group, demos):
 def write_candidates(records, path, facts):
     """[(row number, record)] and _meta as JSON, there whole or not at all."""
     text = json.dumps({"_meta": facts, **dict(records)}) + "\n"
-    write_whole(path, lambda tmp: tmp.write_text(text))
+    write_atomically(path, lambda tmp: tmp.write_text(text))
 
 
 def read_json(path):
@@ -2474,12 +2839,14 @@ def read_json(path):
         raise UserError(f"{path} cannot be read as JSON with an object ({first_line(error)})") from None
 
 
-def read_candidates(path, splits, demos):
+def read_candidates(path, splits, demos, reader):
     """Groups of a file, this program's or the source's. The mapping is strict: a query or demonstration that
     is not known, not in the pool, there twice or asking what the query asks is an error that names it."""
     records, mined_with = read_json(path)
     if mined_with.get("program") == "rce_icl":
-        check_facts(path, mined_with, mining_facts(), _READING, "mine anew, in another OUTPUT_DIR")
+        facts = code_facts(reader)
+        keys = _READING + [key for key in facts if key in mined_with]  # older files do not have them
+        check_facts(path, mined_with, mining_facts(**facts), keys, "mine anew, in another OUTPUT_DIR")
     of_test = path.name.startswith("test_candidates_")
     known = splits["test"] if of_test else splits["train"] + splits["validation"]
     known = {str(row["number"]): row for row in known}
@@ -2576,8 +2943,8 @@ def test_policies(trainer):
         results[shots] = found
     figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
     text = json.dumps(figures, indent=1) + "\n"
-    write_whole(trainer.run.folder / "eval_test.json", lambda tmp: tmp.write_text(text))
-    trainer.run.say(test_lines(figures))
+    write_atomically(trainer.run.folder / "eval_test.json", lambda tmp: tmp.write_text(text))
+    trainer.run.log(test_lines(figures))
     draw_results(figures, trainer.run.folder / "icl_results.png", trainer.run.title)
 
 
@@ -2643,9 +3010,9 @@ def test_oracle(trainer, queries, shots):
     path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
     if not path.exists() and not trainer.mine(path, queries, shots):
         return None
-    facts = list_facts(queries, shots)
+    facts = list_facts(queries, shots, trainer.reader)
     check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined anew")
-    groups = read_candidates(path, trainer.splits, trainer.demos)
+    groups = read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
     best = {group.query["id"]: group.candidates for group in groups}
     return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
 
@@ -2708,7 +3075,7 @@ def draw_results(figures, path, title):
     axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
     figure.legend(fontsize=8, loc="outside right upper")
     axis.grid(alpha=0.3)
-    write_whole(path, partial(figure.savefig, format="png", dpi=100))
+    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
 
 
 def train_main():
