@@ -189,7 +189,8 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR")  # a resumed run does not report these
 
 def whiten(x):
     """Mean 0 and variance 1, (episodes,); equal numbers become zeros."""
-    x = x - x[0]  # a mean of equal float32 numbers is often not that number
+    if (x == x[0]).all():  # their float32 mean is often another number, which would be scaled up
+        return torch.zeros_like(x)
     return (x - x.mean()) * torch.rsqrt(x.var(unbiased=False) + 1e-8)
 
 
@@ -903,7 +904,7 @@ def broadcast_from_rank0(function):
 def progress(items, unit):
     """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
     terminal it prints a line about every 30 seconds."""
-    if rank() > 0:
+    if rank() > 0 or len(items) == 1:  # a single item is not worth a bar
         yield from items
     elif sys.stdout.isatty():
         yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)

@@ -2417,7 +2417,7 @@ def broadcast_from_rank0(function):
 def progress(items, unit):
     """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
     terminal it prints a line about every 30 seconds."""
-    if rank() > 0:
+    if rank() > 0 or len(items) == 1:  # a single item is not worth a bar
         yield from items
     elif sys.stdout.isatty():
         yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)

@@ -580,7 +580,8 @@ class ICLTrainer:
             shaped = shaped_rewards(candidates) if candidates else []
             if group.query["id"] in held_out:
                 group.query["pool"] = group.pool  # given candidates have pools of their own
-                best += [max(c["soft"] or 0.0 for c in candidates)] if candidates else []
+                if candidates:  # a given file may have hard alone
+                    best.append(max(c["hard"] if c["soft"] is None else c["soft"] for c in candidates))
             elif shaped and not is_flat(shaped):
                 drawn = torch.rand(1, generator=query_stream(group.query, "weights")).item()
                 self.train_rows.append(
@@ -1063,7 +1064,7 @@ def broadcast_from_rank0(function):
 def progress(items, unit):
     """Yields the items. On a terminal process 0 shows a progress bar, which vanishes at the end; without a
     terminal it prints a line about every 30 seconds."""
-    if rank() > 0:
+    if rank() > 0 or len(items) == 1:  # a single item is not worth a bar
         yield from items
     elif sys.stdout.isatty():
         yield from tqdm(items, unit=f" {unit}", leave=False, file=sys.stdout, dynamic_ncols=True)
