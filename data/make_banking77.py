@@ -1,6 +1,6 @@
 """Cut data/banking77/ out of Banking77: customers' questions to a bank, each with one of 77 intents.
 
-    python data/make_banking77.py SOURCE=/work/shared/data/banking77     # a second
+    python data/make_banking77.py SOURCE=path/to/banking77     # a second
 
 SOURCE holds train.csv and test.csv as PolyAI publishes them (github.com/PolyAI-LDN/task-specific-datasets).
 Writes TRAIN_ROWS and TEST_ROWS of them, drawn by SEED and left in their order, and facts.json: the rows, the
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 SEED = 1
-SOURCE = "/work/shared/data/banking77"
+SOURCE = ""  # a folder with PolyAI's train.csv and test.csv; there is no default
 OUT = str(Path(__file__).resolve().parent / "banking77")
 TRAIN_ROWS = 8000
 TEST_ROWS = 1000
@@ -47,6 +47,10 @@ def main():
         if key not in ("SEED", "SOURCE", "OUT", "TRAIN_ROWS", "TEST_ROWS"):
             sys.exit(f"{word!r} is not KEY=VALUE with a constant of this file")
         globals()[key] = type(globals()[key])(value)
+    missing = [name for name in ("train.csv", "test.csv") if not (Path(SOURCE) / name).is_file()]
+    if not SOURCE or missing:
+        where = "github.com/PolyAI-LDN/task-specific-datasets, banking_data/"
+        sys.exit(f"SOURCE = {SOURCE!r} must be a folder with train.csv and test.csv: get them from {where}")
     Path(OUT).mkdir(parents=True, exist_ok=True)
     facts = {"seed": SEED, "train.csv": cut("train.csv", TRAIN_ROWS), "test.csv": cut("test.csv", TEST_ROWS)}
     (Path(OUT) / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -164,8 +164,8 @@ def _best(score, response, gold):
 
 def _need_answers(name, answers):
     if any(a is None for a in answers):
-        compares = f"{name} compares with the true answer, and a data set has none"
-        raise ValueError(f'{compares}: give it an "output" column')
+        compares = f"{name} compares with the true answer, and a prompt has none"
+        raise ValueError(f'{compares}: give its data set an "output" column, or evaluate() the answers')
     return answers
 
 

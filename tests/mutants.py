@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 JOBS = 2
 SECONDS = 600  # a test may take with a mutant planted
 FORK = multiprocessing.get_context("fork")
+LEFT_BEHIND = ("checkpoints", "wandb", "__pycache__", "venv")  # folders that git ignores
 
 # What the tests import from elsewhere. Nothing of this repository: a mutant in it would have no effect.
 IMPORTED_ONCE = """
@@ -59,16 +60,28 @@ def prepare():
     gc.freeze()  # no fork looks for garbage in what was imported
 
 
+def repository_files(root=ROOT):
+    """Names of the files that belong to the repository, below root: git's, or in a downloaded archive, which
+    has no .git, all but what running leaves behind."""
+    if (root / ".git").exists():
+        command = ["git", "-C", root, "ls-files", "-z"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [name for name in listed.split("\0") if name and (root / name).is_file()]
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_BEHIND and not name.startswith(".")]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
+    return names
+
+
 def copy_repository(parent):
-    """This worker's COPY: the tracked files of the working tree; data/'s folders as links, no test writes
+    """This worker's COPY: the repository's files as they are; data/'s folders as links, no test writes
     there."""
     global COPY
     COPY = Path(parent) / str(os.getpid())
-    command = ["git", "-C", ROOT, "ls-files", "-z"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in listed.split("\0"):
+    for name in repository_files():
         linked = name.startswith("data/") and name.count("/") > 1
-        if name and not linked and (ROOT / name).is_file():
+        if not linked:
             (COPY / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, COPY / name)
     for folder in (ROOT / "data").glob("*/"):

@@ -74,8 +74,8 @@ MUTANTS = [
     # what reward functions get
     (
         PPO,
-        "        rows = [copy.deepcopy(row) for row in batch.rows[i : i + size]]  # a judge may append to its messages\n",
-        "        rows = batch.rows[i : i + size]  # a judge may append to its messages\n",
+        "[copy.deepcopy(row) for row in batch.rows[chunk]]",
+        "batch.rows[chunk]",
         IN_CHATS + "functions_get_messages_and_columns_if_they_take_them[ppo]",
     ),
     (
@@ -134,8 +134,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "    if scores.shape != (count,) or",
-        "    if scores.dim() != 1 or",
+        "        if scores.shape == (count,) and",
+        "        if scores.dim() == 1 and",
         IN_DENSE + "a_list_that_does_not_fit_its_response_is_a_sentence",
     ),
     (

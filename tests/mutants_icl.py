@@ -357,7 +357,7 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        arrays = [scaled(embedder.vectors(rows)) for rows in (every, shown)]",
+        "        arrays = [embed(embedder, rows) for rows in (every, shown)]",
         "        arrays = [scaled(v - v.mean(0)) for v in map(embedder.vectors, (every, shown))]",
         BEFORE,
     ),
@@ -388,8 +388,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'best += [max(c["soft"] or 0.0 for c in candidates)]',
-        'best += [min(c["soft"] or 0.0 for c in candidates)]',
+        'best.append(max(c["hard"] if',
+        'best.append(min(c["hard"] if',
         IN_ICL + "validation_queries_and_flat_ones_are_not_trained_on",
     ),
     (
@@ -406,8 +406,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        '{"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT}',
-        '{"hard": SOFT_WEIGHT, "soft": HARD_WEIGHT}',
+        '{"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT, ',
+        '{"hard": SOFT_WEIGHT, "soft": HARD_WEIGHT, ',
         IN_ICL + "hard_and_soft_have_weights_of_their_own",
     ),
     # best/ leaves similarity for a clear gain
@@ -567,7 +567,7 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        if not new and digest != self.state.candidates:",
+        '        if file_digest(path)["sha256"] != self.state.candidates:',
         "        if False:",
         IN_ICL + "candidates_that_changed_under_a_run_are_refused",
     ),
@@ -691,8 +691,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "check_facts(path, mined_with, mining_facts(), _READING,",
-        "check_facts(path, mined_with, mining_facts(), (),",
+        "check_facts(path, mined_with, mining_facts(**facts), keys,",
+        "check_facts(path, mined_with, mining_facts(**facts), (),",
         IN_ICL + "lists_mined_under_another_reader_or_pool_are_not_trained_on",
     ),
     (

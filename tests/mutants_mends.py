@@ -7,6 +7,7 @@ PROCESSES = "tests/test_processes.py::test_"
 DIFFERENT = PROCESSES + "processes_that_would_make_different_runs_end_with_a_sentence"
 BACK = RUN + "going_back_to_an_earlier_checkpoint_keeps_the_best_policy_of_the_future_given_up"
 CSV = RUN + "rows_of_a_csv_file_are_read_with_the_lines_they_end_on"
+LINES = RUN + "without_a_terminal_a_line_about_every_30_seconds_says_how_far_it_is"
 PARTS = RUN + "parts_are_a_number_per_response"
 MUTANTS = [
     # several processes
@@ -32,14 +33,9 @@ MUTANTS = [
         PROCESSES + "an_error_of_one_process_of_a_sharded_run_is_shown",
     ),
     # a run
-    (
-        PPO,
-        "        if now - said > every and",
-        "        if now - begun > every and",
-        RUN + "what_takes_long_says_how_far_it_is",
-    ),
-    (PPO, "            said = now\n", "            pass\n", RUN + "what_takes_long_says_how_far_it_is"),
-    (PPO, "        Run.doing = what\n", "", RUN + "what_takes_long_says_how_far_it_is"),
+    (PPO, "        if done and now - printed > 30:", "        if done and now - begun > 30:", LINES),
+    (PPO, "            printed = now\n", "            pass\n", LINES),
+    (PPO, "        Run.doing = what\n", "", LINES),
     (PPO, '        Run.doing = "evaluate"\n', "", RUN + "every_long_part_of_a_run_is_tracked"),
     (
         PPO,

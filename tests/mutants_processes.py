@@ -91,8 +91,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if rank() > 0:\n            return\n        print(",
-        "        print(",
+        "        if rank() > 0:\n            return\n        tqdm.write(",
+        "        tqdm.write(",
         T + "test_only_the_first_process_writes_prints_and_locks",
     ),
     (

@@ -258,15 +258,15 @@ MUTANTS = [
     ),
     (
         RAG,
-        'self.best = load_pretrained(Policy, str(self.run.folder / "best/policy"), "OUTPUT_DIR")',
+        'self.best = load_pretrained(Policy, str(best), "OUTPUT_DIR")',
         "self.best = Policy(self.policy.config)",
         IN_RAG + "the_policy_is_saved_with_its_actions_and_loads_again",
     ),
     (RAG, "1, generator=generator)[:, 0]", "1)[:, 0]", IN_RAG + "evaluating_never_changes_training"),
     (
         RAG,
-        "if best.is_dir() else None",
-        "if False else None",
+        'return load_pretrained(Policy, str(folder / "policy"), "RESUME")',
+        "return None",
         IN_RAG + "answers_after_training_are_best_s_and_before_its_end_the_policys_as_it_is",
     ),
     (
@@ -391,7 +391,7 @@ MUTANTS = [
         TAKEN,
     ),
     (RAG, 'if record.get("gold") else []', 'if "gold" in record else []', TAKEN),
-    (RAG, 'if not "".join(row[key]).strip():', "if False:", IN_RAG + "bad_lines_are_named"),
+    (RAG, "if not all(text.strip() for text in texts):", "if False:", IN_RAG + "bad_lines_are_named"),
     (RAG, '            qa.generator.prompt(row["question"], [])\n', "            pass\n", ODD),
     (RAG, ' or row["question"]: row for row', ": row for row", TAKEN),
     (

@@ -101,8 +101,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "groups = scores.view(-1, group_size)\n    advantages",
-        "groups = scores.view(group_size, -1).T\n    advantages",
+        "groups = scores.view(-1, group_size)\n    # A",
+        "groups = scores.view(group_size, -1).T\n    # A",
         IN_REC + "group_advantages_by_hand",
     ),
     (
@@ -435,8 +435,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "if 0 < SFT_PATIENCE <= self.state.sft_waited:",
-        "if 0 < PLATEAU_PATIENCE <= self.state.sft_waited:",
+        "and 0 < SFT_PATIENCE <= self.state.sft_waited:",
+        "and 0 < PLATEAU_PATIENCE <= self.state.sft_waited:",
         IN_REC + "plateau_and_patience_of_sft_do_not_outlive_it",
     ),
     (

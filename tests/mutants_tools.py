@@ -108,8 +108,8 @@ MUTANTS = [
     ),
     (
         CHECK,
-        '2 * c["hard"] + c["gt_prob"],',
-        'c["hard"] + c["gt_prob"],',
+        '"hard_plus_gtprob_separated": (2,',
+        '"hard_plus_gtprob_separated": (1,',
         IN_CHECK + "its_figures_are_the_trainers_own",
     ),
     (

@@ -189,12 +189,12 @@ MUTANTS = [
     ),
     # tools
     (COOKBOOK, "(?:</tool_call>|\\Z)", "</tool_call>", CALLS),
-    (COOKBOOK, " for call in calls) if calls else None", " for call in calls) or None", CALLS),
+    (COOKBOOK, " for call in calls) or None", " for call in calls)", CALLS),
     (COOKBOOK, 'if asked["name"] not in named:', "if False:", CALLS),
     (
         COOKBOOK,
-        "return value if isinstance(value, str) else json.dumps(value)",
-        "return json.dumps(value)",
+        "text = value if isinstance(value, str) else json.dumps(value)",
+        "text = json.dumps(value)",
         CALLS,
     ),
     (

@@ -129,6 +129,8 @@ def test_figures_of_a_hand_made_table():
             for script in (rce, icl)
             for mode in script._VALID_RANGES["REWARD_MODE"]
         ),
+        *((icl, {"REWARD_MODE": mode, "HARD_WEIGHT": 0.3, "SOFT_WEIGHT": 4.0}) for mode in tool.MODES),
+        *((icl, {"REWARD_MODE": mode, "HARD_WEIGHT": 0.0}) for mode in tool.MODES),
         (rce, {"REWARD_MODE": "hybrid", "HYBRID_SCORE": "rouge_l", "SIMILARITY_WEIGHT": 0.3}),
         (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score"}),
     ],
@@ -194,6 +196,45 @@ def test_a_run_is_checked_by_its_newest_candidates_and_its_own_constants(tmp_pat
     assert (tmp_path / "candidates_round_10.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_mark_that_has_no_weight_does_not_make_the_verdict():
+    groups = [[candidate(0, gt_prob=0.9), candidate(1, gt_prob=0.1), candidate(0, **GREEDY)]] * 4
+    constants = {**tool.CONSTANTS, "REWARD_MODE": "hard_plus_gtprob"}
+    figures = tool.check_up(groups, 9, constants)
+    assert tool.find_verdict(figures, "hard_plus_gtprob", 1.0).startswith("fix the reward: gt_prob hardly")
+    assert tool.find_verdict(figures, "hard_plus_gtprob", 0.0).startswith("train:")
+
+
+def test_the_weights_of_a_run_are_those_of_its_file_or_given(tmp_path, capsys):
+    lists = [
+        {"pointer": [n], "vqa_correct": 1, "vqa_gt_prob": g, "logprob_score": -n, "temperature": None}
+        for n, g in ((3, 0.2), (4, 0.6))
+    ]
+    records = [(str(n), {"pointer_candidates": lists}) for n in range(4)]
+    icl.write_candidates(records, tmp_path / "candidates.json", {})
+    constants = {"REWARD_MODE": "hard_plus_gtprob", "HARD_WEIGHT": 5.0, "SOFT_WEIGHT": 3.0}
+    (tmp_path / "training_config.json").write_text(json.dumps({"constants": constants}))
+    for words, gap, flat in (((), 1.2, 0), (("SOFT_WEIGHT=2",), 0.8, 0), (("SOFT_WEIGHT=0",), 0.0, 1)):
+        tool.main(str(tmp_path), *words)
+        figures = dict(csv.reader(open(tmp_path / "candidates.csv")))
+        assert float(figures["oracle's reward above the pick's, mean"]) == pytest.approx(gap)
+        assert float(figures["prompts with flat reward"]) == flat
+    assert "Verdict: " in capsys.readouterr().out
+
+
+def test_marks_of_the_sources_fallback_are_left_out_where_the_run_leaves_them_out(tmp_path):
+    modes = ("fallback", "file", "fallback", "file")
+    lists = [
+        {"pointer": [n], "vqa_correct": n % 2, "vqa_eval_mode": mode, "temperature": None}
+        for n, mode in enumerate(modes)
+    ]
+    icl.write_candidates([("7", {"pointer_candidates": lists})], tmp_path / "candidates.json", {})
+    for skip, verified in ((True, "2"), (False, "4")):
+        config = {"constants": {"REWARD_MODE": "hard_only", "SKIP_FALLBACK": skip}}
+        (tmp_path / "training_config.json").write_text(json.dumps(config))
+        tool.main(str(tmp_path))
+        assert dict(csv.reader(open(tmp_path / "candidates.csv")))["verified"] == verified
+
+
 def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys):
     lists = [{name: c.get(key) for key, name in icl._FIELDS.items()} for c in drawn(1)[0]]
     of_source = {"pointer": [3], "gen_method": "beam", "temperature": None, "vqa_correct": 1}
@@ -215,10 +256,23 @@ def test_a_file_of_lists_is_read_and_a_reward_can_be_given(tmp_path, capsys):
         (("{}",), "there are no candidates at .*: run STAGE=mine first"),
         (("{}/odd.parquet",), "odd.parquet cannot be read"),
         (("{}/odd.parquet", "REWARD_MODE=best"), "REWARD_MODE = 'best': it takes hard_only, "),
+        (("{}/odd.parquet", "SOFT_WEIGHT=much"), "SOFT_WEIGHT = 'much': it takes a number"),
+        (("{}/list.json",), "list.json cannot be read, or lacks .*AttributeError"),
+        (
+            ("{}/scores.json", "REWARD_MODE=hybrid", "HYBRID_MIX_SCORE=beam_score"),
+            "lacks what REWARD_MODE needs",
+        ),
+        (("{}/odd/list.json",), "training_config.json is not what a trainer wrote"),
     ],
 )
 def test_what_cannot_be_checked_is_a_sentence(tmp_path, capsys, words, says):
     (tmp_path / "odd.parquet").write_text("no parquet")
+    (tmp_path / "odd").mkdir()
+    for folder in (tmp_path, tmp_path / "odd"):
+        (folder / "list.json").write_text("[]")
+    (tmp_path / "odd/training_config.json").write_text("{")
+    lists = [{"pointer": [3], "vqa_correct": 1, "temperature": None, "beam_score": x} for x in (1, None)]
+    (tmp_path / "scores.json").write_text(json.dumps({"7": {"pointer_candidates": lists}}))
     with pytest.raises(SystemExit) as end:
         tool.main(*(word.format(tmp_path) for word in words))
     said = capsys.readouterr().err

@@ -1,13 +1,16 @@
 """rce/rce_icl.py: the pointer network, mining, RCE and GRPO, the readers, resume and errors, on a toy world
 of questions whose answers a reader can only know from demonstrations."""
 
+import copy
 import csv
+import importlib.util
 import itertools
 import json
 import math
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, untimed
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     BertConfig,
@@ -29,6 +34,7 @@ from transformers import (
 )
 
 FILE = "rce/rce_icl.py"
+MATHS = load_script(FILE)  # for its formulas, which take no constants
 INTENTS = "card loan cash rate lost fees".split()
 OTHERS = "please where when how my the bank now why can".split()
 
@@ -178,6 +184,18 @@ def test_log_probabilities_equal_a_step_by_step_computation():
             gate = torch.sigmoid(both @ p["gate.weight"].T + p["gate.bias"])
             state = gate * state + (1 - gate) * keys[choice]
         assert found[q, i].item() == pytest.approx(total, abs=1e-4)
+
+
+def test_the_policy_reads_in_float64_what_it_reads_in_float32():
+    script = load_script(FILE)
+    for seed in range(3):
+        policy, inputs = pointer(script, seed=seed, layers=seed)
+        pointers = torch.stack([torch.stack([torch.randperm(7)[:4] for _ in range(6)]) for _ in range(3)])
+        with torch.no_grad():
+            single = script.list_logprobs(policy(*inputs, pointers), pointers)
+            inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+            double = script.list_logprobs(policy.double()(*inputs, pointers), pointers)
+        assert double.dtype == torch.float64 and torch.allclose(single.double(), double, atol=1e-4)
 
 
 def test_a_new_policy_is_similarity(icl):
@@ -344,6 +362,127 @@ def test_advantages_are_normalised_once_and_equal_rewards_give_none():
     script = load_script(FILE)
     assert script.group_advantages([3.0, 1.0]).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
     assert script.group_advantages([2.0, 2.0, 2.0]).tolist() == [0, 0, 0]
+    assert script.group_advantages([0.7]).tolist() == [0]
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 64))
+@example(0.7, 7)
+@example(1000.7, 3)
+def test_advantages_of_equal_rewards_are_exactly_zero(reward, count):
+    assert MATHS.group_advantages([reward] * count).tolist() == [0] * count
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.floats(0.01, 100))
+def test_weights_and_advantages_equal_their_formulas_in_float64(rewards, tau):
+    r = np.array(rewards)
+    advantages = (r - r.mean()) / (r.std(ddof=1) + 1e-4)
+    assert np.allclose(MATHS.group_advantages(rewards), advantages, atol=1e-8)
+    for kind, scaled in (("raw", r), ("zscore", advantages)):
+        powers = np.exp((scaled - scaled.max()) / tau)
+        assert np.allclose(MATHS.rce_weights(rewards, tau, kind), powers / powers.sum(), atol=1e-6)
+
+
+def test_equal_rewards_of_fresh_lists_move_no_weight(icl, monkeypatch):
+    """The mean of seven times 0.7 is not 0.7; AdamW makes a step of the rounding."""
+    script = icl(
+        GRPO_EPOCHS=1,
+        ON_POLICY=True,
+        GROUP_SIZE=7,
+        RCE_EPOCHS=1,
+        EVAL_SHOTS=(2,),
+        KL_COEF=0.0,
+        KL_TARGET=None,
+        WEIGHT_DECAY=0.0,
+    )
+    shaped = script.shaped_rewards
+    trainer = script.ICLTrainer()
+    begin_grpo = trainer.begin_grpo
+
+    def begin_flat():
+        begin_grpo()
+        monkeypatch.setattr(script, "shaped_rewards", lambda lists: [0.7] * len(shaped(lists)))
+
+    trainer.begin_grpo = begin_flat
+    trainer.train()
+    records = untimed(trainer.run.folder / "logs/metrics.jsonl")
+    norms = [record["grad_norm"] for record in records if record.get("max_ratio_deviation") is not None]
+    assert norms == [0, 0, 0, 0]
+    for now, before in zip(trainer.policy.parameters(), trainer.reference.parameters()):
+        assert torch.equal(now, before)
+
+
+def test_both_losses_have_the_gradient_of_each_list_read_alone_in_float64(icl):
+    script = icl(STAGE="train", DROPOUT=0.0, KL_COEF=0.3, KL_TARGET=None, GRPO_EPOCHS=1, TAU=0.7, SHOTS=3)
+    trainer = script.ICLTrainer()
+    groups = trainer.miner.mine(trainer.splits["train"][:5], 3)
+    trainer.oracle = math.nan
+    trainer.train_rows = []
+    for k, group in enumerate(groups):
+        candidates = group.candidates[: 3 + k]  # rows of the batch have lists to fill up
+        rewards = [n % 3 + 0.1 * n for n in range(len(candidates))]
+        trainer.train_rows.append(
+            {
+                "id": group.query["id"],
+                "query": group.query,
+                "pool": group.pool,
+                "candidates": candidates,
+                "held_out": False,
+                "rewards": rewards,
+            }
+        )
+    batch = trainer.next_batch()
+    torch.manual_seed(1)
+    for parameter in trainer.policy.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    trainer.state.stage = "grpo"
+    policy, reference = copy.deepcopy(trainer.policy).double(), copy.deepcopy(trainer.reference).double()
+
+    def every_choice(model, row, c):
+        queries, vectors, pool, known = trainer.corpus.inputs([row["query"]], [row["pool"]])
+        pointers = torch.tensor([[c["pointer"]]])
+        found = model(queries.double(), vectors.double(), pool, known.double(), pointers)[0, 0]
+        return found, found.gather(1, pointers[0, 0][:, None]).sum()
+
+    surrogate, kls = [], []
+    for row in batch.rows:
+        r = np.array(row["rewards"])
+        advantages = (r - r.mean()) / (r.std(ddof=1) + 1e-4)
+        for c, advantage in zip(row["candidates"], advantages.tolist()):
+            now, logprob = every_choice(policy, row, c)
+            before, old = every_choice(reference, row, c)
+            ratio = (logprob - old.detach()).exp()
+            surrogate.append(torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+            for place in range(len(c["pointer"])):
+                free = [j for j in range(now.shape[1]) if j not in c["pointer"][:place]]
+                p, q = now[place, free], before[place, free].detach()
+                kls.append((p.exp() * (p - q)).sum())
+    loss = -torch.stack(surrogate).mean() + 0.3 * torch.stack(kls).mean()
+    loss.backward()
+    wanted = torch.cat([x.grad.flatten() for x in policy.parameters() if x.grad is not None])
+    inputs = *batch.inputs, batch.pointers
+    every = trainer.policy.eval()(*inputs)
+    found, metrics = trainer.grpo(batch, every, script.list_logprobs(every, batch.pointers), inputs)
+    found.backward()
+    gradient = torch.cat([x.grad.flatten() for x in trainer.policy.parameters() if x.grad is not None])
+    assert metrics["clip_fraction"] > 0 and found.item() == pytest.approx(loss.item(), rel=1e-4)
+    assert (gradient - wanted).norm() < 1e-4 * wanted.norm()
+
+    policy.zero_grad()
+    losses = []
+    for row in batch.rows:
+        r = np.array(row["rewards"])
+        weights = np.exp((r - r.max()) / 0.7)
+        weights /= weights.sum()
+        losses.append(-sum(w * every_choice(policy, row, c)[1] for w, c in zip(weights, row["candidates"])))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    wanted = torch.cat([x.grad.flatten() for x in policy.parameters() if x.grad is not None])
+    trainer.policy.zero_grad()
+    found = script.rce_loss(script.list_logprobs(trainer.policy(*inputs), batch.pointers), batch.weights)
+    found.backward()
+    gradient = torch.cat([x.grad.flatten() for x in trainer.policy.parameters() if x.grad is not None])
+    assert found.item() == pytest.approx(loss.item(), rel=1e-4)
+    assert (gradient - wanted).norm() < 1e-4 * wanted.norm()
 
 
 @pytest.mark.parametrize("advantage, ratio", [(a, r) for a in (1.0, -1.0) for r in (0.5, 0.9, 1.1, 1.5)])
@@ -766,7 +905,7 @@ def test_a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidat
     assert len(tried) > len(groups[0].pool) - 2  # all but an odd one of random lists
     records = [script.group_record(group, trainer.demos) for group in groups]
     script.write_candidates(records, tmp_path / "c.json", {})
-    again = script.read_candidates(tmp_path / "c.json", trainer.splits, trainer.demos)
+    again = script.read_candidates(tmp_path / "c.json", trainer.splits, trainer.demos, trainer.reader)
     assert len(again) == len(dict(records))
 
 
@@ -973,8 +1112,8 @@ def test_a_reader_that_raises_marks_the_list_and_it_is_not_trained_on(icl, capsy
     del records["_meta"]
     failed = [c for r in records.values() for c in r["pointer_candidates"] if c["eval_failed"]]
     assert failed and all(c["vqa_correct"] is None and "RuntimeError" in c["eval_error"] for c in failed)
-    trainer = script.ICLTrainer()
-    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    trainer = Trainer()
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos, trainer.reader)
     kept = [c for g in groups for c in script.usable(g.candidates)]
     assert len(kept) == sum(len(g.candidates) for g in groups) - len(failed)
 
@@ -998,6 +1137,52 @@ def test_a_probability_above_one_is_an_error_that_names_the_query(icl):
         script.take_gold({}, 1.5, {"id": "train.csv:7"})
 
 
+@pytest.mark.parametrize(
+    "method, gives, says",
+    [
+        (
+            "answers",
+            lambda asked: ["x"] * (len(asked) - 1),
+            r"gave \d+ values for \d+ lists: it must give one",
+        ),
+        ("answers", lambda asked: [None] * len(asked), "answers train.csv:.* with None: it must be a text"),
+        (
+            "gold_probabilities",
+            lambda asked: [0.5],
+            r"gave 1 values for \d+ lists: it must give one for each",
+        ),
+        ("gold_probabilities", lambda asked: ["1"] * len(asked), "gt_prob '1': it must be from 0 to 1"),
+    ],
+)
+def test_a_reader_that_gives_too_few_values_or_odd_ones_is_an_error(icl, method, gives, says):
+    script = icl()
+    trainer = script.ICLTrainer()
+    setattr(trainer.reader, method, gives)
+    with pytest.raises(script.UserError, match=says):
+        trainer.train()
+
+
+def test_a_reader_that_gives_too_few_answers_in_evaluation_is_an_error(icl):
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.reader.answers = lambda asked: ["x"] * (len(asked) - 1)
+    with pytest.raises(script.UserError, match="gave 1 values for 2 lists: it must give one for each"):
+        trainer.accuracy_of(trainer.splits["test"][:2], [[0], [0]])
+
+
+def test_votes_count_answers_that_are_written_differently_as_one(icl):
+    script = icl()
+    vector = np.array([1.0, 0.0], dtype=np.float32)
+    demos = [{"answer": answer, "vector": vector} for answer in ("Red.", "red", "blue")]
+    reader = script.VoteReader(demos)
+    query = {"id": "q", "vector": vector, "golds": ["the red"]}
+    assert reader.prior == pytest.approx({"Red.": 2 / 3, "blue": 1 / 3})
+    wanted = (0.2 * 2 / 3 + 2 * 1.001) / (0.2 + 3 * 1.001)
+    assert reader.gold_probabilities([(query, demos)]) == pytest.approx([wanted])
+    assert reader.answers([(query, demos)]) == ["Red."]  # right by answer_accuracy, which gt_prob now knows
+    assert script.answer_accuracy("Red.", query["golds"]) == 1
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -1009,7 +1194,7 @@ def test_json_comes_back_as_it_was_written(trained, tmp_path):
     records = [script.group_record(group, trainer.demos) for group in groups]
     path = tmp_path / "candidates.json"
     script.write_candidates(records, path, {"program": "x"})
-    again = script.read_candidates(path, trainer.splits, trainer.demos)
+    again = script.read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
     for one, other in zip(groups, again):
         assert one.query is other.query and one.pool.tolist() == other.pool.tolist()
         assert [dict(c) for c in one.candidates] == other.candidates
@@ -1060,7 +1245,7 @@ def test_files_of_the_source_are_read_and_trained_on(icl, tmp_path):
 def test_lists_that_the_sources_fallback_marked_can_be_left_out(icl, tmp_path):
     script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), SKIP_FALLBACK=True)
     trainer = script.ICLTrainer()
-    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos, trainer.reader)
     assert all(len(script.usable(group.candidates)) == 3 for group in groups)
 
 
@@ -1083,7 +1268,7 @@ def test_an_index_outside_the_pool_is_an_error_that_names_it(icl, tmp_path, chan
     records["6"]["pointer_candidates"][0].update(changed)
     path.write_text(json.dumps(records))
     with pytest.raises(script.UserError, match=f"query 6.*{says}"):
-        script.read_candidates(path, trainer.splits, trainer.demos)
+        script.read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
 
 
 @pytest.mark.parametrize(
@@ -1117,7 +1302,7 @@ def test_no_file_shows_a_query_its_own_answer_or_a_demonstration_twice(icl, worl
     (tmp_path / "source.json").write_text(json.dumps(records))
     splits, demos = script.load_splits(print)
     with pytest.raises(script.UserError, match=f"query 6: {says}"):
-        script.read_candidates(tmp_path / "source.json", splits, demos)
+        script.read_candidates(tmp_path / "source.json", splits, demos, script.VoteReader(demos))
 
 
 def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_rows(icl, tmp_path):
@@ -1131,7 +1316,7 @@ def test_the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_r
             c["pointer"] = [record["candidate_pool_ids"].index(n) for n in c["pointer"]]
     path.write_text(json.dumps(records))
     splits, demos = script.load_splits(print)
-    groups = script.read_candidates(path, splits, demos)
+    groups = script.read_candidates(path, splits, demos, script.VoteReader(demos))
     for group in groups:
         found = [demos[group.pool[j]]["number"] for j in group.candidates[0]["pointer"]]
         key = str(group.query["number"])
@@ -1165,6 +1350,34 @@ def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined,
         script.ICLTrainer().train()
 
 
+@pytest.mark.parametrize("what", ["reader", "embedder"])
+def test_lists_marked_by_another_reader_class_or_vectors_are_not_trained_on(icl, mined, tmp_path, what):
+    (tmp_path / "run").mkdir()
+    shutil.copy(mined / "candidates.json", tmp_path / "run")
+    script = icl(STAGE="train", RCE_EPOCHS=1, EVAL_SHOTS=(2,))
+
+    class VoteReader(script.VoteReader):  # its name is that of the file's own
+        pass
+
+    class Trainer(script.ICLTrainer):
+        def load_reader(self):
+            return VoteReader(self.demos) if what == "reader" else super().load_reader()
+
+    if what == "embedder":
+        script.make_embedder = lambda demos, device: script.TfidfEmbedder(demos)
+    was = "reader class = 'VoteReader'" if what == "reader" else "embedder = 'make_embedder'"
+    with pytest.raises(script.UserError, match=f"was mined with {was}, it is '.* of another file' now: set"):
+        Trainer().train()
+    path = tmp_path / "run/candidates.json"
+    records = json.loads(path.read_text())
+    for key in ("reader class", "embedder"):  # a file from before these were noted
+        del records["_meta"][key]
+    path.write_text(json.dumps(records))
+    trainer = Trainer()
+    trainer.train()
+    assert trainer.run.step == 4
+
+
 def test_lists_of_another_search_are_trained_on(icl, mined, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copy(mined / "candidates.json", tmp_path / "run")
@@ -1186,12 +1399,25 @@ def test_the_oracle_is_of_the_test_as_it_is_now(icl, mined, tmp_path, key, value
 def test_given_candidates_validate_on_the_pools_that_their_oracle_is_of(icl, tmp_path):
     script = icl(CANDIDATES=source_file(tmp_path, range(5, 40)), REWARD_MODE="hard_plus_soft", RCE_EPOCHS=1)
     trainer = script.ICLTrainer()
-    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos)
+    groups = script.read_candidates(script.candidates_path(), trainer.splits, trainer.demos, trainer.reader)
     trainer.choose_rows(groups)
     held_back = [group for group in groups if group.query["split"] == "validation"]
     assert len(held_back) == 7
     for group in held_back:
         assert trainer.corpus.pool_of(group.query).tolist() == group.pool.tolist()
+
+
+def test_the_oracle_of_lists_that_are_marked_right_or_wrong_alone_is_of_those_marks(icl, tmp_path):
+    path = source_file(tmp_path, range(5, 40))
+    records = json.loads(Path(path).read_text())
+    for record in records.values():
+        for c in record["pointer_candidates"]:
+            del c["vqa_acc_score"]
+    Path(path).write_text(json.dumps(records))
+    script = icl(CANDIDATES=path, REWARD_MODE="hard_only", RCE_EPOCHS=1)
+    trainer = script.ICLTrainer()
+    trainer.choose_rows(script.read_candidates(Path(path), trainer.splits, trainer.demos, trainer.reader))
+    assert trainer.oracle == 1.0
 
 
 def test_a_query_that_the_data_does_not_have_is_an_error(trained, tmp_path):
@@ -1201,7 +1427,7 @@ def test_a_query_that_the_data_does_not_have_is_an_error(trained, tmp_path):
     records[key]["query"]["text"] = "another"
     (tmp_path / "x.json").write_text(json.dumps(records))
     with pytest.raises(script.UserError, match=f"query {key}: there is no such query in the data"):
-        script.read_candidates(tmp_path / "x.json", trainer.splits, trainer.demos)
+        script.read_candidates(tmp_path / "x.json", trainer.splits, trainer.demos, trainer.reader)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "size"])
@@ -1311,9 +1537,40 @@ def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
     assert samples[-1]["source"] == ["sample"] and samples[0]["source"] != ["sample"]
 
 
+def test_fresh_lists_of_hybrid_have_the_log_probabilities_of_the_policy_that_drew_them(icl):
+    script = icl(
+        GRPO_EPOCHS=1, ON_POLICY=True, GROUP_SIZE=3, RCE_EPOCHS=1, EVAL_SHOTS=(2,), REWARD_MODE="hybrid"
+    )
+    trainer = script.ICLTrainer()
+    seen = []
+    update = trainer.update
+
+    def look(batch):
+        if trainer.state.stage == "grpo":
+            every = trainer.policy.eval()(*batch.inputs, batch.pointers)
+            found = [[c["logprob"] for c in lists] for lists in batch.lists]
+            assert script.list_logprobs(every, batch.pointers).tolist() == [
+                pytest.approx(row, abs=1e-5) for row in found
+            ]
+            seen.append(batch)
+        return update(batch)
+
+    trainer.update = look
+    trainer.train()
+    assert len(seen) == 4 and any(len(set(r)) > 1 for batch in seen for r in batch.rewards)
+
+
+def test_a_run_none_of_whose_queries_trains_the_weights_says_so(icl, capsys):
+    small = {"MINE_QUERIES": 4, "RCE_EPOCHS": 1, "EVAL_SHOTS": (2,), "TEST_QUERIES": 2, "RESUME": "no"}
+    icl(WEIGHT_QUERIES=1e-6, **small).ICLTrainer().train()
+    assert "WARNING: none of them trains the terms' weights" in capsys.readouterr().out
+    icl(WEIGHT_QUERIES=1.0, **small).ICLTrainer().train()
+    assert "trains the terms' weights" not in capsys.readouterr().out
+
+
 def test_validation_queries_and_flat_ones_are_not_trained_on(trained):
     script, trainer, folder = trained
-    groups = script.read_candidates(folder / "candidates.json", trainer.splits, trainer.demos)
+    groups = script.read_candidates(folder / "candidates.json", trainer.splits, trainer.demos, trainer.reader)
     for c in groups[-1].candidates:
         c.update(hard=0, gt_prob=0.25)
     trainer.choose_rows(groups)
@@ -1777,9 +2034,39 @@ def test_hard_and_soft_have_weights_of_their_own():
     script = load_script(FILE, REWARD_MODE="hard_plus_soft", HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
     assert script.shaped_rewards(candidates) == pytest.approx([3.3, 0.0])
     script = load_script(FILE, HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
-    assert script.shaped_rewards(candidates) == pytest.approx([6.3, 0.1])
+    assert script.shaped_rewards(candidates) == pytest.approx([6.15, 0.05])
     candidates[0]["soft"] = None  # a file's that has no such mark
-    assert script.shaped_rewards(candidates) == pytest.approx([6.3, 0.1])
+    assert script.shaped_rewards(candidates) == pytest.approx([6.15, 0.05])
+
+
+@pytest.mark.parametrize(
+    "mode, wanted",
+    [
+        ("hard_only", [3.0, 0.0]),
+        ("soft_only", [0.15, 0.05]),
+        ("hard_plus_soft", [3.15, 0.05]),
+        ("hard_plus_soft_v2", [6.15, 0.05]),
+        ("separated", [6.15, 0.05]),
+        ("hard_plus_gtprob", [3.4, 0.1]),
+        ("hard_plus_gtprob_separated", [6.4, 0.1]),
+        ("hard_plus_gtprob_plus_rel", [6.4, 0.15]),
+        ("hybrid", [2.0, 0.0]),
+    ],
+)
+def test_each_mode_weighs_its_hard_and_its_graded_part(mode, wanted):
+    """The weights are 3 and 0.5; a seed wrote reward = hard_weight * hard + soft_weight * gt_prob."""
+    candidates = [
+        {"hard": 1, "soft": 0.3, "gt_prob": 0.8, "relevance": 1.0, "logprob": -1.0},
+        {"hard": 0, "soft": 0.1, "gt_prob": 0.2, "relevance": 0.5, "logprob": -2.0},
+    ]
+    script = load_script(FILE, REWARD_MODE=mode, HARD_WEIGHT=3.0, SOFT_WEIGHT=0.5)
+    assert script.shaped_rewards(candidates) == pytest.approx(wanted)
+
+
+def test_a_right_list_gets_nothing_for_relevance_though_hard_has_no_weight():
+    candidates = [{"hard": hard, "soft": 0.0, "gt_prob": 0.5, "relevance": 1.0} for hard in (1, 0)]
+    script = load_script(FILE, REWARD_MODE="hard_plus_gtprob_plus_rel", HARD_WEIGHT=0.0)
+    assert script.shaped_rewards(candidates) == pytest.approx([0.5, 0.6])
 
 
 def test_the_terminal_names_the_best_of_the_others(icl):
@@ -1860,6 +2147,151 @@ def test_embeddings_are_kept_and_made_anew_when_the_texts_change(icl, world, tmp
     assert "Embedded" not in capsys.readouterr().out
     icl(EMBEDDING_SIZE=7).ICLTrainer()
     assert "Embedded 132 texts" in capsys.readouterr().out
+
+
+PICTURES = """
+class Embedder:
+    def vectors(self, rows):
+        return [[FACTOR * len(row["text"]), n % 5, 1.0] for n, row in enumerate(rows)]
+
+
+def make_embedder(demos, device):
+    return Embedder()
+"""
+
+
+def module_of(path, text):
+    """A module of a file, as import gives it."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def vectors_kept(script, afresh=False):
+    """The files of vectors in OUTPUT_DIR after one more start, and whether that one made vectors."""
+    said = []
+    splits, demos = script.load_splits(said.append)
+    script.embed_splits(splits, demos, torch.device("cpu"), said.append, afresh)
+    return sorted(Path(script.OUTPUT_DIR).glob("*.npz")), any("Embedded" in text for text in said)
+
+
+def test_vectors_are_made_anew_when_an_image_changes(icl, tmp_path):
+    rows = [{"q": f"card {n} w{n % 7}", "a": "x", "i": str(tmp_path / f"{n % 3}.png")} for n in range(40)]
+    for n in range(3):
+        (tmp_path / f"{n}.png").write_text(f"picture {n}")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = {"path": str(tmp_path / "rows.jsonl"), "type": "jsonl", "input": "q", "output": "a", "image": "i"}
+    script = icl(TRAIN_DATASET=spec, TEST_DATASET=None)
+    assert [made for _, made in (vectors_kept(script), vectors_kept(script))] == [True, False]
+    (tmp_path / "1.png").write_text("another picture")  # at the same path
+    files, made = vectors_kept(script)
+    assert made and len(files) == 2
+    shutil.copy(tmp_path / "2.png", tmp_path / "9.png")  # the same picture, at another path
+    rows[2]["i"] = str(tmp_path / "9.png")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert vectors_kept(script)[1]
+
+
+def test_vectors_are_made_anew_when_the_embedders_code_changes(icl, tmp_path):
+    script = icl()
+    assert vectors_kept(script)[1]
+    for factor, name in ((1, "mine_one"), (2, "mine_two")):  # the function is the same, the class is not
+        mine = module_of(tmp_path / f"{name}.py", PICTURES.replace("FACTOR", str(factor)))
+        script.make_embedder = mine.make_embedder
+        assert [vectors_kept(script)[1] for _ in range(2)] == [True, False]
+        del sys.modules[name]
+    script.make_embedder = mine.Embedder  # a class in its place
+    mine.Embedder.__init__ = lambda self, demos, device: None
+    files, made = vectors_kept(script)
+    assert made and len(files) == 4
+    size = 5
+
+    def embedder(demos, device):
+        kept = size  # a value of the function around it
+        return SimpleNamespace(vectors=lambda rows: np.ones((len(rows), kept)))
+
+    script.make_embedder = embedder
+    assert vectors_kept(script)[1]
+    size = 6
+    assert vectors_kept(script)[1]
+
+    def embedder(demos, device):  # the same names and values in other code
+        kept = 2 * size
+        return SimpleNamespace(vectors=lambda rows: np.ones((len(rows), kept)))
+
+    script.make_embedder = embedder
+    assert vectors_kept(script)[1]
+
+
+def test_vectors_are_made_anew_when_the_files_of_a_models_folder_change(icl, tmp_path):
+    config = BertConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        script = icl(EMBEDDING=save_random(BertModel(config), tmp_path / "model", tiny_tokenizer()))
+        assert [vectors_kept(script)[1] for _ in range(2)] == [True, False]
+        found.append(script.ICLTrainer().demos[0]["vector"])
+    assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def test_a_fresh_start_makes_the_vectors_of_an_own_embedder_again_and_a_resumed_one_does_not(icl, tmp_path):
+    (tmp_path / "size").write_text("3")  # what the digest cannot see
+    calls = []
+
+    def embedder(demos, device):
+        calls.append(1)
+        size = int((tmp_path / "size").read_text())
+        return SimpleNamespace(vectors=lambda rows: np.random.default_rng(0).normal(size=(len(rows), size)))
+
+    script = icl(STAGE="mine", RESUME="yes")
+    script.make_embedder = embedder
+    trainer = script.ICLTrainer()
+    assert trainer.corpus.sizes[0] == 3
+    trainer.train()
+    (tmp_path / "size").write_text("5")
+    assert script.ICLTrainer().corpus.sizes[0] == 3 and len(calls) == 1  # as the policy was trained
+    script.RESUME = "no"
+    assert script.ICLTrainer().corpus.sizes[0] == 5
+    script = icl(RESUME="no")
+    script.ICLTrainer()
+    assert not vectors_kept(script, afresh=True)[1]  # the file's own: an equal digest says equal vectors
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        lambda rows: np.ones(len(rows)),
+        lambda rows: np.ones((1, 4)),
+        lambda rows: np.full((len(rows), 4), np.nan),
+    ],
+)
+def test_vectors_of_an_own_embedder_that_are_none_are_refused(icl, vectors):
+    script = icl()
+    script.make_embedder = lambda demos, device: SimpleNamespace(vectors=vectors)
+    with pytest.raises(script.UserError, match=r"must give finite numbers of shape \(132, d\), not an array"):
+        script.ICLTrainer()
+
+
+def test_queries_of_two_files_of_one_name_are_told_apart(icl, world, tmp_path):
+    """Their ids were the same, so that test queries got the classifier's word on training queries."""
+    (tmp_path / "test").mkdir()
+    shutil.copy(world / "test.csv", tmp_path / "test/train.csv")
+    kinds = {"type": "csv", "input": "text", "output": "category"}
+    found = []
+    for path in (world / "test.csv", tmp_path / "test/train.csv"):
+        trainer = icl(TEST_DATASET={"path": str(path), **kinds}, RESUME="no").ICLTrainer()
+        queries = trainer.splits["train"] + trainer.splits["validation"] + trainer.splits["test"]
+        assert len({query["id"] for query in queries}) == len(queries)
+        numbers = torch.arange(len(trainer.demos))
+        every = [trainer.corpus.log_likelihood(query, numbers) for query in queries]
+        found.append(torch.stack(every)[-12:])
+    assert torch.equal(*found)
+    assert trainer.splits["test"][0]["id"] == "test train.csv:2"
 
 
 def test_a_candidates_vector_holds_its_answers(icl):
@@ -1957,6 +2389,54 @@ def test_stages_one_by_one_give_what_all_at_once_gives(icl, trained, tmp_path):
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
 
 
+@pytest.fixture(scope="module")
+def with_steps(world, tmp_path_factory):
+    """The folder of a whole run of both stages, and all of its checkpoints."""
+    folder = tmp_path_factory.mktemp("steps")
+    toy(world, folder, **STEPS).ICLTrainer().train()
+    return folder / "run"
+
+
+STEPS = {"GRPO_EPOCHS": 1, "SAVE_EVERY_N_STEPS": 2, "EVAL_SHOTS": (2,), "KEEP_LAST_N_CHECKPOINTS": 99}
+
+
+@pytest.mark.parametrize("step", [4, 8, 10, 12])
+def test_a_run_goes_on_in_another_folder_as_in_its_own(icl, with_steps, tmp_path, step):
+    trainer = icl(RESUME=str(with_steps / f"step_{step}"), **STEPS).ICLTrainer()
+    trainer.train()
+    ours = tmp_path / "run"
+    assert trainer.run.step == 12
+    names = ["candidates.json"]
+    names += [f"step_12/{part}/model.safetensors" for part in ("policy", "reference")]
+    if step > 4:  # else rce/ is the best of what this folder has seen
+        names += ["rce/policy/model.safetensors", "rce/policy/config.json"]
+    for name in names:
+        assert (ours / name).read_bytes() == (with_steps / name).read_bytes(), name
+    figures = json.loads((ours / "eval_test.json").read_text())
+    assert {"RCE", "RCE + GRPO"} < set(figures["shots"]["2"]["accuracy"])
+
+
+def test_a_run_whose_rce_has_ended_is_tested_in_another_folder(icl, mined, tmp_path):
+    icl(RESUME=str(mined / "step_4"), RCE_EPOCHS=1, EVAL_SHOTS=(2,)).ICLTrainer().train()
+    assert json.loads((tmp_path / "run/best/metrics.json").read_text())["step"] == 4
+    assert (tmp_path / "run/eval_test.json").exists()
+
+
+def test_another_folder_without_the_candidates_is_refused_before_anything_is_saved(icl, with_steps, tmp_path):
+    (tmp_path / "first").mkdir()
+    shutil.copytree(with_steps / "step_4", tmp_path / "first/step_4")
+    options = {"RESUME": str(tmp_path / "first/step_4"), **STEPS}
+    says = "candidates.json, which this run was trained on, is not there: put it back"
+    for _ in range(2):
+        script = icl(**options)
+        with pytest.raises(script.UserError, match=says):
+            script.ICLTrainer().train()
+        assert not list((tmp_path / "run").glob("step_*"))
+    (tmp_path / "first/candidates.json").write_text("{}")
+    with pytest.raises(script.UserError, match="candidates.json is not the file this run was trained on"):
+        script.ICLTrainer().train()
+
+
 def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
     script = icl(RCE_EPOCHS=1, EVAL_SHOTS=(2,))
     script.ICLTrainer().train()
@@ -1975,6 +2455,13 @@ def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
         ({"EVAL_SHOTS": ()}, "EVAL_SHOTS"),
         ({"SAMPLE_TEMPERATURES": [0.0]}, "SAMPLE_TEMPERATURES"),
         ({"REWARD_MODE": "best"}, "REWARD_MODE = 'best' is unknown"),
+        ({"REWARD_MODE": "hard_only", "SOFT_WEIGHT": 0.5}, "SOFT_WEIGHT = 0.5 does nothing with REWARD_MODE"),
+        ({"REWARD_MODE": "hybrid", "SOFT_WEIGHT": 0.0}, "SOFT_WEIGHT = 0.0 does nothing with REWARD_MODE"),
+        ({"REWARD_MODE": "soft_only", "HARD_WEIGHT": 2.0}, "HARD_WEIGHT = 2.0 does nothing with REWARD_MODE"),
+        (
+            {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score", "ON_POLICY": True, "GRPO_EPOCHS": 1},
+            "ON_POLICY = True: lists that are sampled have no beam_score",
+        ),
         ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"STAGE": "train"}, "run STAGE=mine first"),
         ({"READER": "/nowhere"}, "READER = '/nowhere': no such folder"),

@@ -1137,7 +1137,12 @@ def algorithm_of(path):
 
 
 def test_no_constant_of_the_algorithm_was_forgotten():
-    elsewhere = {"MICRO_BATCH_ROWS", "REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE"}  # test_safety.py, test_run.py
+    elsewhere = {
+        "MICRO_BATCH_ROWS",
+        "REWARD_TIMEOUT",
+        "WEIGHT_DECAY",
+        "PLATEAU_PATIENCE",
+    }  # test_safety.py, test_run.py
     assert algorithm_of("ppo/ppo.py") - elsewhere <= CONSTANTS.keys()
 
 

@@ -2,6 +2,7 @@
 with random tiny models."""
 
 import copy
+import functools
 import json
 import math
 import re
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, read, untimed
+from hypothesis import example, given, settings
+from hypothesis.strategies import floats, integers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config,
@@ -164,6 +167,101 @@ def test_the_value_loss_is_clipped_around_the_rollouts_value():
 def test_whitened_advantages_have_mean_zero_and_variance_one():
     x = load_script("ppo/ppo_rag.py").whiten(torch.tensor([1.0, 2.0, 6.0]))
     assert x.mean().item() == pytest.approx(0, abs=1e-6) and (x**2).mean().item() == pytest.approx(1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(value=floats(-1e4, 1e4, width=32), count=integers(1, 300))
+@example(value=0.1, count=256)
+@example(value=0.7, count=256)
+@example(value=1000.7, count=100)
+def test_equal_advantages_are_whitened_to_zero(value, count):
+    found = load_script_once().whiten(torch.full((count,), value))
+    assert (found == 0).all() and found.shape == (count,)
+
+
+@functools.cache
+def load_script_once():
+    """The program, for functions that read no constant."""
+    return load_script("ppo/ppo_rag.py")
+
+
+@pytest.mark.parametrize("offset, error", [(0.0, 3e-6), (100.3, 3e-4)])  # REWARD_CLIP is 100
+def test_advantages_are_whitened_as_in_float64(offset, error):
+    x = offset + 0.5 * torch.randn(256, generator=torch.Generator().manual_seed(0))
+    exact = x.double().numpy()
+    wanted = (exact - exact.mean()) / math.sqrt(exact.var() + 1e-8)
+    assert np.abs(load_script_once().whiten(x).double().numpy() - wanted).max() < error
+
+
+def test_losses_equal_those_of_float64_written_from_the_paper():
+    """Random batches of 1 to 9 episodes, ratios near 1 and far from it, value clipping on and off."""
+    script = load_script_once()
+    for seed in range(30):
+        draw = np.random.default_rng(seed)
+        rows = int(draw.integers(1, 10))
+        drawn = draw.standard_normal((6, rows)) * (0.01, 1, 9)[seed % 3]
+        new, old, advantages, values, before, returns = drawn
+        clip, near_value = draw.uniform(0.05, 0.5), draw.choice([0.0, 0.3])
+        policy, value = [], []
+        for i in range(rows):
+            ratio = math.exp(new[i] - old[i])
+            policy.append(-min(ratio * advantages[i], min(max(ratio, 1 - clip), 1 + clip) * advantages[i]))
+            clipped = before[i] + min(max(values[i] - before[i], -near_value), near_value)
+            errors = [values[i] - returns[i], clipped - returns[i] if near_value else 0.0]
+            value.append(max(error**2 for error in errors) / 2)
+        tensors = {
+            name: torch.from_numpy(x)
+            for name, x in (
+                ("new", new),
+                ("old", old),
+                ("advantages", advantages),
+                ("values", values),
+                ("before", before),
+                ("returns", returns),
+            )
+        }
+        found = script.policy_loss(tensors["new"], tensors["old"], tensors["advantages"], clip)
+        assert found.tolist() == pytest.approx(policy, rel=1e-12, abs=1e-12)
+        found = script.value_loss(tensors["values"], tensors["before"], tensors["returns"], near_value)
+        assert found.tolist() == pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+def test_log_probabilities_entropy_and_metrics_of_a_step_equal_float64(rag, world):
+    """The joint softmax over TOP_KS x TEMPERATURES x RERANKS, by numpy from the weights."""
+    script, trainer = quick(rag, world, N_STEPS=13, LEARNING_RATE=0.0)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        trainer.policy.scale.mul_(0.1)  # some are beyond the clamp
+        for parameter in trainer.policy.parameters():
+            parameter.normal_()
+    batch = trainer.rollout()
+    trainer.compute_advantages(batch)
+    weights = {name: x.double().numpy() for name, x in trainer.policy.state_dict().items()}
+
+    def layer(name, x):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    seen = (batch.observations.double().numpy() - weights["mean"]) / weights["scale"]
+    assert np.abs(seen).max() > 5
+    hidden = np.tanh(layer("second", np.tanh(layer("first", seen.clip(-5, 5)))))
+    logits = layer("actor", hidden)
+    assert logits.shape == (13, 8)
+    top = logits.max(1, keepdims=True)
+    every = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
+    wanted = every[range(13), batch.actions.numpy()]
+    assert batch.logprobs.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert batch.values.tolist() == pytest.approx(layer("critic", hidden)[:, 0].tolist(), abs=1e-4)
+    chunk = torch.tensor([12, 3, 7, 0, 1])
+    metrics = trainer.optimizer_step(batch, chunk)
+    entropy = -(np.exp(every) * every).sum(1)[chunk.numpy()].mean()
+    assert metrics["entropy"] == pytest.approx(entropy, abs=1e-4)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6) and metrics["clip_fraction"] == 0
+    batch.logprobs -= 0.5  # the policy has moved: every ratio is exp(.5)
+    metrics = trainer.optimizer_step(batch, chunk)
+    assert metrics["approx_kl"] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-4)
+    assert metrics["max_ratio_deviation"] == pytest.approx(math.exp(0.5) - 1, abs=1e-4)
+    gains = (batch.advantages[chunk] > 0).float().mean().item()
+    assert metrics["clip_fraction"] == pytest.approx(gains) and 0 < gains < 1
 
 
 def test_the_entropy_bonus_has_a_gradient(rag):
@@ -694,9 +792,43 @@ def test_what_an_answer_depends_on_is_in_the_caches_name(rag, constant, value):
     paths = []
     for changed in ({}, {constant: value}, {"EM_WEIGHT": 2.0, "SEED": 9}):
         script = rag(**changed)
-        generator = script.Generator(script.GENERATOR, torch.device("cpu"))
-        paths.append(script.cache_path([{"title": "a", "text": "b"}], generator))
+        qa = script.QASystem([{"title": "Ada", "text": "Born in Arle ."}], torch.device("cpu"))
+        paths.append(script.cache_path(qa))
     assert paths[0] != paths[1] and paths[0] == paths[2]
+
+
+@pytest.mark.parametrize(
+    "name, method",
+    [("Retriever", "search"), ("Reranker", "scores"), ("Generator", "answers"), ("QASystem", "ranked")],
+)
+def test_a_part_that_is_replaced_gets_answers_of_its_own(rag, name, method):
+    """A subclass that overrides a method; a comment is no other part."""
+    paths = []
+    for replaced in (False, True, True):
+        script = rag()
+        if replaced:
+            plain = getattr(getattr(script, name), method)
+            mine = {method: lambda self, *rest, plain=plain: plain(self, *rest)}
+            setattr(script, name, type("Mine", (getattr(script, name),), mine))
+        trainer = script.RAGTrainer()
+        paths.append(script.cache_path(trainer.qa))
+    assert paths[0] != paths[1] == paths[2] and all(path.exists() for path in paths)
+
+
+def test_a_comment_in_a_part_leaves_its_answers_in_use(rag):
+    script = rag()
+
+    class One:
+        def search(self):
+            return 1
+
+    class Other:
+        def search(self):
+            # the same
+            return 1  # as above
+
+    one, other = (script.source_of(some()) for some in (One, Other))
+    assert one == other != script.source_of(script.Trigrams([{"title": "Ada", "text": "Ada"}]))
 
 
 def test_a_chat_template_goes_around_the_prompt_unless_told_not_to(rag):
@@ -781,6 +913,7 @@ def test_the_table_on_the_terminal_is_of_the_training_questions_and_the_baseline
     table = hand_table(script)
     table.actions = [(1, 0.0, 0), (3, 0.0, 1)]
     table.parts = {key: table.rewards for key in ("reward", "em", "f1", "cost")}
+    table.shown = list(table.parts)
     figures = script.baseline_figures(table)
     lines = script.table_lines(table, figures, ["random", "best_fixed", "oracle"])
     assert [line.split()[-5:] for line in lines[:2]] == [
@@ -803,7 +936,8 @@ def test_the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions(
     assert set(found["gains"]) == {"best_fixed", "best_by_type", "tree"}
     for gain in found["gains"].values():
         assert gain == {"gain": pytest.approx(0.5), "interval": [0.0, 1.0]}
-    *_, last = script.test_lines({**found, "policy": table_means(1.0)})
+    table.shown = ["reward", "em", "f1", "cost"]
+    *_, last = script.test_lines(table, {**found, "policy": table_means(1.0)})
     assert last.split() == "tree 0.500, gain over it +0.500 (95% interval +0.000 to +1.000)".split()
     low, high = script.bootstrap_interval(torch.linspace(0, 1, 400, dtype=torch.float64))
     assert (0.5 - low, high - 0.5) == pytest.approx((1.96 * 0.289 / 20,) * 2, rel=0.08)
@@ -1152,7 +1286,7 @@ def test_baseline_only_trains_nothing_and_leaves_a_run_alone(rag, tmp_path):
     assert (tmp_path / "run/step_2").exists() and not list((tmp_path / "run").glob("old_*"))
 
 
-def test_a_reward_of_your_own_takes_over(rag):
+def test_a_reward_of_your_own_takes_over(rag, capsys):
     script = rag()
 
     class Mine(script.RAGTrainer):
@@ -1160,8 +1294,52 @@ def test_a_reward_of_your_own_takes_over(rag):
             self.reward_parts["words"] = torch.tensor([float(len(r.split())) for r in responses])
             return self.reward_parts["words"]
 
-    table = Mine().table
+    trainer = Mine()
+    table = trainer.table
     assert torch.allclose(table.rewards, table.parts["words"] - 0.05 * table.parts["cost"])
+    trainer.train()
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if " words " in line and " cost " in line]
+    assert [line.split()[0] for line in shown if line.startswith("  ")][:3] == ["fixed", "random", "best"]
+    assert any(line.startswith("Test: reward ") for line in shown)
+    assert sum(line.startswith("R:") and " words:" in line for line in lines) == 4
+
+
+@pytest.mark.parametrize(
+    "name, values, says",
+    [
+        ("reward", [1.0] * 256, "the name 'reward' belongs to a metric of the trainer"),
+        ("cost", [1.0] * 256, "the name 'cost' belongs to a metric of the trainer"),
+        ("top_k", [1.0] * 256, "the name 'top_k' belongs to a metric of the trainer"),
+        ("mine", [1.0] * 3, "reward_parts['mine'] must return 256 finite numbers"),
+        ("mine", [math.nan] * 256, "reward_parts['mine'] must return 256 finite numbers"),
+    ],
+)
+def test_parts_of_an_own_reward_that_cannot_be_are_refused(rag, world, name, values, says):
+    script = rag(CACHE_DIR=str(world / "cache"), RERANKER="lexical")
+
+    class Mine(script.RAGTrainer):
+        def compute_rewards(self, questions, responses, answers):
+            self.reward_parts[name] = values
+            return [0.0] * len(responses)
+
+    with pytest.raises(script.UserError, match=re.escape(says)):
+        Mine()
+
+
+def test_one_action_has_its_table(rag, world):
+    only = {"TOP_KS": (1,), "TEMPERATURES": (0.0,), "RERANKS": (0,), "FIXED_ACTION": (1, 0.0, 0)}
+    figures = quick(rag, world, **only, BASELINE_ONLY=True)[1].train()
+    assert figures["tree"]["test"] == figures["fixed"]["test"] == figures["oracle"]["test"]
+
+
+def test_more_paragraphs_than_there_are_are_all_that_there_are(rag, world):
+    actions = {"TOP_KS": (20, 100), "TEMPERATURES": (0.0,), "FIXED_ACTION": (20, 0.0, 0)}
+    table = quick(rag, world, **actions, MAX_NEW_TOKENS=2)[1].table
+    for rerank in (0, 1):  # the corpus has 20
+        less, more = (table.actions.index((k, 0.0, rerank)) for k in (20, 100))
+        assert [row[less] for row in table.responses] == [row[more] for row in table.responses]
+        assert torch.equal(table.rewards[:, less], table.rewards[:, more])
 
 
 # ---------------------------------------------------------------- bad input
@@ -1227,6 +1405,7 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
     [
         ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl line 33: 'question' must be a text"),
         ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text or a number"),
+        ({"questions": [asked(answer=["Arle", " "])]}, {}, "questions.jsonl line 33: its answer is empty"),
         ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
         (LONG, {}, "the question 'Ada Ada Ada"),
         ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
@@ -1320,9 +1499,13 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
 @pytest.mark.parametrize(
     "constants, says",
     [
-        ({"TOP_KS": ()}, "TOP_KS = (): it takes different numbers from 1"),
-        ({"TOP_KS": (1, 1)}, "TOP_KS = (1, 1): it takes different numbers"),
+        ({"TOP_KS": ()}, "TOP_KS = (): it takes different whole numbers from 1"),
+        ({"TOP_KS": (1, 1)}, "TOP_KS = (1, 1): it takes different whole numbers"),
         ({"TEMPERATURES": (-1.0,)}, "TEMPERATURES = (-1.0,)"),
+        ({"TEMPERATURES": ("hot",)}, "TEMPERATURES = ('hot',): it takes different numbers from 0"),
+        ({"TEMPERATURES": (math.inf,)}, "TEMPERATURES = (inf,): it takes different numbers from 0"),
+        ({"TOP_KS": (1.5,)}, "TOP_KS = (1.5,): it takes different whole numbers from 1"),
+        ({"N_STEPS": 1}, "N_STEPS = 1: whitening makes one advantage 0"),
         ({"RERANKS": (0, 2)}, "RERANKS = (0, 2)"),
         ({"RERANKER": None}, "RERANKS = (0, 1): it takes 0 and, where RERANKER"),
         ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
@@ -1347,8 +1530,10 @@ def test_errors_are_one_sentence(rag, constants, says):
     "text, says",
     [
         ("[]", "0 questions leave none to train on"),
-        ('{"a": 1}', "record 1 is not HotpotQA's"),
+        ('{"a": 1}', "is not HotpotQA's format: it takes a list of records"),
         ("[1", "is no JSON"),
+        ("5", "is not HotpotQA's format: it takes a list of records"),
+        (json.dumps([{**HOTPOT, "context": [[3, ["a"]]]}]), "record 1 is not HotpotQA's"),
         ('[{"question": "x"}]', "record 1 is not HotpotQA's"),
         (json.dumps([{**HOTPOT, "answer": {"a": 1}}]), "record 1: 'answer' must be a text or a number"),
         (json.dumps([{**HOTPOT, "supporting_facts": 3}]), "record 1 is not HotpotQA's"),
@@ -1382,6 +1567,36 @@ def test_a_reranker_of_two_labels_is_refused(rag, world, tmp_path):
     script = rag(RERANKER=str(tmp_path / "two"))
     with pytest.raises(script.UserError, match="has 2 labels: it takes one of one label"):
         script.RAGTrainer()
+
+
+def test_resuming_with_other_observations_is_refused(rag):
+    rag(MAX_STEPS=2).RAGTrainer().train()
+    script = rag(MAX_STEPS=4)
+    count = len(script.OBSERVATION)
+    script.OBSERVATION = (*script.OBSERVATION, "length")
+    says = f"sees {count} numbers, OBSERVATION has {count + 1}: take those, or RESUME=no"
+    with pytest.raises(script.UserError, match=says):
+        script.RAGTrainer("yes")
+
+
+def test_a_finished_run_goes_on_in_another_folder_by_its_best_policy(rag, tmp_path):
+    """The table is made there; best/ of a later step than the checkpoint is never taken."""
+    first = rag(MAX_STEPS=4, EVAL_EVERY_N_STEPS=1, SAVE_EVERY_N_STEPS=1, LEARNING_RATE=0.05).RAGTrainer()
+    evaluate = first.evaluate
+    first.evaluate = lambda: {**evaluate(), "reward": float(first.run.step == 3)}
+    first.train()
+    best = {name: weight.clone() for name, weight in first.best.state_dict().items()}
+    assert not all(torch.equal(best[name], weight) for name, weight in first.policy.state_dict().items())
+    wanted = json.loads((tmp_path / "run/eval_test.json").read_text())
+    there = {"OUTPUT_DIR": str(tmp_path / "other"), "MAX_STEPS": 4}
+    second = rag(**there).RAGTrainer(f"{tmp_path}/run/step_4")
+    second.train()
+    assert json.loads((tmp_path / "other/eval_test.json").read_text()) == wanted
+    assert all(torch.equal(best[name], weight) for name, weight in second.best.state_dict().items())
+    early = rag(**{**there, "MAX_STEPS": 2}).RAGTrainer(f"{tmp_path}/run/step_2")
+    assert early.best is not None
+    early.train()
+    assert early.best is None and (tmp_path / "other/eval_test.json").exists()
 
 
 def test_resuming_with_other_actions_is_refused(rag):

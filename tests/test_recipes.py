@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench import learning_curves
 from bench.learning_curves import recipe
-from conftest import ROOT, Program, load_script, small
+from conftest import ROOT, Program, assert_same_state, load_script, small, untimed
 
 
 def patched(path, name, **constants):
@@ -163,6 +163,38 @@ def test_a_prompt_that_is_solved_is_not_asked_again(tmp_path):
     assert set(trainer.state.solved) == ids
 
 
+def with_state(name, out, **constants):
+    """A trainer of a recipe that adds a field to self.state; it writes into out."""
+    constants |= dict(OUTPUT_DIR=str(out), MAX_TRAIN_PROMPTS=8, NUM_EPOCHS=2, EVAL_DATASETS=[])
+    constants |= dict(SAVE_EVERY_N_STEPS=2, RESUME="yes", REWARD_FUNCTIONS=[(some_right, 1.0)])
+    constants = small("grpo/grpo.py", **constants)
+    if name == "solved prompts":
+        return patched("grpo/grpo.py", name, **constants).GRPOTrainer()
+    space = {"grpo": load_script("grpo/grpo.py", **constants)}
+    exec(recipe("grpo.md", name).replace("import grpo\n", ""), space)
+    return space["AdaptiveEntropyTrainer"]()
+
+
+def some_right(prompts, responses, answers):
+    """1 for all responses to some prompts; the others' responses differ."""
+    return [1.0 if len(p) % 2 else float(len(r) % 2) for p, r in zip(prompts, responses)]
+
+
+@pytest.mark.parametrize("name, field", [("adaptive entropy", "entropy_coef"), ("solved prompts", "solved")])
+def test_a_recipes_own_state_is_resumed(tmp_path, name, field):
+    whole = with_state(name, tmp_path / "whole", MAX_STEPS=4)
+    whole.train()
+    with_state(name, tmp_path / "parts", MAX_STEPS=2).train()
+    resumed = with_state(name, tmp_path / "parts", MAX_STEPS=4)
+    assert resumed.run.step == 2 and getattr(resumed.state, field)
+    resumed.train()
+    assert getattr(resumed.state, field) == getattr(whole.state, field)
+    one, two = tmp_path / "whole", tmp_path / "parts"
+    assert untimed(one / "logs/metrics.jsonl") == untimed(two / "logs/metrics.jsonl")
+    assert len(untimed(one / "logs/metrics.jsonl")) == 4
+    assert_same_state(one / "step_4/training_state.pt", two / "step_4/training_state.pt")
+
+
 def test_learning_curves_makes_a_program_of_a_recipe(tmp_path):
     for name in ("maxrl", "gdpo"):
         (tmp_path / name).mkdir()
@@ -177,10 +209,19 @@ def test_learning_curves_makes_a_program_of_a_recipe(tmp_path):
 # ---------------------------------------------------------------- rewards that wait
 
 
+FAULTS = {  # replies that a judge gives on a bad day: (status, length that is promised, body)
+    "error": (500, 3, b"500"),
+    "cut short": (200, 500, b'{"choices": [{"mess'),
+    "no JSON": (200, 20, b"<html>busy</html>   "),
+    "another JSON": (200, 16, b'{"error": "too"}'),
+    "no content": (200, 45, b'{"choices": [{"message": {"content": null}}]}'),
+}
+
+
 @contextmanager
-def judge_server(fail=0):
+def judge_server(fail=0, fault="error"):
     """A server of OpenAI's protocol that grades by the last word of the response, the later ones sooner; its
-    first `fail` replies are errors. Gives its address and [most requests at a time, requests]."""
+    first `fail` replies are faults. Gives its address and [most requests at a time, requests]."""
     seen = [0, 0]
     lock = threading.Lock()
     open_requests = set()
@@ -197,10 +238,12 @@ def judge_server(fail=0):
             time.sleep(0.02 * (12 - number))
             with lock:
                 open_requests.remove(self)
-            reply = {"choices": [{"message": {"content": f"Grade: {number}"}}]}
-            self.send_response(500 if failed else 200)
+            body = json.dumps({"choices": [{"message": {"content": f"Grade: {number}"}}]}).encode()
+            status, length, body = FAULTS[fault] if failed else (200, len(body), body)
+            self.send_response(status)
+            self.send_header("Content-Length", length)
             self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
+            self.wfile.write(body)
 
         def log_message(self, *_):
             """Nothing on the terminal."""
@@ -233,15 +276,16 @@ def test_a_judge_over_http_is_asked_concurrently_and_answers_in_order():
     assert seen[0] > 4 and seen[1] == 12 and judge.__name__ == "judge"
 
 
-def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name():
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name(fault):
     lists = ["2 + 2?"], ["it is 7"], ["4"]
-    with judge_server(fail=2) as (url, seen):
+    with judge_server(2, fault) as (url, seen):
         module, judge = judge_of(url)
         assert module.call_reward("judge", judge, *lists).tolist() == pytest.approx([0.7])
         assert seen[1] == 3
-    with judge_server(fail=3) as (url, seen):
+    with judge_server(3, fault) as (url, seen):
         module, judge = judge_of(url)
-        with pytest.raises(OSError) as error:
+        with pytest.raises(Exception) as error:
             module.call_reward("judge", judge, *lists)
     assert seen[1] == 3 and error.value.__notes__ == ["(raised by the reward function judge)"]
 
@@ -273,6 +317,10 @@ def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_do
 # ---------------------------------------------------------------- generated tasks
 
 
+def read_and_leave():
+    raise InterruptedError
+
+
 def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
     """With a stand-in for the package: n - 2 n, where a wrong answer that is even is worth a tenth."""
 
@@ -291,7 +339,22 @@ def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_pa
     monkeypatch.chdir(tmp_path)
     module = load_script("grpo/grpo.py")
     text = recipe("cookbook.md", "reasoning-gym").replace("import grpo\n", "")
-    exec(text, {"grpo": module, "__name__": "recipe"})
+    space = {"grpo": module, "__name__": "recipe"}
+    own = tmp_path / "train.jsonl"
+    own.write_text("mine")
+    exec(text, space)
+    assert list(tmp_path.iterdir()) == [own]  # an import writes nothing
+    for key, value in small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run")).items():
+        setattr(module, key, value)
+    monkeypatch.setattr(module, "rank", lambda: 1)  # another process: the first one writes
+    with pytest.raises(module.UserError, match="gym/train.jsonl.*cannot be read"):
+        space["GymTrainer"]("no")
+    monkeypatch.setattr(module, "rank", lambda: 0)
+    monkeypatch.setattr(module, "load_prompts", lambda *_: read_and_leave())
+    with pytest.raises(InterruptedError):
+        space["GymTrainer"]("no")
+    assert own.read_text() == "mine"
+    assert sorted(path.name for path in (tmp_path / "run/gym").iterdir()) == ["test.jsonl", "train.jsonl"]
     rows = module.load_rows(module.EVAL_DATASETS, "EVAL_DATASETS")
     turns = [(turn["role"], turn["content"]) for turn in rows[3]["prompt"]]
     assert len(rows) == 200 and rows[3]["answer"] == "-3"

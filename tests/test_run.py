@@ -2,17 +2,20 @@
 that matters; what a block does that all trainers have is tried in each of them."""
 
 import errno
-import io
 import functools
+import gc
+import io
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +39,8 @@ from conftest import (
     untimed,
     words_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from program import Program
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -49,6 +54,9 @@ def jsonl(path, *lines):
     lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return {"path": str(path), "type": "jsonl", "input": "problem", "output": "solution"}
+
+
+loaded = functools.cache(load_script)
 
 
 def joined(tensors):
@@ -1128,6 +1136,22 @@ def documentation():
     return "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))))
 
 
+def test_the_guides_scenarios_name_their_trainer(grpo):
+    """A constant that some trainers refuse has its trainer in the first column."""
+    page = (ROOT / "docs/cookbook.md").read_text()
+    rows = re.findall(r"^\| (.+) \| `(BATCH_SIZE=.+)` \|$", page, re.MULTILINE)
+    assert len(rows) == len(SCENARIOS)
+    for name, words in rows:
+        script = grpo()
+        script.apply_overrides(words.split())
+        if "`ppo/ppo.py`" in name:
+            with pytest.raises(script.UserError, match="GROUP_SIZE = 1"):
+                script.GRPOTrainer()
+        else:
+            script.USE_WANDB = False
+            script.GRPOTrainer().run.lock.release(force=True)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_guides_scenarios(name, tmp_path, started, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -1378,29 +1402,84 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
         script.PPOTrainer()
 
 
-@pytest.mark.parametrize(
-    "terminal, shown",
-    [
-        (False, "rollout: 3 of 7 tokens, 0.075 a second\n"),
-        (
-            True,
-            "".join(f"\r\033[Krollout: {n} of 7 tokens, {n / (10 * n + 10):.3g} a second" for n in range(7)),
-        ),
-    ],
-)
-def test_what_takes_long_says_how_far_it_is(ppo, monkeypatch, capsys, terminal, shown):
-    script = ppo()
+def run_without_lock(script):
     run = script.Run("ppo", "no", torch.device("cpu"))
     run.lock.release(force=True)
+    return run
+
+
+def test_without_a_terminal_a_line_about_every_30_seconds_says_how_far_it_is(ppo, monkeypatch, capsys):
+    script = ppo()
+    run = run_without_lock(script)
     with run.timed("rollout"):
         clock = iter(range(0, 1000, 10))
         monkeypatch.setattr(script.time, "perf_counter", lambda: next(clock))
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-        capsys.readouterr()
-        assert list(script.progress(range(7), "tokens")) == list(range(7))
-        assert capsys.readouterr().out == shown
-    run.log("Done")
-    assert capsys.readouterr().out == "\r\033[K" * terminal + "Done\n"
+        assert list(script.progress(range(11), "tokens")) == list(range(11))
+    shown = "rollout: 3 of 11 tokens, 01:46 left\nrollout: 7 of 11 tokens, 00:45 left\n"
+    assert capsys.readouterr() == (shown, "")
+
+
+def screen(text):
+    """The lines that a terminal shows of a text with carriage returns and moves of the cursor."""
+    lines = [[]]
+    row = column = 0
+    for part in re.findall(r"\033\[A|\033\[K|.|\n", text, re.DOTALL):
+        if part == "\033[A":
+            row -= 1
+        elif part == "\n":
+            row, column = row + 1, 0
+            lines += [[]] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        else:
+            lines[row] = [
+                *lines[row][:column],
+                *" " * (column - len(lines[row])),
+                part,
+                *lines[row][column + 1 :],
+            ]
+            column += 1
+    return ["".join(line).rstrip() for line in lines]
+
+
+def test_on_a_terminal_a_bar_stands_below_the_lines_and_vanishes(ppo, monkeypatch, capsys):
+    script = ppo()
+    run = run_without_lock(script)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    text = ""
+    shown = []
+    with run.timed("rollout"):
+        for n in script.progress(range(3), "tokens"):
+            for _ in script.progress(range(2), "parts"):
+                pass
+            run.log(f"line {n}")
+            text += capsys.readouterr().out
+            shown.append(screen(text))
+        text += capsys.readouterr().out
+    assert screen(text) == ["line 0", "line 1", "line 2", ""]
+    for n, (*said, bar) in enumerate(lines[: n + 2] for n, lines in enumerate(shown)):
+        assert said == [f"line {i}" for i in range(n + 1)]
+        assert re.match(r"rollout: +\d+%.*\| \d/3 \[00:00<", bar), bar
+
+
+def test_a_bar_vanishes_though_its_loop_is_left_early(ppo, monkeypatch, capsys):
+    script = ppo()
+    run_without_lock(script)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for _ in script.progress(range(3), "tokens"):
+        break
+    text = capsys.readouterr().out
+    assert "0/3" in text and screen(text) == [""]
+
+
+def test_process_0_alone_shows_how_far_it_is(ppo, monkeypatch, capsys):
+    script = ppo()
+    run_without_lock(script)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert list(script.progress([7], "parts")) == [7]  # of a single one there is nothing to tell
+    monkeypatch.setattr(script, "rank", lambda: 1)
+    assert list(script.progress(range(3), "tokens")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_every_long_part_of_a_run_is_tracked(ppo):
@@ -1436,3 +1515,316 @@ def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
         for _ in trainer.run.steps(dict, until=1):
             trainer.run.log_step({"reward": 1.0}, 7, [], "line")
     assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}
+
+
+# ---------------------------------------------------------------- groups are whole wherever rewards are asked
+
+
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py", "grpo/grpo_rec.py"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_responses_to_one_prompt_are_scored_in_one_call(path, data):
+    script = loaded(path)
+    batch_size, group_size = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
+    counts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=12))  # responses per prompt
+    rows = [{"prompt": "q", "answer": None, "columns": {"number": i}} for i in range(len(counts))]
+    rows = [row for row, count in zip(rows, counts) for _ in range(count)]
+    batch = SimpleNamespace(rows=rows, responses=[str(i) for i in range(len(rows))], columns={})
+    calls = []
+
+    def score(prompts, responses, answers, number):
+        calls.append(number)
+        return [float(response) for response in responses]
+
+    script.BATCH_SIZE, script.GROUP_SIZE = batch_size, group_size
+    scores, _ = script.score_over_ranks(SimpleNamespace(), "score", score, batch)
+    assert scores.tolist() == list(range(len(rows)))
+    seen = [number for call in calls for number in set(call)]
+    assert len(seen) == len(set(seen)) == len(counts)  # no prompt is in two calls
+    size = batch_size * group_size
+    assert all(len(call) <= size or len(set(call)) == 1 for call in calls)
+    for call, following in zip(calls, calls[1:]):  # no call that could be spared
+        assert len(call) + counts[following[0]] > size
+
+
+@pytest.mark.parametrize("path", ["grpo/grpo.py", "rce/rce.py"])
+def test_an_evaluation_hands_over_whole_groups(path, tmp_path):
+    calls = []
+
+    def ranked(prompts, responses, answers):
+        calls.append(Counter(prompts))
+        return [0.0] * len(responses)
+
+    constants = {"BATCH_SIZE": 5, "GROUP_SIZE": 3, "EVAL_SAMPLES": 4, "MAX_EVAL_PROMPTS": 7}
+    constants |= {"MAX_NEW_TOKENS": 4, "REWARD_FUNCTIONS": [(ranked, 1.0)], "ACCURACY_FUNCTION": ranked}
+    script = load_script(path, **small(path, OUTPUT_DIR=str(tmp_path / "run"), **constants))
+    trainer = getattr(script, TRAINERS[path])()
+    calls.clear()
+    trainer.evaluate()
+    sampled = [call for call in calls if max(call.values()) > 1]
+    assert sum(call.total() for call in sampled) == 2 * 28  # of the reward and of the accuracy
+    assert all(set(call.values()) == {4} for call in sampled)
+
+
+def test_the_candidates_of_a_prompt_are_verified_in_one_call(tmp_path):
+    calls = []
+
+    def ranked(prompts, responses, answers):
+        calls.append(set(prompts))
+        return [0.0] * len(responses)
+
+    constants = {"BATCH_SIZE": 3, "GROUP_SIZE": 3, "OUTPUT_DIR": str(tmp_path / "run")}
+    constants["REWARD_FUNCTIONS"] = [("exact_answer", 1.0), ("rouge_l", 0.0), (ranked, 1.0)]
+    script = load_script("rce/rce.py", **small("rce/rce.py", **constants))
+    trainer = script.RCETrainer()
+    candidates = [
+        {"prompt_id": row["id"], "text": f"#### {i}", "token_ids": [5, 1], "eval_failed": False}
+        for row, count in zip(trainer.train_rows, (2, 5, 4, 3))
+        for i in range(count)
+    ]
+    trainer.verify(candidates, trainer.rows)
+    prompts = [row["prompt"] for row in trainer.train_rows[:4]]
+    assert calls == [set(prompts[:2]), set(prompts[2:])]
+
+
+def test_each_call_gets_the_columns_of_its_own_responses(ppo):
+    script = ppo(BATCH_SIZE=1, GROUP_SIZE=2)
+    seen = []
+
+    def score(prompts, responses, answers, response_ids):
+        seen.extend(response_ids)
+        return [0.0] * len(responses)
+
+    batch = reward_batch(*["abcdefg"] * 3, response_ids=[[i] for i in range(7)])
+    script.score_over_ranks(SimpleNamespace(), "score", score, batch)
+    assert seen == [[i] for i in range(7)]
+
+
+# ---------------------------------------------------------------- what a reward function may return
+
+
+def test_parts_that_differ_from_call_to_call_are_named(ppo):
+    script = ppo(BATCH_SIZE=1)
+    trainer = SimpleNamespace()
+    for names in (["early", "late", "late"], ["late", "early", "late"], ["late", "late", "early"]):
+        left_behind = iter(names)
+
+        def score(prompts, responses, answers):
+            values = [0.0] * len(responses)
+            trainer.reward_parts = {"always": values, next(left_behind): values}
+            return values
+
+        says = r"^compute_rewards leaves reward_parts\['early'\] in some calls only: set it in each call$"
+        with pytest.raises(script.UserError, match=says):
+            script.score_over_ranks(trainer, "compute_rewards", score, reward_batch(*["abcdef"] * 3))
+
+
+async def waits(prompts, responses, answers):
+    return [1.0] * len(responses)
+
+
+async def yields(prompts, responses, answers):
+    yield 1.0
+
+
+class Judge:
+    async def __call__(self, prompts, responses, answers):
+        return [1.0] * len(responses)
+
+
+@pytest.mark.filterwarnings("error")  # Python's own: never awaited
+@pytest.mark.parametrize("reward", [waits, yields, Judge()], ids=["function", "generator", "object"])
+def test_a_reward_function_that_is_async_is_told(ppo, reward):
+    script = ppo()
+    with pytest.raises(script.UserError, match="^judge is async: make it a plain function; rewards.threaded"):
+        script.call_reward("judge", reward, *["abc"] * 3)
+        gc.collect()
+
+
+def numbers(prompts, responses, answers):
+    for response in responses:
+        yield float(response)
+
+
+def test_a_generator_of_rewards_is_read(ppo):
+    script = ppo()
+    lists = "abc", "123", "abc"
+    assert script.call_reward("numbers", numbers, *lists).tolist() == [1.0, 2.0, 3.0]
+    columns = {"response_ids": [[4], [4, 5], [6]]}
+    scores = script.call_reward(
+        "tokens", lambda p, r, a: ([float(x)] * (1 + (x == "2")) for x in r), *lists, columns, 3
+    )
+    assert scores.tolist() == [[1, 0, 0], [2, 2, 0], [3, 0, 0]]
+    with pytest.raises(ValueError) as caught:  # what it raises has its name, though it raises late
+        script.call_reward("numbers", numbers, "abc", "12x", "abc")
+    assert caught.value.__notes__ == ["(raised by the reward function numbers)"]
+
+
+@pytest.mark.parametrize(
+    "values, says",
+    [
+        (
+            ["good"] * 4,
+            "['good', 'good', 'good', 'good'], a list of 4 values, which cannot be read as numbers",
+        ),
+        ([None] * 3, "[None, None, None], a list of 3 values, which cannot be read as numbers"),
+        (None, "None, which cannot be read as numbers"),
+        ("good", "'good', which cannot be read as numbers"),
+        ([[1.0]] * 4, "[[1.0], [1.0], [1.0], [1.0]], of shape (4, 1)"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_described(ppo, values, says):
+    script = ppo()
+    says = f"score must return 4 finite numbers, one per response; it returned {says}"
+    with pytest.raises(script.UserError, match=re.escape(says)):
+        script.call_reward("score", lambda p, r, a: values, *["abcd"] * 3)
+
+
+def test_an_evaluation_of_prompts_without_answers_says_what_it_needs(each):
+    script, trainer_class = each(EVAL_DATASETS=[])
+    trainer = trainer_class()
+    says = '^exact_answer compares .* prompt has none: give .* an "output" column, or evaluate.. the answers$'
+    with pytest.raises(script.UserError, match=says):
+        trainer.evaluate(["2+2?"])
+    with pytest.raises(script.UserError, match="^evaluate got 2 prompts and 1 answers: give one per prompt$"):
+        trainer.evaluate(["2+2?", "2+3?"], ["4"])
+    assert "accuracy_greedy" in trainer.evaluate(["2+2?"], ["4"])
+
+
+# ---------------------------------------------------------------- data, state, another folder
+
+
+def test_a_csv_file_with_a_column_twice_is_refused_with_its_name(ppo, tmp_path):
+    path = tmp_path / "rows.csv"
+    script = ppo()
+    data = [{"path": str(path), "type": "csv", "input": "problem", "output": "solution"}]
+    path.write_text("problem,solution,solution\n1+1?,2,3\n")
+    says = "rows.csv: cannot be read as csv .its head has the column 'solution' twice: rename one"
+    with pytest.raises(script.UserError, match=says):
+        script.load_rows(data, "TRAIN_DATASETS")
+    path.write_text("problem,solution,,\n1+1?,2,,\n")  # columns without a name, as spreadsheets leave them
+    assert script.load_rows(data, "TRAIN_DATASETS")[0]["answer"] == "2"
+
+
+@pytest.mark.parametrize(
+    "value, plain",
+    [
+        (0.5, True),
+        ({"a": [1, (2, None)], "b": torch.ones(2)}, True),
+        (np.float64(0.5), False),
+        (SimpleNamespace(), False),
+        (lambda: 0, False),
+    ],
+)
+def test_a_field_of_the_state_that_could_not_be_resumed_is_named(ppo, tmp_path, value, plain):
+    script = ppo()
+    trainer = script.PPOTrainer()
+    trainer.run.open_files()
+    trainer.state.mine = value
+    if plain:
+        trainer.run.save()
+    else:
+        says = f"^self.state.mine is of type {type(value).__name__}: a checkpoint takes numbers, texts"
+        with pytest.raises(script.UserError, match=says):
+            trainer.run.save()
+        assert not list((tmp_path / "run").glob("step_*"))
+    trainer.run.lock.release(force=True)
+    if plain:
+        again = ppo(RESUME="yes").PPOTrainer().state.mine
+        assert again == value if isinstance(value, float) else again["a"] == value["a"]
+
+
+@pytest.mark.parametrize("where, same_run", [("beside", False), ("given up", False), ("newest", True)])
+def test_a_run_that_goes_on_elsewhere_has_its_own_wandb_run(ppo, tmp_path, monkeypatch, where, same_run):
+    begun = []
+
+    def init(id=None, **options):
+        begun.append(id)
+        return SimpleNamespace(id=id or f"run {len(begun)}", log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    constants = {"USE_WANDB": True, "SAVE_EVERY_N_STEPS": 1, "EVAL_DATASETS": []}
+    ppo(MAX_STEPS=2, **constants).PPOTrainer().train()
+    resume = {"beside": "step_2", "given up": "step_1", "newest": "step_2"}[where]
+    constants |= {"RESUME": str(tmp_path / "run" / resume), "MAX_STEPS": 3}
+    if where == "beside":
+        constants["OUTPUT_DIR"] = str(tmp_path / "other")
+    trainer = ppo(**constants).PPOTrainer()
+    trainer.train()
+    assert trainer.run.step == 3 and begun == [None, "run 1" if same_run else None]
+    if where != "newest":
+        trainer = ppo(**{**constants, "RESUME": "yes", "MAX_STEPS": 4}).PPOTrainer()
+        trainer.train()
+        assert trainer.run.step == 4 and begun[2:] == ["run 2"]  # and keeps it
+
+
+@pytest.fixture(scope="module")
+def rce_run(tmp_path_factory):
+    """A folder with a run of rce.py, two steps of each of two rounds; its constants."""
+    out = tmp_path_factory.mktemp("rce") / "a"
+    constants = {"MAX_TRAIN_PROMPTS": 15, "SAVE_EVERY_N_STEPS": 1, "KEEP_LAST_N_CHECKPOINTS": 99}
+    constants |= {"MAX_STEPS": 4, "ROUNDS": 2, "NUM_EPOCHS": 2, "EVAL_DATASETS": [], "OUTPUT_DIR": str(out)}
+    load_script("rce/rce.py", **small("rce/rce.py", **constants)).RCETrainer().train()
+    return out, constants
+
+
+def rce_goes_on(rce_run, tmp_path, step, **more):
+    """That run, copied to tmp_path/a, goes on from a step in tmp_path/b."""
+    shutil.copytree(rce_run[0], tmp_path / "a")
+    folders = {"RESUME": str(tmp_path / f"a/{step}"), "OUTPUT_DIR": str(tmp_path / "b")}
+    return load_script("rce/rce.py", **small("rce/rce.py", **{**rce_run[1], **folders, **more}))
+
+
+@pytest.mark.parametrize("stage, step, last", [("all", 3, 4), ("train", 1, 2)])
+def test_rce_goes_on_in_another_folder_with_the_candidates_of_the_first(rce_run, tmp_path, stage, step, last):
+    out = tmp_path / "b"
+    out.mkdir()
+    (out / "candidates_round_1.parquet").write_bytes(b"another run's")
+    script = rce_goes_on(rce_run, tmp_path, f"step_{step}", STAGE=stage)
+    script.RCETrainer().train()
+    (kept,) = out.glob("old_*/candidates_round_1.parquet")
+    assert kept.read_bytes() == b"another run's"
+    same = [f"candidates_round_{number}.parquet" for number in range(1, 3 if stage == "all" else 2)]
+    if stage == "all":  # the learning rate depends on the number of rounds
+        same.append("step_4/policy/model.safetensors")
+    for name in same:
+        assert (out / name).read_bytes() == (rce_run[0] / name).read_bytes()
+    shutil.rmtree(tmp_path / "a")  # from here on it needs no other folder
+    script.RESUME = str(out / f"step_{step}")
+    trainer = script.RCETrainer()
+    trainer.train()
+    assert trainer.run.step == last
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        (
+            lambda path: path.unlink(),
+            "is gone, and this run was trained on it: put it back, or use RESUME=no",
+        ),
+        (
+            lambda path: path.write_bytes(b"PAR1"),
+            "is not the file this run was trained on: put it back, or use",
+        ),
+    ],
+)
+def test_candidates_that_are_missing_are_named_before_anything_is_written(rce_run, tmp_path, fault, says):
+    script = rce_goes_on(rce_run, tmp_path, "step_4")
+    fault(tmp_path / "a/candidates_round_1.parquet")
+    says = f"{tmp_path}/a/candidates_round_1.parquet {says}"
+    with pytest.raises(script.UserError, match=re.escape(says)):
+        script.RCETrainer()
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [".lock"]
+
+
+def test_candidates_given_by_a_path_are_not_copied(rce_run, tmp_path):
+    given = tmp_path / "given.parquet"
+    shutil.copy(rce_run[0] / "candidates_round_1.parquet", given)
+    constants = small("rce/rce.py", **rce_run[1]) | {"CANDIDATES": str(given), "ROUNDS": 1, "NUM_EPOCHS": 2}
+    constants |= {"OUTPUT_DIR": str(tmp_path / "a"), "MAX_STEPS": 1}
+    load_script("rce/rce.py", **constants).RCETrainer().train()
+    constants |= {"RESUME": str(tmp_path / "a/step_1"), "OUTPUT_DIR": str(tmp_path / "b"), "MAX_STEPS": 2}
+    trainer = load_script("rce/rce.py", **constants).RCETrainer()
+    trainer.train()
+    assert trainer.run.step == 2 and not list((tmp_path / "b").glob("candidates_*"))

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -351,3 +352,88 @@ def test_bench_reals_posts_are_the_packages_in_another_order(tmp_path, monkeypat
         with open(tmp_path / f"data/real/news_{name}.csv", newline="") as file:
             found = [(row["category"], row["text"]) for row in csv.DictReader(file)]
         assert sorted(found) == sorted(rows) and len({category for category, _ in found[:20]}) == 2
+
+
+# ---------------------------------------------------------------- what anyone who copies the repository needs
+
+
+def test_every_package_that_is_imported_is_pinned():
+    text = (ROOT / "requirements.txt").read_text()
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in text.splitlines())
+    pinned = {line.partition("==")[0].replace("-", "_") for line in text.splitlines()}
+    names = {"sklearn": "scikit_learn", "safetensors": "transformers", "tokenizers": "transformers"}
+    imported = set()
+    for folder in ("ppo", "grpo", "rce", "rewards", "tools", "data"):
+        for path in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported.add(node.module.partition(".")[0])
+    ours = {path.stem for path in ROOT.glob("*/*.py")} | {"rewards"}
+    imported = {names.get(name, name) for name in imported - ours - set(sys.stdlib_module_names)}
+    assert {"torch", "tqdm", "scipy"} <= imported <= pinned
+
+
+def test_git_keeps_the_page_of_the_checkpoints_and_nothing_else_of_them(tmp_path):
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    for name in ("checkpoints/README.md", "checkpoints/ppo/README.md", "checkpoints/run.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("")
+    command = ["git", "-C", tmp_path, "ls-files", "--others", "--exclude-standard", "checkpoints"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "checkpoints/README.md\n"
+    assert (ROOT / "checkpoints/README.md").is_file()
+
+
+def test_the_readme_names_the_licences():
+    readme = (ROOT / "README.md").read_text()
+    for name in re.findall(r"\((LICENSE|data/\S+LICENCE\.md)\)", readme):
+        assert (ROOT / name).is_file()
+    owner = "Copyright (c) 2026 the hackable-rlhf authors"
+    assert (ROOT / "LICENSE").read_text().startswith(f"MIT License\n\n{owner}\n")
+    assert "MIT licence ([LICENSE](LICENSE))" in readme and "(data/banking77/LICENCE.md)" in readme
+
+
+@pytest.mark.parametrize("given", ["", "nowhere", "half"])
+def test_banking77_is_not_cut_without_its_source(given, tmp_path):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/train.csv").write_text("text,category\n")
+    words = [f"SOURCE={given}"] if given else []
+    command = [sys.executable, ROOT / "data/make_banking77.py", f"OUT={tmp_path}/out", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    says = f"SOURCE = {given!r} must be a folder with train.csv"
+    assert done.returncode == 1 and done.stderr.startswith(says)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_program_that_plants_mutants_knows_an_archives_files(tmp_path):
+    mutants = load_module(ROOT / "tests/mutants.py")
+    ours = ["README.md", "ppo/ppo.py", "tests/deep/er.py"]
+    left_behind = [
+        "ppo/__pycache__/ppo.pyc",
+        "checkpoints/ppo/big",
+        ".venv/lib/x.py",
+        "venv/x.py",
+        "wandb/run",
+    ]
+    root = tmp_path / "archive"
+    for name in ours + left_behind:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    assert sorted(mutants.repository_files(root)) == ours
+    # an archive that was unpacked inside somebody's own checkout
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    assert sorted(mutants.repository_files(root)) == ours
+    # in a checkout git knows them
+    subprocess.run(["git", "init", "--quiet", root], check=True)
+    subprocess.run(["git", "-C", root, "add", "README.md", "ppo/ppo.py"], check=True)
+    (root / "README.md").unlink()
+    assert mutants.repository_files(root) == ["ppo/ppo.py"]
+
+
+def load_module(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -4,9 +4,10 @@
     python tools/check_up.py checkpoints/rce_icl REWARD_MODE=hard_only    # of rce_icl.py, by another reward
     python tools/check_up.py my.parquet SIMILARITY_WEIGHT=0.2             # a file
 
-REWARD_MODE, HYBRID_SCORE, HYBRID_MIX_SCORE, SIMILARITY and SIMILARITY_WEIGHT are those of the file
-training_config.json beside the candidates, unless they are given. The figures and the picture go there too,
-as .csv and .png. Shares are of the candidates that were verified and did not fail.
+REWARD_MODE, HARD_WEIGHT, SOFT_WEIGHT, HYBRID_SCORE, HYBRID_MIX_SCORE, SIMILARITY, SIMILARITY_WEIGHT and
+SKIP_FALLBACK are those of the file training_config.json beside the candidates, unless they are given. The
+figures and the picture go there too, as .csv and .png. Shares are of the candidates that were verified and
+did not fail.
 """
 
 import csv
@@ -20,26 +21,28 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-CONSTANTS = {  # of the trainers, as far as the reward depends on them
+CONSTANTS = {  # of the trainers, as far as the reward depends on them; one that a trainer lacks counts so
     "REWARD_MODE": "hard_only",
+    "HARD_WEIGHT": 1.0,
+    "SOFT_WEIGHT": 1.0,
     "HYBRID_SCORE": "logprob",
     "HYBRID_MIX_SCORE": "logprob",
     "SIMILARITY": "rouge_l",
     "SIMILARITY_WEIGHT": 0.0,
+    "SKIP_FALLBACK": False,
 }
-MODES = {  # r of a candidate, its score scaled to [0, 1] within the prompt; the same as in rewards/
-    "hard_only": lambda c, score: c["hard"],
-    "soft_only": lambda c, score: c["soft"],
-    "hard_plus_soft": lambda c, score: c["hard"] + c["soft"],
-    "hard_plus_soft_v2": lambda c, score: 2 * c["hard"] + c["soft"],
-    "separated": lambda c, score: 2 * c["hard"] + c["soft"],
-    "hard_plus_gtprob": lambda c, score: c["hard"] + c["gt_prob"],
-    "hard_plus_gtprob_separated": lambda c, score: 2 * c["hard"] + c["gt_prob"],
-    "hard_plus_gtprob_plus_rel": lambda c, score: (
-        2 * c["hard"] + c["gt_prob"] + (0 if c["hard"] else 0.1 * c["relevance"])
-    ),
-    "hybrid": lambda c, score: 0.5 * score + 0.5 * c["hard"],
-}
+NUMBERS = ("HARD_WEIGHT", "SOFT_WEIGHT", "SIMILARITY_WEIGHT")
+MODES = {  # what hard is multiplied by, and the graded mark that is added; the same as in rewards/
+    "hard_only": (1, None),
+    "soft_only": (0, "soft"),
+    "hard_plus_soft": (1, "soft"),
+    "hard_plus_soft_v2": (2, "soft"),
+    "separated": (2, "soft"),
+    "hard_plus_gtprob": (1, "gt_prob"),
+    "hard_plus_gtprob_separated": (2, "gt_prob"),
+    "hard_plus_gtprob_plus_rel": (2, "gt_prob"),  # and a tenth of the relevance of a wrong one
+    "hybrid": (0.5, None),
+}  # and half the score, scaled to [0, 1] within the prompt
 NAMES = {  # of a list in rce_icl.py's file: its name here
     "gen_methods": "source",
     "temperatures": "temperature",
@@ -88,18 +91,34 @@ def read_groups(path):
     return groups, proposed
 
 
+def skip_fallback(groups):
+    """Candidates that the source's fallback metric marked count as failed, as the trainer has it."""
+    for group in groups:
+        for c in group:
+            if c.get("eval_mode") == "fallback":
+                c["eval_failed"] = True
+
+
 def shaped_rewards(candidates, constants):
     """r of one prompt's candidates, as the trainer has it."""
 
     def column(name):
         return name if name in candidates[0] else f"reward/{name}"
 
-    is_list = "pointer" in candidates[0]
-    key = column(constants["HYBRID_MIX_SCORE" if is_list else "HYBRID_SCORE"])
-    scores = [c.get(key) or 0.0 for c in candidates]
-    width = max(scores) - min(scores) or 1.0
-    mode = MODES[constants["REWARD_MODE"]]
-    shaped = [mode(c, (score - min(scores)) / width) for c, score in zip(candidates, scores)]
+    mode = constants["REWARD_MODE"]
+    times, graded = MODES[mode]
+    shaped = [times * float(constants["HARD_WEIGHT"]) * c["hard"] for c in candidates]
+    if graded:
+        weight = float(constants["SOFT_WEIGHT"])
+        shaped = [r + weight * c[graded] for c, r in zip(candidates, shaped)]
+    if mode == "hybrid":
+        is_list = "pointer" in candidates[0]
+        key = column(constants["HYBRID_MIX_SCORE" if is_list else "HYBRID_SCORE"])
+        scores = [c[key] for c in candidates]
+        width = max(scores) - min(scores) or 1.0
+        shaped = [r + 0.5 * (score - min(scores)) / width for r, score in zip(shaped, scores)]
+    if mode == "hard_plus_gtprob_plus_rel":
+        shaped = [r if c["hard"] else r + 0.1 * c["relevance"] for c, r in zip(candidates, shaped)]
     if weight := float(constants["SIMILARITY_WEIGHT"]):
         similar = column(constants["SIMILARITY"])
         shaped = [r if c["hard"] else r + weight * c[similar] for c, r in zip(candidates, shaped)]
@@ -158,14 +177,14 @@ def check_up(groups, proposed, constants):
     return figures | {f"eval mode {mode}": count / len(every) for mode, count in sorted(modes.items())}
 
 
-def find_verdict(figures, reward_mode):
+def find_verdict(figures, reward_mode, soft_weight=1.0):
     """What to do next, in a sentence: fix the reward, mine more, or train."""
     failed = figures.get("eval mode failed", 0)
     without = figures["prompts without a positive"]
     flat = figures["prompts with flat reward"]
     oracle = figures["accuracy of the oracle"]
     pick = figures["accuracy of the policy's pick"]
-    graded_by = "gt_prob" if "gtprob" in reward_mode else "soft" if "soft" in reward_mode else None
+    graded_by = MODES[reward_mode][1] if soft_weight else None
     correlation = figures.get(f"Spearman of {graded_by} with hard", 1.0)
     if failed > 0.1:
         return f"fix the reward: scoring failed for {failed:.0%} of the candidates"
@@ -211,23 +230,39 @@ def draw(groups, figures, title, path):
     figure.savefig(path, dpi=100)
 
 
-def main(path="", *words):
-    if not path or not all(word.partition("=")[0] in CONSTANTS and "=" in word for word in words):
-        stop(f"it takes an OUTPUT_DIR or a file of candidates, then {'=, '.join(CONSTANTS)}=")
-    path = find_candidates(Path(path))
-    config = path.parent / "training_config.json"
-    known = json.loads(config.read_text())["constants"] if config.is_file() else {}
+def read_constants(config, words):
+    """{name: value} of CONSTANTS: as given in words, else as the run's file has them."""
+    try:
+        known = json.loads(config.read_text())["constants"] if config.is_file() else {}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        stop(f"{config} is not what a trainer wrote ({type(error).__name__}: {error}): mend or delete it")
     constants = {key: known.get(key, value) for key, value in CONSTANTS.items()}
     constants |= dict(word.split("=", 1) for word in words)
     if constants["REWARD_MODE"] not in MODES:
         stop(f"REWARD_MODE = {constants['REWARD_MODE']!r}: it takes {', '.join(MODES)}")
+    for key in NUMBERS:
+        try:
+            constants[key] = float(constants[key])
+        except ValueError:
+            stop(f"{key} = {constants[key]!r}: it takes a number")
+    constants["SKIP_FALLBACK"] = str(constants["SKIP_FALLBACK"]).lower() == "true"
+    return constants
+
+
+def main(path="", *words):
+    if not path or not all(word.partition("=")[0] in CONSTANTS and "=" in word for word in words):
+        stop(f"it takes an OUTPUT_DIR or a file of candidates, then {'=, '.join(CONSTANTS)}=")
+    path = find_candidates(Path(path))
+    constants = read_constants(path.parent / "training_config.json", words)
     try:
         groups, proposed = read_groups(path)
+        if constants["SKIP_FALLBACK"]:
+            skip_fallback(groups)
         figures = check_up(groups, proposed, constants)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are such ones
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow's are such ones
         what = "cannot be read, or lacks what REWARD_MODE needs"
         stop(f"{path} {what} ({type(error).__name__}: {error})")
-    verdict = find_verdict(figures, constants["REWARD_MODE"])
+    verdict = find_verdict(figures, constants["REWARD_MODE"], constants["SOFT_WEIGHT"])
     title = f"Check-up of {path.name}, REWARD_MODE = {constants['REWARD_MODE']}"
     print(title)
     for name, value in figures.items():

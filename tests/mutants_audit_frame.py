@@ -1,0 +1,244 @@
+"""Mutants that undo what issue 42 mended in the blocks, the recipes and the repository's frame."""
+
+PPO, RCE, GRPO = "ppo/ppo.py", "rce/rce.py", "grpo/grpo.py"
+COOKBOOK = "docs/cookbook.md"
+RUN = "tests/test_run.py::test_"
+RECIPES = "tests/test_recipes.py::test_"
+TOOLS = "tests/test_tools.py::test_"
+TURNS = "tests/test_turns.py::test_"
+STATE = RECIPES + "a_recipes_own_state_is_resumed"
+FIELD = RUN + "a_field_of_the_state_that_could_not_be_resumed_is_named"
+GROUPS = RUN + "the_responses_to_one_prompt_are_scored_in_one_call"
+WANDB = RUN + "a_run_that_goes_on_elsewhere_has_its_own_wandb_run"
+CSV = RUN + "a_csv_file_with_a_column_twice_is_refused_with_its_name"
+ELSEWHERE = RUN + "rce_goes_on_in_another_folder_with_the_candidates_of_the_first"
+MISSING = RUN + "candidates_that_are_missing_are_named_before_anything_is_written"
+PARTS = RUN + "parts_that_differ_from_call_to_call_are_named"
+ASYNC = RUN + "a_reward_function_that_is_async_is_told"
+GENERATOR = RUN + "a_generator_of_rewards_is_read"
+DESCRIBED = RUN + "what_is_no_list_of_numbers_is_described"
+ANSWERS = RUN + "an_evaluation_of_prompts_without_answers_says_what_it_needs"
+LINES = RUN + "without_a_terminal_a_line_about_every_30_seconds_says_how_far_it_is"
+BAR = RUN + "on_a_terminal_a_bar_stands_below_the_lines_and_vanishes"
+JUDGE = RECIPES + "a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name"
+GYM = RECIPES + "the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score"
+SOURCE = TOOLS + "banking77_is_not_cut_without_its_source"
+ARCHIVE = TOOLS + "the_program_that_plants_mutants_knows_an_archives_files"
+IGNORED = TOOLS + "git_keeps_the_page_of_the_checkpoints_and_nothing_else_of_them"
+PINNED = TOOLS + "every_package_that_is_imported_is_pinned"
+
+MUTANTS = [
+    # own fields of the state
+    (
+        GRPO,
+        'vars(self.state).keys() - saved["state"].keys():',
+        'vars(self.state).keys() ^ saved["state"].keys():',
+        STATE + "[adaptive entropy-entropy_coef]",
+    ),
+    (
+        GRPO,
+        'vars(self.state).keys() - saved["state"].keys():',
+        'vars(self.state).keys() != saved["state"].keys():',
+        STATE + "[solved prompts-solved]",
+    ),
+    (
+        GRPO,
+        '            vars(self.state).update(saved["state"])\n',
+        '            vars(self.state).update({k: saved["state"][k] for k in vars(self.state)})\n',
+        STATE + "[adaptive entropy-entropy_coef]",
+    ),
+    (PPO, "        check_plain(vars(self.state))\n", "", FIELD),
+    (PPO, "torch.load(buffer, weights_only=True)", "torch.load(buffer, weights_only=False)", FIELD),
+    # groups stay whole
+    (PPO, "        if end - start > size and first > start:", "        if first - start >= size:", GROUPS),
+    (
+        PPO,
+        "        if end - start > size and first > start:",
+        "        if end - start >= size and first > start:",
+        GROUPS,
+    ),
+    (PPO, "        if end - start > size and first > start:", "        if end - start > size:", GROUPS),
+    (PPO, "if i == 0 or row is not rows[i - 1]]", "if i % GROUP_SIZE == 0]", GROUPS),
+    (
+        GRPO,
+        "if i == 0 or row is not rows[i - 1]]",
+        "]",
+        RUN + "an_evaluation_hands_over_whole_groups[grpo/grpo.py]",
+    ),
+    (
+        RCE,
+        "if i == 0 or row is not rows[i - 1]]",
+        "]",
+        RUN + "the_candidates_of_a_prompt_are_verified_in_one_call",
+    ),
+    (
+        PPO,
+        "            chunks.append(slice(start, first))\n            start = first\n",
+        "            chunks.append(slice(start, first))\n            start = end\n",
+        GROUPS,
+    ),
+    (
+        PPO,
+        "copy.deepcopy(values[chunk]) for",
+        "copy.deepcopy(values[:chunk.stop - chunk.start]) for",
+        RUN + "each_call_gets_the_columns_of_its_own_responses",
+    ),
+    (PPO, "batch.responses[chunk], [", "batch.responses[:chunk.stop - chunk.start], [", GROUPS),
+    # what a reward function returns
+    (
+        PPO,
+        "        if differing := some.keys() ^ parts[0].keys():",
+        "        if differing := some.keys() - parts[0].keys():",
+        PARTS,
+    ),
+    (
+        PPO,
+        "        if differing := some.keys() ^ parts[0].keys():",
+        "        if differing := parts[0].keys() - some.keys():",
+        PARTS,
+    ),
+    (
+        PPO,
+        "    for some in parts:\n        if differing",
+        "    for some in parts[-1:]:\n        if differing",
+        PARTS,
+    ),
+    (
+        PPO,
+        "    if inspect.isawaitable(values) or inspect.isasyncgen(values):",
+        "    if inspect.isawaitable(values):",
+        ASYNC + "[generator]",
+    ),
+    (
+        PPO,
+        "    if inspect.isawaitable(values) or inspect.isasyncgen(values):",
+        "    if inspect.isasyncgen(values):",
+        ASYNC + "[object]",
+    ),
+    (PPO, "            values.close()  # Python", "            pass  # Python", ASYNC + "[function]"),
+    (PPO, "        if isinstance(values, Iterator):\n            values = list(values)\n", "", GENERATOR),
+    (
+        PPO,
+        'shown += f", a {type(values).__name__} of {len(values)} values"',
+        'shown += ", of shape ()"',
+        DESCRIBED,
+    ),
+    (PPO, "    if len(answers) != len(prompts):\n", "    if False:\n", ANSWERS),
+    ("rewards/__init__.py", ", or evaluate() the answers", "", ANSWERS),
+    # data, another folder
+    (PPO, "                if name and reader.fieldnames.count(name) > 1:", "                if False:", CSV),
+    (
+        PPO,
+        "                if name and reader.fieldnames.count(name) > 1:",
+        "                if reader.fieldnames.count(name) > 1:",
+        CSV,
+    ),
+    (PPO, "        if earlier or not same_folder:\n", "        if earlier:\n", WANDB + "[beside-False]"),
+    (
+        PPO,
+        "        if earlier or not same_folder:\n",
+        "        if not same_folder:\n",
+        WANDB + "[given up-False]",
+    ),
+    (PPO, "        if earlier or not same_folder:\n", "        if True:\n", WANDB + "[newest-True]"),
+    (
+        RCE,
+        "                for source, path in self.to_copy.items():",
+        "                for source, path in ():",
+        ELSEWHERE,
+    ),
+    (
+        RCE,
+        "archive_old_run(given_up + replaced, OUTPUT_DIR",
+        "archive_old_run(given_up, OUTPUT_DIR",
+        ELSEWHERE,
+    ),
+    (
+        RCE,
+        "        if is_ours and checkpoint.resolve().parent != Path(OUTPUT_DIR).resolve():",
+        "        if checkpoint.resolve().parent != Path(OUTPUT_DIR).resolve():",
+        RUN + "candidates_given_by_a_path_are_not_copied",
+    ),
+    (RCE, "            source = checkpoint.parent / path.name\n", "", MISSING),
+    (RCE, "        if not source.exists():", "        if False:", MISSING),
+    (RCE, '        if file_digest(source)["sha256"] != digest:', "        if False:", MISSING),
+    # progress
+    (
+        PPO,
+        "    if rank() > 0 or len(items) == 1:",
+        "    if len(items) == 1:",
+        RUN + "process_0_alone_shows_how_far_it_is",
+    ),
+    (
+        PPO,
+        "    if rank() > 0 or len(items) == 1:",
+        "    if rank() > 0:",
+        RUN + "process_0_alone_shows_how_far_it_is",
+    ),
+    (PPO, "leave=False, file=sys.stdout", "leave=True, file=sys.stdout", BAR),
+    (PPO, "leave=False, file=sys.stdout", "leave=False, file=sys.stderr", BAR),
+    (PPO, "        tqdm.write(text, file=sys.stdout)\n", "        print(text)\n", BAR),
+    (PPO, "(now - begun) / done * (len(items) - done))", "(now - begun) / done * len(items))", LINES),
+    (PPO, "now - printed > 30:", "now - printed > 3:", LINES),
+    # recipes and turns
+    (
+        COOKBOOK,
+        "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
+        "FAULTS = (OSError, ValueError, LookupError, TypeError)",
+        JUDGE + "[cut short]",
+    ),
+    (
+        COOKBOOK,
+        "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
+        "FAULTS = (OSError, http.client.HTTPException, LookupError, TypeError)",
+        JUDGE + "[no JSON]",
+    ),
+    (
+        COOKBOOK,
+        "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
+        "FAULTS = (OSError, http.client.HTTPException, ValueError, TypeError)",
+        JUDGE + "[another JSON]",
+    ),
+    (
+        COOKBOOK,
+        "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
+        "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError)",
+        JUDGE + "[no content]",
+    ),
+    (COOKBOOK, 'folder = Path(grpo.OUTPUT_DIR) / "gym"', 'folder = Path(".")', GYM),
+    (COOKBOOK, "grpo.broadcast_from_rank0(write)", "write()", GYM),
+    (
+        GRPO,
+        'if text == "" or not isinstance(text, (str, type(None))):',
+        "if not isinstance(text, (str, type(None))):",
+        TURNS + "an_environment_that_returns_no_text_is_told",
+    ),
+    (
+        COOKBOOK,
+        'return text or "(no output)"',
+        "return text",
+        TURNS + "calls_are_run_and_what_is_wrong_with_them_is_their_answer",
+    ),
+    (
+        COOKBOOK,
+        "| 8 GB card, `ppo/ppo.py` |",
+        "| 8 GB card |",
+        RUN + "the_guides_scenarios_name_their_trainer",
+    ),
+    # the frame
+    ("data/make_banking77.py", "    if not SOURCE or missing:", "    if not SOURCE:", SOURCE),
+    ("data/make_banking77.py", 'SOURCE = ""', 'SOURCE = "/work/shared/data/banking77"', SOURCE),
+    ("tests/mutants.py", '    if (root / ".git").exists():', "    if True:", ARCHIVE),
+    ("tests/mutants.py", "name not in LEFT_BEHIND and not name.startswith", "not name.startswith", ARCHIVE),
+    (
+        "tests/mutants.py",
+        'name not in LEFT_BEHIND and not name.startswith(".")',
+        "name not in LEFT_BEHIND",
+        ARCHIVE,
+    ),
+    ("tests/mutants.py", "if name and (root / name).is_file()]", "if name]", ARCHIVE),
+    (".gitignore", "!checkpoints/README.md\n", "", IGNORED),
+    (".gitignore", "checkpoints/*\n", "", IGNORED),
+    ("requirements.txt", "tqdm==4.70.1\n", "", PINNED),
+    ("requirements.txt", "scipy==1.17.1\n", "", PINNED),
+]
