@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "grpo"))
-import grpo  # noqa: E402
+import grpo
 
 
 def calculator(messages, response, answer):

@@ -107,7 +107,7 @@ def compare_losses():
                 )
                 ours = (losses * grpo.token_weights(mask, loss_type, LENGTH)).sum().item()
             difference = abs(ours - theirs)
-            print(f"{loss_type:>9} {str(dual):>11} {ours:11.7f} {theirs:11.7f}    {difference:.1e}")
+            print(f"{loss_type:>9} {dual!s:>11} {ours:11.7f} {theirs:11.7f}    {difference:.1e}")
             assert difference < 1e-6, loss_type
 
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from speed import WARM_UP, load, peak, random_model, table_head, table_row, trainer_file  # noqa: E402
+from speed import WARM_UP, load, peak, random_model, table_head, table_row, trainer_file
 
 STEPS = 5
 PHASES = ("seconds/rollout", "seconds/score", "seconds/update")

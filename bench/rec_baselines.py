@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
-from sasrec import run  # noqa: E402
+from sasrec import run
 
 POWERS = (0.25, 0.5, 0.75, 1.0)
 

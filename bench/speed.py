@@ -438,8 +438,8 @@ def section_rollout(models, quick):
     for name, prompts, rounds in (("tiny", 8, 3), ("tiny", 32, 3), ("20M", 8, 2)):
         for prompt_tokens in (32, 512):
             for lengths, new_tokens in (("even", 64), ("heavy", 256)):
-                minutes = prompts == 32 or name == "20M" and lengths == "heavy"  # of generate()
-                if prompt_tokens == 512 and minutes or quick and (name != "tiny" or lengths == "heavy"):
+                minutes = prompts == 32 or (name == "20M" and lengths == "heavy")  # of generate()
+                if (prompt_tokens == 512 and minutes) or (quick and (name != "tiny" or lengths == "heavy")):
                     continue
                 rounds = 1 if quick else rounds
                 r = child("rollout", models[name], prompt_tokens, lengths, prompts, rounds, new_tokens)

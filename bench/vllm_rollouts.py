@@ -24,8 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "grpo"))
-import grpo  # noqa: E402
-import torch  # noqa: E402
+import grpo
+import torch
 
 URL = os.environ.get("VLLM_URL", "http://localhost:8000")
 CAP = 2.0  # of the importance weights

@@ -26,7 +26,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from datetime import datetime, timezone
+from datetime import datetime, UTC
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +97,7 @@ def moment(text, where):
     except ValueError:
         takes = "it takes a number, such as seconds since 1970, or a date, such as 2024-03-01T12:30:00"
         raise UserError(f"{where}: {TIME} {text[:40]!r} cannot be read: {takes}") from None
-    return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp(), True
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp(), True
 
 
 def read_log(titles):

@@ -305,7 +305,7 @@ def ask(type_, world, rng):
         return respell(row, person, rng.random() < OLD_SPELLINGS)
     if type_ == "work":
         shared = rng.random() < SHARED_NAMES
-        while shared != (len(world["by_name"][work["name"]]) > 1) or shared and work["kind"] == "novel":
+        while shared != (len(world["by_name"][work["name"]]) > 1) or (shared and work["kind"] == "novel"):
             work = rng.choice(world["works"])
         row = ask_work(work, rng)
         text = row["question"].replace(f"the {work['kind']} {work['name']}", work["name"])

@@ -3318,13 +3318,13 @@ def check_environment(trainer):
         raise UserError(f"OVERLONG_BUFFER = {OVERLONG_BUFFER} is for single responses: set it to 0")
     most = f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}"
     one_turn = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
-    if MAX_CONTEXT_TOKENS < one_turn:
+    if one_turn > MAX_CONTEXT_TOKENS:
         raise UserError(f"{most} is less than a prompt and one turn may have, {one_turn}: raise it")
     for whose, model in {
         **trainer.models_by_constant,
         "REWARD_MODEL": trainer.reward_model or trainer.actor,
     }.items():
-        if MAX_CONTEXT_TOKENS > max_positions(model):
+        if max_positions(model) < MAX_CONTEXT_TOKENS:
             raise UserError(f"{most}: {whose} reads {max_positions(model)} at most: lower it")
     asked = as_messages(trainer.train_rows[0]["prompt"])
     ends = ids_of_ends(trainer.actor, trainer.tokenizer).tolist()

@@ -3102,7 +3102,7 @@ class Catalogue:
             others = f"{len(doubles)} of {self.size} items have the codes of another ({doubles[0]} ...)"
             say(f"WARNING: {others}: a hit on one counts for both")
         count = len(self.items)
-        if GROUP_SIZE > count:  # the list that evaluation rewards is a group of distinct items
+        if count < GROUP_SIZE:  # the list that evaluation rewards is a group of distinct items
             raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}, as many items as there are")
         self.titles = read_titles(self.number, count) if ITEM_FILE else [""] * count
 
@@ -3446,7 +3446,7 @@ def read_array(path, constant, catalogue, square=False):
     INDEX_FILE."""
     array = load_arrays(path, constant)
     fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == catalogue.size
-    if not fits or square and array.shape[1] != len(array) or not np.isfinite(array).all():
+    if not fits or (square and array.shape[1] != len(array)) or not np.isfinite(array).all():
         each = "a row and a column" if square else "a row"
         takes = f"it takes finite numbers, {each} for each of {catalogue.size} items of INDEX_FILE"
         raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")

@@ -1858,7 +1858,7 @@ def check_choices():
             raise UserError(f"{key} = {values!r}: it takes different {whole} from {least}, such as (1,)")
     if WHITEN_ADVANTAGES and N_STEPS == 1:
         raise UserError("N_STEPS = 1: whitening makes one advantage 0: raise it, or WHITEN_ADVANTAGES=False")
-    if not set(RERANKS) <= {0, 1} or 1 in RERANKS and not RERANKER:
+    if not set(RERANKS) <= {0, 1} or (1 in RERANKS and not RERANKER):
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
@@ -2032,7 +2032,9 @@ def read_cache(path):
     """{(question, top_k, temperature, rerank, draw): record} of what was answered before. A line is a block;
     one that a kill left half written is answered again."""
     known = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    if not path.exists():
+        return known
+    for line in path.read_text().splitlines():
         with suppress(ValueError):
             known |= {tuple(record[key] for key in KEYS): record for record in json.loads(line)}
     return known
@@ -2215,7 +2217,10 @@ def baseline_figures(table):
 def table_lines(table, figures, names):
     """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
     lines = []
-    for rerank in RERANKS if any(row["gold_docs"] for row in table.questions) else ():
+    has_gold = any(row["gold_docs"] for row in table.questions)
+    for rerank in RERANKS:
+        if not has_gold:
+            break
         shares = "  ".join(f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS)
         lines.append(f"Recall of the gold paragraphs, {'reranked' if rerank else 'BM25':8}  {shares}")
     cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]

@@ -399,7 +399,7 @@ class RCETrainer:
         number = str(self.state.round)
         new = number not in self.state.candidates
         if new and not path.exists():
-            if STAGE == "train" or CANDIDATES and self.state.round == 1:
+            if STAGE == "train" or (CANDIDATES and self.state.round == 1):
                 raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES")
             if not self.mine(path):
                 return False

@@ -1973,7 +1973,7 @@ def check_lists():
         raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
     if not EVAL_SHOTS or not all(isinstance(shots, int) and shots > 0 for shots in EVAL_SHOTS):
         raise UserError(f"EVAL_SHOTS = {EVAL_SHOTS}: it takes one or more whole numbers from 1")
-    if POOL_SIZE < max(SHOTS, *EVAL_SHOTS):
+    if max(SHOTS, *EVAL_SHOTS) > POOL_SIZE:
         raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
     without = f"does nothing with REWARD_MODE = {REWARD_MODE!r}: set it to 1.0"
     if REWARD_MODE in ("hard_only", "hybrid") and SOFT_WEIGHT != 1:
@@ -2177,7 +2177,7 @@ def embed_splits(splits, demos, device, say, afresh):
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
     of_your_own = name_of(make_embedder) != "make_embedder"
-    if not path.exists() or afresh and of_your_own:
+    if not path.exists() or (afresh and of_your_own):
         embedder = make_embedder(demos, device)
         shown = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
         arrays = [embed(embedder, rows) for rows in (every, shown)]
@@ -2666,10 +2666,11 @@ class Miner:
         except UserError:
             raise
         except Exception as error:  # a reader may raise anything
-            for pair in pairs if len(pairs) > 1 else ():
-                self.ask([pair], method, take)
             if len(pairs) == 1:
                 pairs[0][1].update(eval_failed=True, eval_error=f"{type(error).__name__}: {error}")
+                return
+            for pair in pairs:
+                self.ask([pair], method, take)
             return
         for (group, c), value in zip(pairs, values):
             take(c, value, group.query)

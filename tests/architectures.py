@@ -34,13 +34,13 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conftest import SMALL, TINY, load_script  # noqa: E402
+from conftest import SMALL, TINY, load_script
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers import GenerationConfig  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TEMPERATURE = 1.3
 TOLERANCE = 1e-3  # nats; what the trainer allows a first ratio. Rounding gives 1e-5, a real error .1 and more

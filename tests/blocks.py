@@ -36,7 +36,7 @@ def trainers(root):
     found = {}
     for path in sorted(root.glob("*/*.py")):
         name = path.relative_to(root).as_posix()
-        if name in HAVE or path.parent.name != "tests" and MARK.search(path.read_bytes().decode()):
+        if name in HAVE or (path.parent.name != "tests" and MARK.search(path.read_bytes().decode())):
             found[name] = path.read_bytes().decode()
     return {**{name: found[name] for name in HAVE if name in found}, **found}
 
@@ -88,7 +88,7 @@ def differences(root=ROOT):
                 lines = wanted.splitlines(), block.splitlines()
                 diff = "\n".join(difflib.unified_diff(*lines, other, file, lineterm=""))
                 # what splitlines() does not show: line ends, or none at the file's end
-                diff = diff or f"{ascii(wanted[-80:])}\n{ascii(block[-80:])}"
+                diff = diff or f"{wanted[-80:]!a}\n{block[-80:]!a}"
                 wrong.append(f"the block {name!r} differs between {other} and {file}:\n{diff}")
     return wrong
 

@@ -39,17 +39,17 @@ import traceback
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-import filelock  # noqa: E402, F401
-import matplotlib.backends.backend_agg  # noqa: E402, F401
-import pyarrow.parquet  # noqa: E402, F401
-import torch  # noqa: E402
-from transformers import (  # noqa: E402, F401
+import filelock  # noqa: F401
+import matplotlib.backends.backend_agg  # noqa: F401
+import pyarrow.parquet  # noqa: F401
+import torch
+from transformers import (  # noqa: F401
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
-from transformers.models.llama import modeling_llama  # noqa: E402
+from transformers.models.llama import modeling_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(
@@ -223,7 +223,7 @@ class Run:
         names += ("rce_icl.py: ",)
         if self.code == 2 and not any(line.startswith(names) for line in said.splitlines()[-2:]):
             return f"no sentence at the end: ...{said[-500:]}"
-        if any(ord(c) < 32 and c not in "\n\r\t" or c == "\x7f" for c in said):
+        if any((ord(c) < 32 and c not in "\n\r\t") or c == "\x7f" for c in said):
             return "a control character was printed raw"
 
     def trouble_of_reward(self, *shows):
@@ -302,7 +302,7 @@ class TorchRun(Run):
             return f"processes {self.left} were left over: ...{said[-1500:]}"
         # while importing: Python's own way of ending
         early = "KeyboardInterrupt" in said and "run_main" not in said
-        unforeseen = "Traceback" in said and not early or "terminate called" in said
+        unforeseen = ("Traceback" in said and not early) or "terminate called" in said
         if self.code not in codes or unforeseen or "Exception ignored" in said:
             own = (self.logs / "torchrun.log").read_text(errors="replace")
             codes = " or ".join(map(str, codes))
@@ -424,7 +424,7 @@ def file_operations(folder, act):
             return
         name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
         inside = name.startswith(root) and not name.endswith(".lock")
-        if inside or event == "os.rmdir" and isinstance(path, str):  # rmtree's are relative
+        if inside or (event == "os.rmdir" and isinstance(path, str)):  # rmtree's are relative
             step(event)
 
     def step(event):
@@ -672,9 +672,8 @@ class Chaos:
             run = self.run(folder)
             if trouble := run.trouble(0):
                 return f"{name} {how}: {trouble}"
-            if (
-                f"skipping the broken checkpoint {folder}/{self.last}: " not in run.said
-                or name not in run.said.split("skipping the broken")[1].splitlines()[0]
+            if f"skipping the broken checkpoint {folder}/{self.last}: " not in run.said or (
+                name not in run.said.split("skipping the broken")[1].splitlines()[0]
                 and name != "manifest.json"
             ):
                 return f"{name} {how}: the file was not named: {run.said[:300]}"

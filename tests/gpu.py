@@ -33,8 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 os.environ["HF_HUB_OFFLINE"] = "1"
-import speed  # noqa: E402
-import torch  # noqa: E402
+import speed
+import torch
 
 ALGORITHMS = ("ppo", "grpo", "rce")
 SHORT = {

@@ -209,7 +209,7 @@ class Kernel:
         asks = self.name.startswith("masked_fill") and any(x.is_cuda for name, x in given if name == "value")
         if self.name == "_local_scalar_dense":
             note("down", "item")
-        elif self.name in WAITS_INSIDE or self.name in INDEXING and masks or asks:
+        elif self.name in WAITS_INSIDE or (self.name in INDEXING and masks) or asks:
             note("inside", self.name)
         elif not self.name.startswith("empty"):
             note("kernel", self.name)

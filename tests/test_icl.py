@@ -490,7 +490,7 @@ def test_the_clip_stops_the_gradient_on_the_right_side(advantage, ratio):
     script = load_script(FILE)
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     script.grpo_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), 0.2).sum().backward()
-    clipped = advantage > 0 and ratio > 1.2 or advantage < 0 and ratio < 0.8
+    clipped = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 

@@ -1113,7 +1113,7 @@ def differences(a, b):
             return x.shape == y.shape and distance(x, y) < 1e-6
         if isinstance(x, list):
             return len(x) == len(y) and all(map(same, x, y))
-        return x == y or type(x) is type(y) is float and x == pytest.approx(y, rel=1e-5)
+        return x == y or (type(x) is type(y) is float and x == pytest.approx(y, rel=1e-5))
 
     return {key for key in a if not same(a[key], b[key])}
 

@@ -5,7 +5,6 @@ tests/test_processes.py."""
 
 import math
 import os
-import random
 import shutil
 import signal
 import socket

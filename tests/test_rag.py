@@ -153,7 +153,7 @@ def test_the_clip_stops_the_gradient_where_the_ratio_left_the_range_as_the_advan
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
     loss = script.policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2)
     loss.sum().backward()
-    clipped = advantage > 0 and ratio > 1.2 or advantage < 0 and ratio < 0.8
+    clipped = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 

@@ -742,7 +742,7 @@ def test_stitched_rows_are_logged_pairs_or_siblings_each_as_often_as_logged(rec,
         for source in sequences * 150:
             some = stitch.stitch(source, places, 1.0, weight, 5, draw)
             known, siblings = places[some[-1]]
-            assert some[0] == source[0][0] and (len(some) == 6 or not (known or weight and siblings))
+            assert some[0] == source[0][0] and (len(some) == 6 or not (known or (weight and siblings)))
             pairs.update(zip(some, some[1:]))
         assert weight or set(pairs) == set(logged)
         for last in {first for first, _ in pairs}:

@@ -102,7 +102,7 @@ def definitions(text):
 def show_difference(one, other, text, other_text):
     """Returns a diff of two texts, named by their files."""
     lines = difflib.unified_diff(text.splitlines(), other_text.splitlines(), one, other, lineterm="")
-    return "\n".join(lines) or f"{ascii(text[-80:])}\n{ascii(other_text[-80:])}"  # other line ends
+    return "\n".join(lines) or f"{text[-80:]!a}\n{other_text[-80:]!a}"  # other line ends
 
 
 def differences(root=ROOT):
