@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,7 +205,7 @@ def test_a_bad_line_is_named(ppo, tmp_path, lines, says):
         ({"path": "/no/such/file"}, "No such file"),
         ({"type": "csv"}, "line 2: there is no value for column 'problem'"),
         ({"type": "tsv"}, "cannot be read as tsv .the types are jsonl, csv, parquet and hub"),
-        ({"input": "question"}, "no value for column 'question'"),
+        ({"input": "question"}, "line 1: there is no value for column 'question'"),
         ({"colour": "red"}, "colour"),
         ({"type": "parquet"}, "cannot be read as parquet"),
     ],
@@ -226,11 +227,14 @@ def test_rows_of_a_csv_file_are_read_with_the_lines_they_end_on(tmp_path):
         assert (second["id"], second["columns"]["level"]) == ("rows.csv:4", None)
         for odd in (b"one\n", b"one,2,easy,too much\n"):
             (tmp_path / "odd.csv").write_bytes(path.read_bytes() + odd)
-            with pytest.raises(script.UserError, match="odd.csv line 5: it has not as many fields"):
+            with pytest.raises(script.UserError, match="odd.csv line 5: its number of fields differs"):
                 script.load_rows([{**data[0], "path": str(tmp_path / "odd.csv")}], "TRAIN_DATASETS")
         with pytest.raises(script.UserError, match="line 3: there is no value for column 'question'"):
             script.load_rows([{**data[0], "input": "question"}], "TRAIN_DATASETS")
-        for odd, says in ((b'"so', "cannot be read as csv .unexpected"), (b"one,,\n", "there is no value")):
+        for odd, says in (
+            (b'"so', "cannot be read as csv .unexpected"),
+            (b"one,,\n", "there is no value for column 'solution'"),
+        ):
             (tmp_path / "odd.csv").write_bytes(path.read_bytes() + odd)
             with pytest.raises(script.UserError, match=f"odd.csv line 5: {says}"):
                 script.load_rows([{**data[0], "path": str(tmp_path / "odd.csv")}], "TRAIN_DATASETS")
@@ -349,16 +353,19 @@ def test_an_evaluation_without_what_best_follows_is_named(ppo):
     script = ppo()
     trainer = script.PPOTrainer()
     trainer.evaluate = lambda: {"my_metric": 1.0}
-    with pytest.raises(script.UserError, match=r"evaluate\(\) must give reward: best/ and patience"):
+    with pytest.raises(
+        script.UserError, match=r"evaluate\(\) must return the metric reward, which best/ and patience"
+    ):
         trainer.train()
 
 
 # ---------------------------------------------------------------- a run and its files
 
 METRICS = """
-step epoch policy_loss value_loss reward reward/reward_model reward/exact_answer advantage entropy kl
-approx_kl clip_fraction first_ratio_deviation grad_norm learning_rate response_length truncated_fraction
-zero_variance_groups explained_variance tokens_per_second seconds/rollout seconds/score seconds/update
+step epoch policy_loss value_loss reward reward/reward_model reward/exact_answer advantage_mean entropy kl
+approx_kl clip_fraction first_ratio_deviation max_ratio_deviation mean_abs_log_ratio grad_norm learning_rate
+response_length truncated_fraction zero_variance_groups explained_variance tokens_per_second seconds/rollout
+seconds/score seconds/update
 """.split()
 
 
@@ -718,7 +725,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_sentence(unbroken, p
     manifest = json.loads((out / "step_3/manifest.json").read_text())
     manifest["training_state.pt"] = script.file_digest(out / "step_3/training_state.pt")
     (out / "step_3/manifest.json").write_text(json.dumps(manifest))
-    says = "step_3 cannot be used, take another: "
+    says = "step_3 cannot be used, choose another: "
     with pytest.raises(script.UserError, match=says) as error:
         script.PPOTrainer()
     assert len(str(error.value).splitlines()) == 1
@@ -744,9 +751,12 @@ def test_a_step_of_the_default_size_is_the_same_every_time(path, tmp_path, reque
             trainer.run.open_files()
             trainer.prepare_round()
             batch = trainer.next_batch()
+        elif path == "grpo/grpo.py":
+            batch = trainer.rollout_and_score()
+            trainer.compute_advantages(batch)
+            trainer.select_tokens(batch)
         else:
-            count = script.BATCH_SIZE * script.GRADIENT_ACCUMULATION_STEPS
-            batch = trainer.rollout(script.next_rows(trainer.train_rows, trainer.state, count))
+            batch = trainer.rollout(trainer.next_prompts())
             trainer.score(batch)
             trainer.compute_advantages(batch)
         trainer.update(batch)
@@ -887,7 +897,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     trainer = trainer_class()
     run = trainer.run
     run.open_files()
-    counters = {key: getattr(run, key) for key in run.saved}
+    counters = {key: getattr(run, key) for key in run.checkpointed_fields}
     kept = {"step", "evaluated_at", "best_value", "patience_value", "evals_since_best", "halvings", "skipped"}
     assert kept <= set(numbers_of(counters))
     assert {"epoch", "cursor"} <= set(numbers_of(vars(trainer.state)))
@@ -903,7 +913,7 @@ def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
     run.save()
     run.lock.release(force=True)
     again = trainer_class(str(folder))
-    for key in run.saved:
+    for key in run.checkpointed_fields:
         assert getattr(again.run, key) == getattr(run, key), key
     for key, value in vars(trainer.state).items():
         got = getattr(again.state, key)
@@ -962,9 +972,7 @@ def test_a_prompt_of_max_prompt_tokens_is_kept_and_one_more_is_not(each):
     length = len(trainer.train_rows[0]["ids"])
     for longest, kept in ((length + 1, 1), (length, 1), (length - 1, 0)):
         script.MAX_PROMPT_TOKENS = longest
-        rows = script.encode(
-            [dict(row)], "here", trainer.tokenizer, trainer.models_by_constant, trainer.run.log
-        )
+        rows = script.encode(trainer, [dict(row)], "here")
         assert len(rows) == kept
 
 
@@ -1242,27 +1250,35 @@ def untrained(each, **constants):
     return trainer
 
 
-@pytest.mark.parametrize(
-    "every, until, evaluated, saved",
-    [
-        (2, math.inf, [0, 2, 4, 5], [3]),
-        (0, math.inf, [0, 5], [3]),
-        (0, 3, [0, 3, 5], []),  # a round of rce ends at step 3: it saves by itself
-    ],
-)
-def test_a_run_evaluates_first_last_and_every_so_many_steps(tmp_path, every, until, evaluated, saved):
-    constants = {"EVAL_EVERY_N_STEPS": every, "SAVE_EVERY_N_STEPS": 3, "OUTPUT_DIR": str(tmp_path)}
-    run = load_script("ppo/ppo.py", **constants).Run("ppo", "no", torch.device("cpu"))
-    run.lock.release(force=True)
-    run.total_steps = 5
-    evaluations = []
-    saves = []
-    run.save = lambda: saves.append(run.step)
-    for end in (until, math.inf, math.inf):  # a later round, or a resumed run, evaluates nothing twice
-        for _ in run.steps(lambda: evaluations.append(run.step) or {}, end):
-            run.step += 1
-    assert evaluations == evaluated
-    assert saves == saved
+@pytest.mark.parametrize("every, evaluated, later", [(2, [0, 2, 4, 5], [6]), (0, [0, 5], [6])])
+def test_a_run_evaluates_first_last_and_every_so_many_steps(each, every, evaluated, later):
+    """A round of rce.py ends at step 3. A resumed run evaluates nothing twice."""
+    constants = {"EVAL_EVERY_N_STEPS": every, "SAVE_EVERY_N_STEPS": 3, "MAX_NEW_TOKENS": 16, "RESUME": "yes"}
+    saved, later_saved = [3, 5], [6, 6]
+    if each.path == "rce/rce.py":
+        constants |= {"ROUNDS": 2, "NUM_EPOCHS": 3, "MAX_TRAIN_PROMPTS": 15, "BEAMS": 0}
+        evaluated = sorted({*evaluated, 3})
+        saved, later_saved = [0, 3, 5], [5, 6, 6]  # the first of a round, its end, and that of the run
+    for steps, evaluations, saves in ((5, evaluated, saved), (6, later, later_saved)):
+        _, trainer_class = each(MAX_STEPS=steps, **constants)
+        trainer = trainer_class()
+        run = trainer.run
+        asked = []
+        called = []
+        save = run.save
+
+        def evaluate():
+            asked.append(run.step)
+            return {}
+
+        def noted_save():
+            called.append(run.step)
+            save()
+
+        setattr(trainer, "measure" if each.path == "rce/rce.py" else "evaluate", evaluate)
+        run.save = noted_save
+        trainer.train()
+        assert (asked, called) == (evaluations, saves)
 
 
 def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypatch):
@@ -1276,7 +1292,7 @@ def test_best_is_the_highest_and_patience_waits_for_the_threshold(each, monkeypa
     monkeypatch.setattr(run, "write_best", write_best)
     seen = []
     for value in (0.5, 0.55, 0.52, 0.59, 0.65, 0.7, 0.6, 0.8):
-        run.evaluate(lambda: {"reward": value})
+        run.log_evaluation({"reward": value})
         seen.append((run.best_value, run.patience_value, run.evals_since_best, run.halvings))
     assert saved == [0.5, 0.55, 0.59, 0.65, 0.7, 0.8]  # each the highest so far, by however little
     assert seen == [
@@ -1306,9 +1322,8 @@ def test_a_run_names_the_policy_that_it_kept(each, tmp_path, capsys):
     run = untrained(each).run
     run.checkpoint = tmp_path / "run/step_0"
     for kept in ("step_0/policy", "best/policy"):
-        run.final_message()
-        assert capsys.readouterr().out.endswith(f"; policy: {tmp_path}/run/{kept}\n")
-        run.evaluate(lambda: {"reward": 0.5})
+        assert run.final_message().endswith(f"; policy: {tmp_path}/run/{kept}")
+        run.log_evaluation({"reward": 0.5})
         capsys.readouterr()
 
 
@@ -1343,12 +1358,12 @@ def test_a_column_may_be_a_path_into_nested_records(path, kind, tmp_path):
     "solution, says",
     [
         ({"text": ["1"], "answer_start": [0]}, "a text or a number, not {'text'"),
-        ([], "a text or a number, not \\[\\]: mend"),
-        ([["1"]], "a text or a number, not \\['1'\\]: mend"),
-        (["1", None], "a text or a number, not None: mend"),
-        ({}, "a text or a number, not {}: mend"),
-        (math.nan, "a text or a number, not nan: mend"),
-        ([1.0, math.nan], "a text or a number, not nan: mend"),
+        ([], "a text or a number, not \\[\\]: correct or delete"),
+        ([["1"]], "a text or a number, not \\['1'\\]: correct or delete"),
+        (["1", None], "a text or a number, not None: correct or delete"),
+        ({}, "a text or a number, not {}: correct or delete"),
+        (math.nan, "a text or a number, not nan: correct or delete"),
+        ([1.0, math.nan], "a text or a number, not nan: correct or delete"),
     ],
 )
 def test_an_answer_that_is_no_text_is_named_with_its_line(ppo, tmp_path, solution, says):
@@ -1415,7 +1430,7 @@ def test_without_a_terminal_a_line_about_every_30_seconds_says_how_far_it_is(ppo
         clock = iter(range(0, 1000, 10))
         monkeypatch.setattr(script.time, "perf_counter", lambda: next(clock))
         assert list(script.progress(range(11), "tokens")) == list(range(11))
-    shown = "rollout: 3 of 11 tokens, 01:46 left\nrollout: 7 of 11 tokens, 00:45 left\n"
+    shown = "3 of 11 tokens, 01:46 left\n7 of 11 tokens, 00:45 left\n"
     assert capsys.readouterr() == (shown, "")
 
 
@@ -1459,7 +1474,7 @@ def test_on_a_terminal_a_bar_stands_below_the_lines_and_vanishes(ppo, monkeypatc
     assert screen(text) == ["line 0", "line 1", "line 2", ""]
     for n, (*said, bar) in enumerate(lines[: n + 2] for n, lines in enumerate(shown)):
         assert said == [f"line {i}" for i in range(n + 1)]
-        assert re.match(r"rollout: +\d+%.*\| \d/3 \[00:00<", bar), bar
+        assert re.match(r" *\d+%\|.*\| \d/3 \[00:00<.* tokens/s\]$", bar), bar
 
 
 def test_a_bar_vanishes_though_its_loop_is_left_early(ppo, monkeypatch, capsys):
@@ -1484,21 +1499,31 @@ def test_process_0_alone_shows_how_far_it_is(ppo, monkeypatch, capsys):
 
 def test_every_long_part_of_a_run_is_tracked(ppo):
     script = ppo(MAX_STEPS=1)
+    doing = ["load"]
     seen = set()
+    timed = script.Run.timed
+
+    @contextmanager
+    def noted(run, activity):
+        doing.append(activity)
+        with timed(run, activity):
+            yield
+        doing.pop()
 
     def progress(items, unit):
-        seen.add((script.Run.doing, unit))
+        seen.add((doing[-1], unit))
         return items
 
+    script.Run.timed = noted
     script.progress = progress
     script.PPOTrainer().train()
     assert seen == {
-        ("check models", "tokens"),
+        ("load", "tokens"),
         ("evaluate", "tokens"),
-        ("evaluate", "parts"),
+        ("evaluate", "batches"),
         ("rollout", "tokens"),
-        ("rollout", "parts"),
-        ("score", "parts"),
+        ("rollout", "batches"),
+        ("score", "batches"),
         ("update", "micro-batches"),
     }
 
@@ -1510,9 +1535,9 @@ def test_the_held_out_reward_is_after_the_penalty_as_the_trained_one_is(ppo):
 
 
 def test_a_step_without_timed_blocks_is_recorded(ppo, tmp_path):
-    trainer = ppo().PPOTrainer()
+    trainer = ppo(MAX_STEPS=1).PPOTrainer()
     with trainer.run.session("here"):
-        for _ in trainer.run.steps(dict, until=1):
+        while trainer.run.next_step():
             trainer.run.log_step({"reward": 1.0}, 7, [], "line")
     assert read(tmp_path / "run/logs/metrics.jsonl")[0] == {"phase": "train", "step": 1, "reward": 1.0}
 
@@ -1614,7 +1639,7 @@ def test_parts_that_differ_from_call_to_call_are_named(ppo):
             trainer.reward_parts = {"always": values, next(left_behind): values}
             return values
 
-        says = r"^compute_rewards leaves reward_parts\['early'\] in some calls only: set it in each call$"
+        says = r"^compute_rewards sets reward_parts\['early'\] in some calls only: set it in every call$"
         with pytest.raises(script.UserError, match=says):
             script.score_over_ranks(trainer, "compute_rewards", score, reward_batch(*["abcdef"] * 3))
 
@@ -1699,7 +1724,7 @@ def test_a_csv_file_with_a_column_twice_is_refused_with_its_name(ppo, tmp_path):
     script = ppo()
     data = [{"path": str(path), "type": "csv", "input": "problem", "output": "solution"}]
     path.write_text("problem,solution,solution\n1+1?,2,3\n")
-    says = "rows.csv: cannot be read as csv .its head has the column 'solution' twice: rename one"
+    says = "rows.csv: cannot be read as csv .its first line has the column 'solution' twice: rename one"
     with pytest.raises(script.UserError, match=says):
         script.load_rows(data, "TRAIN_DATASETS")
     path.write_text("problem,solution,,\n1+1?,2,,\n")  # columns without a name, as spreadsheets leave them
@@ -1724,7 +1749,7 @@ def test_a_field_of_the_state_that_could_not_be_resumed_is_named(ppo, tmp_path, 
     if plain:
         trainer.run.save()
     else:
-        says = f"^self.state.mine is of type {type(value).__name__}: a checkpoint takes numbers, texts"
+        says = f"^self.state.mine is of type {type(value).__name__}, but a checkpoint takes numbers, texts"
         with pytest.raises(script.UserError, match=says):
             trainer.run.save()
         assert not list((tmp_path / "run").glob("step_*"))
@@ -1801,7 +1826,7 @@ def test_rce_goes_on_in_another_folder_with_the_candidates_of_the_first(rce_run,
     [
         (
             lambda path: path.unlink(),
-            "is gone, and this run was trained on it: put it back, or use RESUME=no",
+            "is gone, but this run was trained on it: put it back, or use RESUME=no",
         ),
         (
             lambda path: path.write_bytes(b"PAR1"),
