@@ -96,8 +96,8 @@ class VLLMTrainer(grpo.GRPOTrainer):
         batch.server_logprobs = batch.logprobs
 
         def scored(which):
-            def score(rows):
-                return grpo.response_logprobs(self.actor, batch, rows, grpo.TEMPERATURE)[which]
+            def score(model, batch, rows):
+                return grpo.response_logprobs(model, batch, rows, grpo.TEMPERATURE)[which]
 
             return grpo.map_micro_batches(score, self.actor, batch)
 
