@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -883,7 +884,7 @@ def test_every_epoch_sees_every_prompt_once_in_an_order_of_its_own(each):
     for epoch in (1, 2, 3):
         steps = [script.next_rows(every, state, 4) for _ in range(3)]
         assert [len(rows) for rows in steps] == [4, 4, 2] and state.epoch == epoch
-        orders.append(sum(steps, []))
+        orders.append([row for rows in steps for row in rows])
         assert sorted(orders[-1]) == every != orders[-1]
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
@@ -893,7 +894,7 @@ def numbers_of(values):
 
 
 def test_a_checkpoint_keeps_every_field_of_the_state_by_itself(each, tmp_path):
-    script, trainer_class = each(RESUME="no")
+    _, trainer_class = each(RESUME="no")
     trainer = trainer_class()
     run = trainer.run
     run.open_files()
@@ -1000,7 +1001,7 @@ CHAT = """{{ '$' }}
 def test_a_prompt_begins_with_one_bos_with_and_without_a_chat_template(each, tmp_path):
     for template in ("", CHAT):
         model = with_bos(tmp_path / f"model {len(template)}", TINY / "policy", template)
-        script, trainer_class = each(ACTOR_MODEL=model, EVAL_DATASETS=[])
+        _, trainer_class = each(ACTOR_MODEL=model, EVAL_DATASETS=[])
         trainer = trainer_class()
         row = trainer.train_rows[0]
         plain = trainer.tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
@@ -1010,7 +1011,7 @@ def test_a_prompt_begins_with_one_bos_with_and_without_a_chat_template(each, tmp
 def test_the_reward_model_reads_one_bos_and_one_eos_with_and_without_a_chat_template(each, tmp_path):
     for template in ("", CHAT):
         model = with_bos(tmp_path / f"model {len(template)}", TINY / "reward_model", template)
-        script, trainer_class = each(REWARD_MODEL=model, EVAL_DATASETS=[])
+        _, trainer_class = each(REWARD_MODEL=model, EVAL_DATASETS=[])
         trainer = trainer_class()
         seen = []
 
@@ -1568,7 +1569,7 @@ def test_the_responses_to_one_prompt_are_scored_in_one_call(path, data):
     assert len(seen) == len(set(seen)) == len(counts)  # no prompt is in two calls
     size = batch_size * group_size
     assert all(len(call) <= size or len(set(call)) == 1 for call in calls)
-    for call, following in zip(calls, calls[1:]):  # no call that could be spared
+    for call, following in pairwise(calls):  # no call that could be spared
         assert len(call) + counts[following[0]] > size
 
 

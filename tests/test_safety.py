@@ -12,11 +12,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TRAINERS, load_script, run_script, small
+from conftest import ROOT, TRAINERS, load_script, reward_batch, run_script, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -174,10 +173,8 @@ def spins(*_):
 
 def catches(*_):
     while True:
-        try:
+        with suppress(BaseException):
             time.sleep(60)
-        except BaseException:
-            pass
 
 
 def holds_the_lock(*_):
@@ -206,8 +203,7 @@ def test_all_rewards_are_asked_within_the_time_limit(ppo, monkeypatch):
     limits = []
     monkeypatch.setattr(script.faulthandler, "dump_traceback_later", lambda *a, **_: limits.append(a[0]))
     monkeypatch.setattr(script.faulthandler, "cancel_dump_traceback_later", lambda: limits.append("off"))
-    row = {"prompt": "x", "answer": "1", "columns": {}}
-    batch = SimpleNamespace(rows=[row], responses=["a"], columns={})
+    batch = reward_batch(["x"], ["a"], ["1"])
     trainer.score_responses(batch)
     trainer.accuracy(batch)
     assert limits == [script.REWARD_TIMEOUT, "off"] * 2
@@ -460,10 +456,11 @@ def test_a_prompt_without_tokens_is_named(ppo):
 
     tokenizer.chat_template = None
     tokenizer.eos_token, tokenizer.eos_token_id = "$", 1
+    trainer.tokenizer = tokenizer
     rows = [{"id": "a.jsonl:3", "prompt": "x", "columns": {}}]
-    says = "TRAIN_DATASETS: a.jsonl:3: its tokenizer gives no token"
+    says = "TRAIN_DATASETS: a.jsonl:3: the tokenizer gives no token"
     with pytest.raises(script.UserError, match=says):
-        script.encode(rows, "TRAIN_DATASETS", tokenizer, trainer.models_by_constant, trainer.run.log)
+        script.encode(trainer, rows, "TRAIN_DATASETS")
 
 
 @pytest.mark.parametrize("path", TRAINERS)
@@ -472,7 +469,7 @@ def test_a_prompt_without_tokens_is_named(ppo):
     [
         ("PROMPT_TEMPLATE", "Solve this:", "PROMPT_TEMPLATE.*has no {input}"),
         ("ACTOR_MODEL", " ", "ACTOR_MODEL"),
-        ("TRAIN_DATASETS", [{"path": "x", "type": "jsonl"}], "TRAIN_DATASETS: a data set has path"),
+        ("TRAIN_DATASETS", [{"path": "x", "type": "jsonl"}], "TRAIN_DATASETS: a data set needs path"),
         ("REWARD_FUNCTIONS", ["exact_answer"], "REWARD_FUNCTIONS takes pairs"),
         ("ACCURACY_FUNCTION", "no_such", "ACCURACY_FUNCTION: rewards/ has no function 'no_such'"),
         ("REWARD_TIMEOUT", 0.0, "REWARD_TIMEOUT"),
@@ -504,7 +501,7 @@ def test_a_checkpoint_of_another_trainer_or_kind_is_refused(ppo, tmp_path):
     one_step(ppo(MAX_STEPS=1))
     step = tmp_path / "run/step_1"
     grpo = load_script("grpo/grpo.py", **small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "other")))
-    with pytest.raises(grpo.UserError, match="step_1 cannot be used, take another: it is no state of this"):
+    with pytest.raises(grpo.UserError, match="step_1 cannot be used, choose another: it is no state of this"):
         grpo.GRPOTrainer(resume_from_checkpoint=str(step))
 
 
@@ -522,11 +519,13 @@ def test_a_checkpoint_whose_files_are_not_those_of_its_manifest_is_told(path, tm
 
     faults = {
         # of the same size
-        "policy/weights is not what was saved": lambda step: (step / "policy/weights").write_bytes(
+        "policy/weights is not the file that was saved": lambda step: (step / "policy/weights").write_bytes(
             b"X" * 140
         ),
         "[Errno 2] No such file": lambda step: (step / "config.json").unlink(),
-        "training_state.pt is not what was saved": lambda step: os.truncate(step / "training_state.pt", 5),
+        "training_state.pt is not the file that was saved": lambda step: os.truncate(
+            step / "training_state.pt", 5
+        ),
         "Expecting value": lambda step: (step / "manifest.json").write_text(""),
     }
     for number, (says, spoil) in enumerate(faults.items()):

@@ -236,7 +236,7 @@ def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plo
     named = legend(figure)
     assert list(named) == ["one", "two", "training, mean of 3", "held out"]
     for name, first in (("one", 1), ("two", 6)):
-        faint, rolling, held_out, start = [line for c, line in drawn["reward"] if c == named[name]]
+        faint, rolling, _held_out, _start = [line for c, line in drawn["reward"] if c == named[name]]
         assert faint[0] == [1, first] and rolling[3] == [4, first + 2]
     figure, _ = plot(a_run(tmp_path / "a/run"), a_run(tmp_path / "b/run"))
     assert list(legend(figure))[:2] == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
