@@ -410,7 +410,6 @@ class GRPOTrainer:
             while run.next_step():
                 batch = self.rollout_and_score()
                 self.compute_advantages(batch)
-                self.select_tokens(batch)
                 metrics = self.update(batch)
                 self.sync_reference()
                 self.plan_steps()
@@ -521,6 +520,8 @@ class GRPOTrainer:
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         run = self.run
+        self.select_tokens(batch)
+        batch.sampled_logprobs = batch.logprobs
         learning_rate = self.set_learning_rates()
         steps = []
         with run.timed("update"):
@@ -559,7 +560,6 @@ class GRPOTrainer:
         def compute(rows):
             return response_logprobs(self.actor, batch, rows, TEMPERATURE)[0]
 
-        batch.sampled_logprobs = batch.logprobs
         batch.logprobs = batch.logprobs.clone()
         for rows, logprobs in zip(micros, map_over_ranks(micros, compute)):
             batch.logprobs[to_device(rows, self.device), : logprobs.shape[1]] = logprobs.to(self.device)
@@ -573,7 +573,6 @@ class GRPOTrainer:
         batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, index, weights)
         rows_to_train = self.rows_with_gradient(batch, rows)
         num_trained_tokens = batch.response_mask[to_device(rows_to_train, self.device)].sum()
-        sampled_logprobs = getattr(batch, "sampled_logprobs", batch.logprobs)
         gradients = GradientSum([self.actor])
         for micro in gradients.deal(micro_batches(self.actor, batch, rows_to_train)):
             index = to_device(micro, self.device)
@@ -589,9 +588,10 @@ class GRPOTrainer:
             advantages = self.token_advantages(batch, micro, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
             gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
-            gradients.log_means({"kl": kl, **stats}, mask, num_tokens)
-            log_ratio = (logprobs.detach() - sampled_logprobs[index, :width]).clamp(-20, 20)
-            gradients.log_means({"mean_abs_log_ratio": log_ratio.abs()}, mask, num_trained_tokens)
+            gradients.log_means(stats, mask, num_tokens)
+            log_ratio = (logprobs.detach() - batch.sampled_logprobs[index, :width]).clamp(-20, 20)
+            values = {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
+            gradients.log_means(values, mask, num_trained_tokens)
         metrics = gradients.finish()
         prompt_ids = [batch.rows[i]["id"] for i in rows]
         norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, prompt_ids)
@@ -793,9 +793,9 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "it cannot be loaded"
+        why = "cannot be loaded"
         if not Path(path).exists():
-            why = "there is no such folder, and the hub has no such model or cannot be reached"
+            why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -914,6 +914,8 @@ def check_models(models_by_constant, rows, pad_id):
             fault = fault or disagreement_of(model, logits_of_rows)
             if not fault and not disagreement_of(model, logits_of_shared_prompts):
                 _SHARED_SCORING.add(model)
+            else:
+                _SHARED_SCORING.discard(model)
             for parameter in zeros:
                 parameter.zero_()
         if fault:
@@ -1645,7 +1647,7 @@ def load_rows(datasets, constant, limit=None):
 def load_prompts(trainer, datasets, constant, limit):
     """Returns the rows of data sets with their prompts' ids; see encode(). There must be some to train on."""
     if "{input}" not in PROMPT_TEMPLATE:
-        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} lacks {{input}}, the place of the prompt")
+        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, the place of the prompt")
     rows = encode(trainer, load_rows(datasets, constant, limit), constant)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
@@ -2155,7 +2157,7 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: column {path!r} is absent or empty; the row has {sorted(record)}")
+        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
     return value
 
 
@@ -2833,7 +2835,10 @@ class Run:
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", metrics)
+        seconds = {}
+        if "evaluate" in self.times:
+            seconds["seconds/evaluate"] = self.times.pop("evaluate")
+        self.write_metrics("eval", {**metrics, **seconds})
         texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
         self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)
@@ -3350,7 +3355,9 @@ def check_choices(trainer):
     if REFERENCE_MODEL and KL_COEF == 0:
         raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used while KL_COEF = 0: set KL_COEF")
     if LOSS_TYPE == "dr_grpo" and SCALE_REWARDS == "batch":
-        raise UserError("SCALE_REWARDS = 'batch' is not used by LOSS_TYPE = 'dr_grpo': set it to 'none'")
+        trainer.run.log(
+            "SCALE_REWARDS = 'batch' has no effect: LOSS_TYPE = 'dr_grpo' divides by no deviation"
+        )
     if LOSS_TYPE == "gspo" and CLIP_RANGE > 0.01:
         trainer.run.log(
             f"LOSS_TYPE = 'gspo' with CLIP_RANGE = {CLIP_RANGE}: its paper takes 3e-4 and 4e-4 (HIGH)"

@@ -659,16 +659,17 @@ class RecTrainer:
         """Metrics of the EVAL_BEAMS best items for each row (default: validation). In the stage of GRPO also
         reward, of the GROUP_SIZE best as if they were a group, and reward_sampled, of samples that have their
         own random stream. Override to add yours."""
-        rows = self.valid_rows if rows is None else rows
-        lists = best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)
-        if self.state.stage == "sft":
-            return list_metrics(lists, rows, self.popularity)
-        metrics, _ = self.list_figures(lists, rows)
-        generator = torch.Generator().manual_seed(SEED + 1)
-        uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)
-        batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
-        metrics["reward_sampled"] = self.score_responses(batch.rows, batch.items)[0].mean().item()
-        return metrics
+        with self.run.timed("evaluate"):
+            rows = self.valid_rows if rows is None else rows
+            lists = best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)
+            if self.state.stage == "sft":
+                return list_metrics(lists, rows, self.popularity)
+            metrics, _ = self.list_figures(lists, rows)
+            generator = torch.Generator().manual_seed(SEED + 1)
+            uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)
+            batch = candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
+            metrics["reward_sampled"] = self.score_responses(batch.rows, batch.items)[0].mean().item()
+            return metrics
 
     def list_figures(self, lists, rows):
         """Metrics of the best items (rows, EVAL_BEAMS) and rewards of the GROUP_SIZE first; HR, NDCG and
@@ -890,9 +891,9 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "it cannot be loaded"
+        why = "cannot be loaded"
         if not Path(path).exists():
-            why = "there is no such folder, and the hub has no such model or cannot be reached"
+            why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -1011,6 +1012,8 @@ def check_models(models_by_constant, rows, pad_id):
             fault = fault or disagreement_of(model, logits_of_rows)
             if not fault and not disagreement_of(model, logits_of_shared_prompts):
                 _SHARED_SCORING.add(model)
+            else:
+                _SHARED_SCORING.discard(model)
             for parameter in zeros:
                 parameter.zero_()
         if fault:
@@ -2521,7 +2524,10 @@ class Run:
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", metrics)
+        seconds = {}
+        if "evaluate" in self.times:
+            seconds["seconds/evaluate"] = self.times.pop("evaluate")
+        self.write_metrics("eval", {**metrics, **seconds})
         texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
         self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)

@@ -544,10 +544,11 @@ class RAGTrainer:
     def evaluate(self):
         """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's,
         whose samples have their own random stream. Override to add yours."""
-        rows = self.table.splits["validation"]
-        sampled = self.choose(rows, torch.Generator().manual_seed(SEED + 1))
-        sampled_reward = self.measure(rows, sampled)["reward"]
-        return {**self.measure(rows, self.choose(rows)), "sampled_reward": sampled_reward}
+        with self.run.timed("evaluate"):
+            rows = self.table.splits["validation"]
+            sampled = self.choose(rows, torch.Generator().manual_seed(SEED + 1))
+            sampled_reward = self.measure(rows, sampled)["reward"]
+            return {**self.measure(rows, self.choose(rows)), "sampled_reward": sampled_reward}
 
     def record(self, batch, metrics):
         """The step's metrics, LOG_SAMPLES of its episodes and its line on the terminal."""
@@ -624,9 +625,9 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "it cannot be loaded"
+        why = "cannot be loaded"
         if not Path(path).exists():
-            why = "there is no such folder, and the hub has no such model or cannot be reached"
+            why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -745,7 +746,7 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: column {path!r} is absent or empty; the row has {sorted(record)}")
+        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
     return value
 
 
@@ -1327,7 +1328,10 @@ class Run:
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", metrics)
+        seconds = {}
+        if "evaluate" in self.times:
+            seconds["seconds/evaluate"] = self.times.pop("evaluate")
+        self.write_metrics("eval", {**metrics, **seconds})
         texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
         self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)

@@ -863,9 +863,9 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "it cannot be loaded"
+        why = "cannot be loaded"
         if not Path(path).exists():
-            why = "there is no such folder, and the hub has no such model or cannot be reached"
+            why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -984,6 +984,8 @@ def check_models(models_by_constant, rows, pad_id):
             fault = fault or disagreement_of(model, logits_of_rows)
             if not fault and not disagreement_of(model, logits_of_shared_prompts):
                 _SHARED_SCORING.add(model)
+            else:
+                _SHARED_SCORING.discard(model)
             for parameter in zeros:
                 parameter.zero_()
         if fault:
@@ -1687,7 +1689,7 @@ def load_rows(datasets, constant, limit=None):
 def load_prompts(trainer, datasets, constant, limit):
     """Returns the rows of data sets with their prompts' ids; see encode(). There must be some to train on."""
     if "{input}" not in PROMPT_TEMPLATE:
-        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} lacks {{input}}, the place of the prompt")
+        raise UserError(f"PROMPT_TEMPLATE = {PROMPT_TEMPLATE!r} has no {{input}}, the place of the prompt")
     rows = encode(trainer, load_rows(datasets, constant, limit), constant)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
@@ -2177,7 +2179,7 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: column {path!r} is absent or empty; the row has {sorted(record)}")
+        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
     return value
 
 
@@ -2855,7 +2857,10 @@ class Run:
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", metrics)
+        seconds = {}
+        if "evaluate" in self.times:
+            seconds["seconds/evaluate"] = self.times.pop("evaluate")
+        self.write_metrics("eval", {**metrics, **seconds})
         texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
         self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)

@@ -783,19 +783,20 @@ class ICLTrainer:
         """Metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
         clear_gain, the gain over similarity less one standard error of the paired difference (0 at step 0):
         a few queries' noise does not choose a policy. Override to add yours."""
-        queries = self.splits["validation"]
-        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]
-        picked = [lists[0] for lists in self.pick(queries, SHOTS)]
-        found = []
-        for lists in (similar, picked):
-            each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(SHOTS)]
-            found.append(np.mean(each, 0))  # (queries,)
-        gain = found[1] - found[0]
-        clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
-        metrics = {"pick_accuracy": float(found[1].mean()), "clear_gain": float(clear_gain)}
-        if math.isfinite(self.oracle):
-            metrics["oracle_accuracy"] = self.oracle
-        return metrics
+        with self.run.timed("evaluate"):
+            queries = self.splits["validation"]
+            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]
+            picked = [lists[0] for lists in self.pick(queries, SHOTS)]
+            found = []
+            for lists in (similar, picked):
+                each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(SHOTS)]
+                found.append(np.mean(each, 0))  # (queries,)
+            gain = found[1] - found[0]
+            clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
+            metrics = {"pick_accuracy": float(found[1].mean()), "clear_gain": float(clear_gain)}
+            if math.isfinite(self.oracle):
+                metrics["oracle_accuracy"] = self.oracle
+            return metrics
 
     def select(self, query, shots=SHOTS):
         """The demonstrations that the best policy of this run picks for a query text (where there is none
@@ -855,9 +856,9 @@ def load_pretrained(auto_class, path, constant, **options):
     try:
         return auto_class.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        why = "it cannot be loaded"
+        why = "cannot be loaded"
         if not Path(path).exists():
-            why = "there is no such folder, and the hub has no such model or cannot be reached"
+            why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -976,7 +977,7 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: column {path!r} is absent or empty; the row has {sorted(record)}")
+        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
     return value
 
 
@@ -1502,7 +1503,10 @@ class Run:
         self.evaluated_at = self.step
         if not metrics:
             return
-        self.write_metrics("eval", metrics)
+        seconds = {}
+        if "evaluate" in self.times:
+            seconds["seconds/evaluate"] = self.times.pop("evaluate")
+        self.write_metrics("eval", {**metrics, **seconds})
         texts = [f"{key} {x:,}" if isinstance(x, int) else f"{key} {x:.3f}" for key, x in metrics.items()]
         self.log(f"step {self.step}, held out: " + "  ".join(texts))
         value = next((metrics[key] for key in self.best_by if key in metrics), None)

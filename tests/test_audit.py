@@ -2,8 +2,11 @@
 recipes and formulas of papers in float64, bfloat16."""
 
 import importlib.util
+import io
+import json
 import math
 import sys
+import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +17,6 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 GRPO = load_script("grpo/grpo.py")
-PPO = load_script("ppo/ppo.py")
-RCE = load_script("rce/rce.py")
 
 
 def by_length(prompts, responses, answers):
@@ -518,6 +519,81 @@ def test_prompts_of_exactly_nine_tenths_are_solved(tmp_path):
     asked = {row["id"]: row["prompt"] for row in batch.rows}
     want = {name for name, prompt in asked.items() if "1" in prompt}
     assert 0 < len(want) < 6 and set(trainer.state.solved) == want
+
+
+# ---------------------------------------------------------------- further lines of docs/cookbook.md
+
+
+def block_with(page, words):
+    """The block of Python in a page that has these words."""
+    (block,) = [text for text in (ROOT / "docs" / page).read_text().split("```") if words in text]
+    return block.removeprefix("python\n")
+
+
+def test_the_cookbooks_top_p_keeps_the_fewest_tokens_of_enough_probability():
+    space = {"full_logprobs": GRPO.full_logprobs, "torch": torch}
+    exec(block_with("cookbook.md", "def sampling_logprobs"), space)
+    logits = 3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = space["sampling_logprobs"](logits, 0.8)
+    sizes = []
+    for row, got in zip(logits.tolist(), found.tolist()):
+        weights = [math.exp(x / 0.8) for x in row]
+        order = sorted(range(30), key=lambda i: -weights[i])
+        kept = []
+        while sum(weights[i] for i in kept) <= 0.95 * sum(weights):
+            kept.append(order[len(kept)])
+        total = sum(weights[i] for i in kept)
+        want = [math.log(weights[i] / total) if i in kept else -math.inf for i in range(30)]
+        assert got == pytest.approx(want, rel=1e-4)
+        sizes.append(len(kept))
+    assert len(set(sizes)) > 4
+
+
+def test_the_cookbooks_own_term_is_of_each_rows_own_length(grpo):
+    script = grpo(GROUP_SIZE=4, REWARD_FUNCTIONS=[(by_length, 1.0)])
+    space = {"grpo": script}
+    exec(block_with("cookbook.md", "class ShorterTrainer").replace("import grpo\n", ""), space)
+    trainer = space["ShorterTrainer"]("no")
+    torch.manual_seed(1)
+    batch = trainer.score(trainer.rollout(trainer.train_rows[:3]))
+    trainer.compute_advantages(batch)
+    batch.response_lengths = torch.tensor([31, 3, 30, 32, 5, 6, 60, 7, 8, 9, 90, 10])
+    rows = [10, 2, 6, 1]
+    width = max(len(batch.sequences[i][1]) for i in rows)
+    logprobs = batch.logprobs[rows, :width]
+    losses = trainer.token_losses(batch, rows, logprobs, logprobs)[0]
+    plain = super(space["ShorterTrainer"], trainer).token_losses(batch, rows, logprobs, logprobs)[0]
+    too_long = torch.tensor([1.0, 0.0, 1.0, 0.0])[:, None]
+    assert torch.allclose(losses - plain, 0.01 * too_long * logprobs, atol=1e-7)
+
+
+def test_the_judge_is_told_question_response_and_reference_each_in_its_place(monkeypatch):
+    """By a stand-in that answers each row with a number of its own."""
+    space = {"grpo": load_script("grpo/grpo.py"), "__name__": "recipe"}
+    exec(recipe("cookbook.md", "judge").replace("import grpo\n", ""), space)
+    asked = []
+
+    class Reply:
+        def __init__(self, request, timeout):
+            (message,) = json.loads(request.data)["messages"]
+            asked.append(message["content"])
+            grade = message["content"].split("said ")[1][0]
+            self.text = json.dumps({"choices": [{"message": {"content": grade}}]})
+
+        def __enter__(self):
+            return io.StringIO(self.text)
+
+        def __exit__(self, *_):
+            return False
+
+    monkeypatch.setattr(urllib.request, "urlopen", Reply)
+    numbers = range(1, 8)
+    rows = [f"asked {n}" for n in numbers], [f"said {n}" for n in numbers], [f"gold {n}" for n in numbers]
+    grades = space["judge"](*rows)
+    assert grades == pytest.approx([n / 10 for n in numbers])
+    for n, text in zip(numbers, asked):
+        want = f"Question: asked {n}\nResponse: said {n}\nReference answer: gold {n}\n"
+        assert text.startswith(want)
 
 
 # ---------------------------------------------------------------- samples of a server

@@ -116,7 +116,7 @@ def test_nulls_that_parquet_puts_into_records_are_taken_out_again(tmp_path):
 )
 def test_a_prompt_that_is_none_is_named_with_its_line(tmp_path, chat):
     spec = chat_rows(tmp_path / "a.jsonl", [USER], chat)
-    says = "^TRAIN_DATASETS: .*a.jsonl line 2: 'prompt': a prompt is a text, or messages such as .* not "
+    says = "^TRAIN_DATASETS: .*a.jsonl line 2: 'prompt': a prompt is a text, or messages such as .* this is "
     with pytest.raises(PPO.UserError, match=says + re.escape(repr(chat))) as error:
         PPO.load_rows([spec], "TRAIN_DATASETS")
     assert len(str(error.value).splitlines()) == 1
@@ -185,7 +185,7 @@ def test_without_a_chat_template_a_chat_is_refused_with_what_to_do(each, tmp_pat
         constants = {"ACTOR_MODEL": model, "SYSTEM_PROMPT": system, "EVAL_DATASETS": []}
         script, trainer_class = each(TRAIN_DATASETS=data, OUTPUT_DIR=str(tmp_path / str(system)), **constants)
         says = "TRAIN_DATASETS: a.jsonl:1: messages and SYSTEM_PROMPT need a chat template"
-        with pytest.raises(script.UserError, match=f"^{says}, and .*/policy' has none: put a file chat_temp"):
+        with pytest.raises(script.UserError, match=f"^{says}, which .*/policy' lacks: put a file chat_temp"):
             trainer_class()
     data = [chat_rows(tmp_path / "a.jsonl", "Tom has 1 apples.")]
     script, trainer_class = each(TRAIN_DATASETS=data, ACTOR_MODEL=model, EVAL_DATASETS=[])
@@ -257,7 +257,7 @@ def test_functions_get_messages_and_columns_if_they_take_them(each, tmp_path):
     batch = script.respond(trainer.actor, trainer.tokenizer, [row["ids"] for row in rows], None)
     batch.rows = rows
     for _ in range(2):  # a step like the one before
-        total, _ = trainer.score_responses(batch)
+        total = trainer.score_responses(batch)[0]
         assert total.tolist() == [3.0] * 6
         chats = [TURNS] * 2 + [[USER]] * 2 + ["Tom has 1 apples."] * 2
         assert seen["three"] == (chats, batch.responses, ["#### 1"] * 4 + ["1"] * 2)

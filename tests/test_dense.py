@@ -41,7 +41,7 @@ def test_token_rewards_add_up_by_hand():
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]])
     dense = torch.tensor([[1.0, 2, 3], [4, 5, 0]])
     scores = dense.sum(1) - torch.tensor([0.0, 0.5])  # MISSING_EOS_PENALTY of the second
-    got = PPO.token_rewards(scores, -1.0 * mask, -3.0 * mask, mask, 0.1, dense)
+    got = PPO.per_token_rewards(scores, -1.0 * mask, -3.0 * mask, mask, 0.1, dense)
     assert torch.allclose(got, torch.tensor([[0.8, 1.8, 2.8], [3.8, 4.3, 0]]))
 
 
@@ -79,7 +79,7 @@ def test_a_score_is_a_reward_of_the_last_token(ppo):
     one, two = (rolled_out(with_rewards(ppo(**constants), f)) for f in (a_token, a_response))
     assert one.truncated.any() and not one.truncated.all()
     assert torch.equal(one.scores, two.scores) and torch.equal(one.advantages, two.advantages)
-    assert one.dense.shape == one.logprobs.shape and two.dense is None
+    assert one.token_scores.shape == one.logprobs.shape and two.token_scores is None
 
 
 def test_a_run_logs_the_sums(ppo, tmp_path):
@@ -107,7 +107,7 @@ def test_the_cookbooks_recipe_rewards_each_right_line_where_it_ends(ppo):
     (row,) = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
     ends = [i for i, token in enumerate(ids) if trainer.tokenizer.decode([token]) == "\n"]
     assert len(ends) == 2 and row == [0.1 * (i == ends[0]) + (i == len(ids) - 1) for i in range(len(ids))]
-    assert rolled_out(trainer, 2).dense.sum(1).gt(0).any()
+    assert rolled_out(trainer, 2).token_scores.sum(1).gt(0).any()
 
 
 def of_three(values):
@@ -152,8 +152,9 @@ def test_trainers_without_a_critic_refuse_them(each):
     trainer.compute_rewards = lambda prompts, responses, answers: [[1.0]] * len(responses)
     row = {"prompt": "x", "answer": "1", "columns": {}}
     batch = SimpleNamespace(rows=[row], responses=["a"], columns={"response_ids": [[1]]})
+    batch.truncated, batch.response_mask = torch.zeros(1), torch.ones(1, 32)
     if each.path == "ppo/ppo.py":
-        assert trainer.score_responses(batch)[0].tolist() == [[1.0] + [0.0] * 31]
+        assert trainer.score_responses(batch)[1].tolist() == [[1.0] + [0.0] * 31]
         return
     says = r"^compute_rewards must return 1 finite numbers, one per response; it returned \[\[1.0\]\]"
     with pytest.raises(script.UserError, match=says):

@@ -41,7 +41,8 @@ def scored_batch(trainer, count=8):
     torch.manual_seed(5)
     batch = trainer.score(trainer.rollout(trainer.train_rows[:count]))
     trainer.compute_advantages(batch)
-    batch.sampled_logprobs = batch.logprobs  # which update() sets
+    trainer.select_tokens(batch)
+    batch.sampled_logprobs = batch.logprobs  # update() does both
     return batch
 
 
@@ -71,7 +72,7 @@ def watch_scoring(script, monkeypatch):
     score = script.response_logprobs
 
     def spy(model, batch, rows, temperature):
-        calls.append((torch.is_grad_enabled(), sorted(rows.tolist())))
+        calls.append((torch.is_grad_enabled(), sorted(rows)))
         return score(model, batch, rows, temperature)
 
     monkeypatch.setattr(script, "response_logprobs", spy)
@@ -157,7 +158,7 @@ def test_best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0(grpo
 
     class Trainer(script.GRPOTrainer):
         def update(self, batch):
-            script.LEARNING_RATE = [1e-3, 1e-3, 1e-1][self.run.step]
+            script.LEARNING_RATE = [1e-3, 1e-3, 1e-1][self.run.step - 1]
             return super().update(batch)
 
         def evaluate(self, prompts=None, answers=None):
@@ -593,7 +594,7 @@ def test_the_greatest_ratio_of_a_step_is_that_of_its_passes(path, name, tmp_path
     trainer.optimizer_step = lambda *some, **more: {
         "max_ratio_deviation": next(passes),
         "loss": 1.0,
-        "log_ratio": 0.0,
+        "mean_abs_log_ratio": 0.0,
     }
     zeros = torch.zeros(2, 3)
     metrics = trainer.update(
@@ -675,7 +676,7 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
         "training_config.json",
         "training_metrics_detailed.png",
     ]
-    wanted = """step epoch policy_loss reward reward/exact_answer advantage entropy kl approx_kl clip_fraction
+    wanted = """step epoch policy_loss reward reward/exact_answer advantage_abs entropy kl approx_kl clip_fraction
         first_ratio_deviation grad_norm learning_rate response_length truncated_fraction zero_variance_groups
         tokens_per_second seconds/rollout seconds/score seconds/update"""
     train = next(r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train")
@@ -842,7 +843,7 @@ def after_evaluations(trainer, monkeypatch, values, greedy=None):
     monkeypatch.setattr(run, "write_best", write_best)
     monkeypatch.setattr(run, "write_metrics", write_metrics)
     for reward, accuracy in zip(values, greedy or values, strict=True):
-        run.evaluate(partial(dict, reward=reward, accuracy_greedy=accuracy))
+        run.log_evaluation({"reward": reward, "accuracy_greedy": accuracy})
         patience.append(run.evals_since_best)
         halvings.append(run.halvings)
     return saved, patience, halvings
@@ -962,7 +963,7 @@ def test_the_schedule_reaches_the_optimizer(grpo):
     trainer = grpo(**schedule, MAX_STEPS=6, LEARNING_RATE=1e-6).GRPOTrainer()
     batch = scored_batch(trainer, 2)
     rates = []
-    for trainer.run.step in range(6):
+    for trainer.run.step in range(1, 7):
         rates.append(trainer.update(batch)["learning_rate"])
         assert trainer.optimizers["policy"].param_groups[0]["lr"] == rates[-1]
     assert rates == pytest.approx([x * 1e-6 for x in (1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4)])
@@ -979,6 +980,7 @@ def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
     functions = [("exact_answer", 1.0), ("answer_format", 1.0)]
     trainer = grpo(LOG_SAMPLES=3, BATCH_SIZE=4, REWARD_FUNCTIONS=functions).GRPOTrainer()
     trainer.run.open_files()
+    trainer.run.next_step()
     batch = scored_batch(trainer, 4)
     metrics = trainer.update(batch)
     batch.flat_groups = 0.0
@@ -1005,7 +1007,7 @@ def test_each_line_of_samples_is_of_one_response_and_metrics_are_means(grpo):
         "reward": 33.5,
         "reward/exact_answer": 13.5,
         "reward/answer_format": 17.5,
-        "advantage": 2.0,
+        "advantage_abs": 2.0,
         "truncated_fraction": 0.75,
     }
     assert {key: record[key] for key in wanted} == pytest.approx(wanted)
@@ -1130,7 +1132,7 @@ CONSTANTS = {  # its value, another, and what that alone changes
     "DUAL_CLIP": (1.4, 1.3, UPDATE),
     "ENTROPY_COEF": (0.021, 0.043, UPDATE - {"policy_loss"}),
     "TOP_ENTROPY_FRACTION": (0.7, 0.6, {"trained", *UPDATE}),
-    "MASK_TRUNCATED": (True, False, {"trained", *UPDATE}),
+    "MASK_TRUNCATED": (True, False, {"trained", "kl", "clipped", *UPDATE}),
     "KL_COEF": (0.16, 0.18, UPDATE - {"policy_loss"}),
     "KL_ESTIMATOR": ("k1", "k3", {"kl"}),
     "REFERENCE_SYNC_STEPS": (4, 3, {"reference"}),
@@ -1158,7 +1160,7 @@ def one_step(tmp_path_factory):
     class Spy(script.GRPOTrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor pad_id models readers reference reward_model reward_tokenizer"
+            names = "tokenizer actor pad_id models models_by_constant reference reward_model reward_tokenizer"
             for name in [*names.split(), "optimizers", "distils"]:
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
@@ -1168,17 +1170,17 @@ def one_step(tmp_path_factory):
             self.seen["calls"].append(len(responses))
             return super().compute_rewards(prompts, responses, answers, **columns)
 
-        def optimizer_step(self, batch, rows, moved=True):
+        def optimizer_step(self, batch, rows):
             self.seen["passes"].append(len(rows))
             if len(self.seen["passes"]) == 1:
-                self.first_step = super().optimizer_step(batch, rows)  # it has moved
+                self.first_step = super().optimizer_step(batch, rows)
             return dict(self.first_step)
 
         def update(self, batch):
             nudge(self.actor, 1)
             metrics = super().update(batch)
             passes = list(self.seen["passes"])
-            for self.run.step in (2, 7):  # in the warm-up and after it
+            for self.run.step in (3, 8):  # in the warm-up and after it
                 super().update(batch)
                 self.seen["rates"].append(self.optimizers["policy"].param_groups[0]["lr"])
             self.seen["passes"] = passes
@@ -1199,20 +1201,28 @@ def one_step(tmp_path_factory):
         def keep_gradient():
             seen["gradients"] += [p.grad.clone() for p in trainer.actor.parameters()]
 
-        def eighth_step(evaluate):
-            seen["evaluation"] = evaluate()
+        def log_evaluation(metrics):
+            seen["evaluation"] = metrics
             seen["calls"].clear()
-            trainer.run.step = 7
-            yield 7
+
+        def eighth_step():
+            trainer.run.step += 8
+            return trainer.run.step == 8
 
         trainer.optimizers["policy"].step = keep_gradient
-        trainer.run.session = lambda headline: nullcontext()
-        trainer.run.steps = eighth_step
+        seen["plan"] = trainer.run.total_steps
+        trainer.run.session = lambda summary: nullcontext()
+        trainer.run.needs_first_evaluation = lambda: True
+        trainer.run.log_evaluation = log_evaluation
+        trainer.run.next_step = eighth_step
+        trainer.run.is_due = lambda interval: (
+            interval == script.REFERENCE_SYNC_STEPS and trainer.run.step % interval == 0
+        )
+        trainer.run.is_last_step = lambda: False
         trainer.train()
         batch, metrics = trainer.batch, trainer.metrics
         seen.update({key: getattr(batch, key) for key in ("scores", "advantages", "trained")})
         seen.update(
-            plan=trainer.run.total_steps,
             responses=batch.response_ids,
             policy_loss=metrics["policy_loss"],
             kl=metrics["kl"],
@@ -1238,7 +1248,9 @@ def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_ste
 
 
 def test_no_constant_of_the_algorithm_was_forgotten():
-    elsewhere = "REWARD_TIMEOUT WEIGHT_DECAY PLATEAU_PATIENCE RESAMPLE_FLAT_GROUPS SKIP_FLAT_GROUPS "
+    elsewhere = (
+        "MICRO_BATCH_ROWS REWARD_TIMEOUT WEIGHT_DECAY PLATEAU_PATIENCE RESAMPLE_FLAT_GROUPS SKIP_FLAT_GROUPS "
+    )
     # by test_turns.py
     elsewhere += "ENVIRONMENT ENVIRONMENT_ROLE ENVIRONMENT_THREADS MAX_TURNS MAX_CONTEXT_TOKENS"
     assert algorithm_of("grpo/grpo.py") - set(elsewhere.split()) <= CONSTANTS.keys()

@@ -2555,7 +2555,7 @@ def test_an_odd_input_ends_with_one_sentence(started, world, tmp_path, name):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("text,category\na\n", "line 2: it has not as many fields"),
+        ("text,category\na\n", "line 2: its number of fields differs"),
         ("text,category\nq,\n", "line 2: there is no value"),
         ("words,category\nq,x\n", "no value for column 'text'"),
         ("text,category\n", "the data set is empty"),

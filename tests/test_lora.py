@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, TINY, TRAINERS, assert_same_state, load_script, read, small, untimed
+from conftest import NATS, TINY, TRAINERS, assert_same_state, load_script, read, share_prompts, small, untimed
 from safetensors.torch import load_file
 from test_rec import rec  # noqa: F401, a fixture
 
@@ -55,12 +55,12 @@ def plain(six, path=TINY / "policy"):
     """A model of a folder, without an adapter, as the trainer reads it."""
     module = six.module
     model = module.load_model(module.AutoModelForCausalLM, str(path), "ACTOR_MODEL", torch.device("cpu"))
-    model.shares_prompts = six.actor.shares_prompts
+    share_prompts(module, model, scoring=six.actor in module._SHARED_SCORING)
     return model
 
 
 def logprobs(six, model, batch):
-    return six.module.batch_logprobs(model, batch)
+    return six.module.batch_logprobs(model, batch, None)
 
 
 # ---------------------------------------------------------------- what is trained
@@ -94,7 +94,7 @@ def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six)
     assert [id(p) for p in held] == [id(p) for p in trained.values()]
     assert any("self_attn.q_proj" in name for name in trained) and not any("lm_head" in n for n in trained)
     said = next((six.out / "logs").glob("training_*.log")).read_text()
-    assert f"{sum(p.numel() for p in held):,} of them trained" in said
+    assert f"{sum(p.numel() for p in held):,} are trained" in said
 
 
 def test_an_adapters_product_counts_alpha_over_rank(grpo):
@@ -119,6 +119,7 @@ def test_a_new_adapter_changes_nothing_and_the_first_ratio_is_one(six):
     _, trainer = make(six.path, out)
     fresh = adapter_of(trainer.actor)
     assert all(p.any() == ("lora_A" in name) for name, p in fresh.items())
+    share_prompts(six.module, trainer.actor, scoring=True)  # it was loaded by another copy of the file
     batch = some_responses(six)
     assert torch.equal(logprobs(six, trainer.actor, batch), logprobs(six, plain(six), batch))
 
@@ -128,7 +129,7 @@ def test_the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back(six):
     wanted = logprobs(six, plain(six), batch)
     flags = {name: p.requires_grad for name, p in six.actor.named_parameters()}
     adapted = logprobs(six, six.actor, batch)
-    with six.module.without_adapter(six.actor):
+    with load_script("ppo/ppo.py").without_adapter(six.actor):
         assert torch.equal(logprobs(six, six.actor, batch), wanted)
     assert torch.equal(logprobs(six, six.actor, batch), adapted) and not torch.equal(adapted, wanted)
     assert flags == {name: p.requires_grad for name, p in six.actor.named_parameters()}
@@ -263,9 +264,9 @@ def test_recommendation_has_an_adapter_on_what_sft_taught(rec, tmp_path):
 
 def test_a_base_in_bfloat16_under_adapters_in_float32(tmp_path):
     module, trainer = make("grpo/grpo.py", tmp_path / "run", DTYPE="bfloat16")
-    _, wide = make("grpo/grpo.py", tmp_path / "wide")  # sampled and scored the same, fast way
-    for way in ("decodes_shared", "shares_prompts"):
-        assert getattr(trainer.actor, way) == getattr(wide.actor, way)
+    other, wide = make("grpo/grpo.py", tmp_path / "wide")  # sampled and scored the same, fast way
+    for models in ("_SHARED_DECODING", "_SHARED_SCORING"):
+        assert (trainer.actor in getattr(module, models)) == (wide.actor in getattr(other, models))
     before = {n: p.clone() for n, p in trainer.actor.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in before.values()} == {torch.bfloat16}
     assert {p.dtype for p in adapter_of(trainer.actor).values()} == {torch.float32}
@@ -343,10 +344,10 @@ def test_sharding_is_refused(grpo):
 @pytest.mark.parametrize(
     "constants, says",
     [
-        ({"LORA_RANK": 8}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-        ({"LORA_ALPHA": 8.0}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-        ({"LORA_TARGETS": "q_proj"}, "policy is of another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
-        ({"LORA_RANK": 0}, "ACTOR_MODEL = .*step_6/policy' is an adapter: set its LORA_RANK"),
+        ({"LORA_RANK": 8}, "policy was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+        ({"LORA_ALPHA": 8.0}, "policy was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+        ({"LORA_TARGETS": "q_proj"}, "policy was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS"),
+        ({"LORA_RANK": 0}, "ACTOR_MODEL = .*step_6/policy' is a LoRA adapter: set the LORA_RANK"),
     ],
     ids=["rank", "alpha", "targets", "whole"],
 )
@@ -373,7 +374,10 @@ def test_a_folder_is_named_to_its_adapter_from_the_root(grpo, monkeypatch):
 
 @grpo_alone
 def test_an_adapters_folder_is_no_model(six, tmp_path):
-    with pytest.raises(Exception, match="is an adapter: set its LORA_RANK, or take best/policy"):
+    with pytest.raises(
+        Exception,
+        match="is a LoRA adapter: set the LORA_RANK it was trained with, or take its run's best/policy",
+    ):
         make(six.path, tmp_path / "run", ACTOR_MODEL=str(six.out / "step_6/policy"), LORA_RANK=0)
 
 
@@ -396,4 +400,4 @@ def test_untied_embeddings_may_have_an_adapter(tmp_path):
     ids = torch.arange(5, 25)[None]
     module.merge_adapter(trainer.actor).save_pretrained(tmp_path / "merged")
     merged = module.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(merge_adapter(ids).logits, trainer.actor(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged(ids).logits, trainer.actor(ids).logits, rtol=1e-4, atol=1e-4)

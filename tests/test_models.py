@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, TRAINERS, load_script, read, small
+from conftest import TINY, TRAINERS, load_script, read, share_prompts, small
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -115,7 +115,7 @@ def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
     model = trainer.actor
     assert model.config._attn_implementation == "shared_prompts"
-    assert not model.decodes_shared
+    assert model not in trainer_of.script._SHARED_DECODING
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
     ends = torch.tensor([1, 20])
     ids, lengths, logprobs, _ = module.generate(model, prompts, torch.rand(9, 6), 3, 6, 1.3, ends, 0)
@@ -129,12 +129,13 @@ def test_a_model_that_changes_what_the_cache_gives_it_is_decoded_without_sharing
 
 def test_both_ways_to_decode_give_the_same_samples(trainer_of):
     trainer = trainer_of("grpo")
-    assert trainer.actor.decodes_shared
+    assert trainer.actor in trainer_of.script._SHARED_DECODING
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     uniform = torch.rand(20, 32)
     ends = module.ids_of_ends(trainer.actor, trainer.tokenizer)
     found = []
-    for trainer.actor.decodes_shared in (True, False):
+    for shared in (True, False):
+        share_prompts(module, trainer.actor, decoding=shared)
         found.append(module.generate(trainer.actor, prompts, uniform, 4, 32, 1.2, ends, 0))
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, **SAME)
@@ -164,10 +165,11 @@ def test_looking_seldom_who_has_finished_changes_no_sample(trainer_of, monkeypat
 def test_groups_and_whole_rows_say_the_same(trainer_of):
     trainer = trainer_of("grpo", GROUP_SIZE=3)
     batch = trainer.rollout(trainer.train_rows[:6])
-    rows = torch.tensor([4, 0, 17, 9, 5, 2])
-    assert trainer.actor.shares_prompts
+    rows = [4, 0, 17, 9, 5, 2]
+    assert trainer.actor in trainer_of.script._SHARED_SCORING
+    share_prompts(module, trainer.actor, scoring=True)
     groups = module.response_logprobs(trainer.actor, batch, rows, 0.9)
-    trainer.actor.shares_prompts = False
+    share_prompts(module, trainer.actor, scoring=False)
     whole = module.response_logprobs(trainer.actor, batch, rows, 0.9)
     for a, b in zip(groups, whole):
         torch.testing.assert_close(a, b, **SAME)
@@ -178,7 +180,8 @@ def test_a_window_that_only_the_mask_knows_is_kept_in_a_groups_sequence(tmp_path
     config = PhimoeConfig(**COMMON, **experts, num_key_value_heads=2, sliding_window=6)
     trainer = trainer_of("grpo", ACTOR_MODEL=saved(config, tmp_path / "model"))
     batch = trainer.rollout(trainer.train_rows[:4])
-    assert trainer.actor.shares_prompts
+    assert trainer.actor in trainer_of.script._SHARED_SCORING
+    share_prompts(module, trainer.actor, scoring=True)
     assert min(len(prompt) for prompt, _, _ in batch.sequences) > 12
     logprobs, _ = module.response_logprobs(trainer.actor, batch, torch.arange(8), 1.0)
     torch.testing.assert_close(logprobs, batch.logprobs, rtol=1e-3, atol=1e-3)
@@ -207,7 +210,7 @@ def test_trying_the_models_draws_none_of_the_runs_random_numbers(trainer_of, nam
 
 def test_a_new_value_head_is_still_zero_after_it_was_tried(trainer_of):
     trainer = trainer_of("ppo")
-    assert trainer.critic.shares_prompts
+    assert trainer.critic in trainer_of.script._SHARED_SCORING
     assert not trainer.critic.score.weight.any()
 
 
@@ -224,9 +227,9 @@ def test_where_groups_are_wrong_whole_rows_are_read(trainer_of, monkeypatch, nam
 
     monkeypatch.setattr(script, "logits_of_shared_prompts", wrong)
     try_models(script, trainer)
-    assert not trainer.actor.shares_prompts
-    assert trainer.actor.decodes_shared
-    assert name != "ppo" or not trainer.critic.shares_prompts  # though its head says 0 to all
+    assert trainer.actor not in script._SHARED_SCORING
+    assert trainer.actor in script._SHARED_DECODING
+    assert name != "ppo" or trainer.critic not in script._SHARED_SCORING  # though its head says 0 to all
 
 
 @pytest.mark.parametrize("way", ["generate", "logits_of_rows"])
@@ -251,7 +254,7 @@ def test_a_model_that_raises_is_refused_with_what_it_raised(trainer_of, monkeypa
 
     trainer = trainer_of("grpo")
     monkeypatch.setattr(trainer.actor.model, "forward", divide)
-    says = "'llama' cannot be used here, it raises ZeroDivisionError: division by zero: it must be causal"
+    says = "'llama' cannot be used here, it raises ZeroDivisionError: division by zero. It must be causal"
     with pytest.raises(trainer_of.script.UserError, match=says):
         try_models(trainer_of.script, trainer)
 
@@ -292,7 +295,7 @@ def test_in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run(t
     trainer.compute_advantages(batch)
     batch.advantages = batch.advantages + 0.1  # every row teaches
     trainer.update(batch)  # rounding is no mistake
-    says = "a ratio 0.2[0-9]* away from 1: .* DTYPE = 'bfloat16'"
+    says = "a ratio differs from 1 by 0.2[0-9]*: .* DTYPE = 'bfloat16'"
     sampled = batch.logprobs
     up_and_down = 1 - 2 * (torch.arange(sampled.shape[1]) % 2)  # in the mean over a response nearly none
     for signs in (1, up_and_down):
@@ -310,7 +313,7 @@ def test_gspos_rescored_probabilities_do_not_hide_a_wrong_sampler(trainer_of):
     sampled = batch.logprobs
     trainer.update(batch)
     batch.logprobs = sampled - 0.2 * batch.response_mask
-    with pytest.raises(trainer_of.script.UserError, match="a ratio 0.2[0-9]* away from 1"):
+    with pytest.raises(trainer_of.script.UserError, match="a ratio differs from 1 by 0.2"):
         trainer.update(batch)
 
 
@@ -347,11 +350,9 @@ def test_a_layers_own_dropout_is_off_while_activations_are_recomputed(tmp_path, 
     path = saved(OPTConfig(**OPT, dropout=0.5), tmp_path / "model")
     trainer = trainer_of(name, ACTOR_MODEL=path, GRADIENT_CHECKPOINTING=True)
     script = trainer_of.script
-    for _ in script.summed([trainer.actor], [0], {}):
+    for _ in script.GradientSum([trainer.actor]).deal([[0]]):
         assert any(layer.training for layer in trainer.actor.modules())
-        first, second = (
-            script.response_logprobs(trainer.actor, one_row(), torch.tensor([0]), 1.0)[0] for _ in range(2)
-        )
+        first, second = (script.response_logprobs(trainer.actor, one_row(), [0], 1.0)[0] for _ in range(2))
     assert not any(layer.training for layer in trainer.actor.modules())
     assert torch.equal(first, second)
 
@@ -373,7 +374,7 @@ def test_ids_that_the_model_does_not_know_are_named(tmp_path, trainer_of):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
     tokenizer.add_tokens(["apples"])
     path = policy_with(tokenizer, tmp_path / "model")
-    says = "gives no token, or the id 82; ACTOR_MODEL = .* knows 82 ids"
+    says = "gives the id 82, but ACTOR_MODEL = .* has only 82 ids"
     with pytest.raises(Exception, match=says):
         trainer_of("grpo", ACTOR_MODEL=path)
 
@@ -403,7 +404,7 @@ def test_prompts_and_responses_longer_than_a_models_positions_are_refused(tmp_pa
     sizes = dict(vocab_size=82, n_positions=60, n_embd=32, n_layer=1, n_head=2)
     short = saved(GPT2Config(**sizes, eos_token_id=1, bos_token_id=None), tmp_path / "short")
     needs = "TRAIN_DATASETS and MAX_NEW_TOKENS = 32 are [0-9]+: lower"
-    with pytest.raises(Exception, match=f"^{constant} reads 60 tokens at most; .*{needs}"):
+    with pytest.raises(Exception, match=f"^{constant} reads at most 60 tokens, but .*{needs}"):
         trainer_of("ppo", **{constant: short}, KL_COEF=0.1)
     trainer_of("ppo", **{constant: short}, KL_COEF=0.1, MAX_NEW_TOKENS=8, MAX_PROMPT_TOKENS=52)
 
@@ -423,7 +424,7 @@ def test_rotary_positions_that_change_with_the_length_are_refused_beyond_it(tmp_
     rope = dict(rope_type=kind, factor=2.0, rope_theta=1e4, **more)
     config = LlamaConfig(**COMMON, max_position_embeddings=longest, rope_parameters=rope)
     model = saved(config, tmp_path / "model")
-    with pytest.raises(Exception, match="ACTOR_MODEL reads 64 tokens at most"):
+    with pytest.raises(Exception, match="ACTOR_MODEL reads at most 64 tokens"):
         trainer_of("grpo", ACTOR_MODEL=model)
     trainer_of("grpo", ACTOR_MODEL=model, MAX_NEW_TOKENS=8, MAX_PROMPT_TOKENS=50)
 
@@ -434,7 +435,7 @@ def test_a_text_longer_than_the_reward_models_positions_is_refused(tmp_path, tra
     (tmp_path / "reward/config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
     trainer = trainer_of("grpo", REWARD_MODEL=str(tmp_path / "reward"))
     assert trainer.reward_model_score("Tom has 2 apples.", "2").isfinite()
-    with pytest.raises(trainer_of.script.UserError, match="REWARD_MODEL.*reads 20 tokens at most"):
+    with pytest.raises(trainer_of.script.UserError, match="REWARD_MODEL.*reads at most 20 tokens"):
         trainer.reward_model_score("Tom has 2 apples. " * 5, "2")
 
 
@@ -478,13 +479,13 @@ def test_on_a_gpu_a_sum_without_an_order_is_refused_unless_the_constant_allows_i
         with pytest.raises(
             module.UserError, match="DETERMINISTIC_GRADIENTS = True: put_ does not .*: set it to False"
         ):
-            module.backward(gpu, loss)
+            module.GradientSum([]).backward(gpu, loss)
     else:
-        module.backward(gpu, loss)
+        module.GradientSum([]).backward(gpu, loss)
         assert x.grad is not None
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     with pytest.raises(RuntimeError, match="does not require grad"):  # another reason stays what it is
-        module.backward(gpu, torch.ones(()))
+        module.GradientSum([]).backward(gpu, torch.ones(()))
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
@@ -507,18 +508,18 @@ def test_a_token_that_leaves_the_nucleus_in_a_later_pass_has_ratio_0_and_finite_
     check = script.check_first_ratio
     apart = []  # in the mean of tokens, which bfloat16 is judged by
 
-    def spy(steps, step):
-        apart.append(steps[0]["log_ratio"])
-        check(steps, step)
+    def spy(metrics, step):
+        apart.append(metrics["mean_abs_log_ratio"])
+        check(metrics, step)
 
     monkeypatch.setattr(script, "check_first_ratio", spy)
-    trainer.run.step = 1
+    trainer.run.step = 2
     metrics = trainer.update(batch)
     assert metrics["max_ratio_deviation"] == 1 and 0 < apart[0] < 20
     assert 0 < metrics["approx_kl"] < 20 and abs(metrics["kl"]) < 20
     assert 0 < metrics["grad_norm"] < math.inf
-    trainer.run.step = 0
-    with pytest.raises(script.UserError, match=r"sees a ratio \S{1,5} away from 1"):
+    trainer.run.step = 1
+    with pytest.raises(script.UserError, match=r"a ratio differs from 1 by \S{1,5}: ACTOR_MODEL"):
         trainer.update(batch)
 
 

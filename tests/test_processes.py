@@ -275,14 +275,14 @@ copied.write_text("#" * ppo.rank())
 ppo.__file__ = str(copied)"""
 DRAWS_LATER = """
 import random
-say = ppo.Run.record
+say = ppo.Run.log_step
 def record(*words):
     [random.random() for _ in range(ppo.rank())]
     return say(*words)
-ppo.Run.record = record"""
+ppo.Run.log_step = record"""
 DIFFER = {
-    "constants": ("ppo.SEED += ppo.rank()", "the processes differ in SEED: make it the same"),
-    "source": (SOURCE, "the processes differ in ppo.py: make it the same"),
+    "constants": ("ppo.SEED += ppo.rank()", "SEED differs between the processes: make it the same"),
+    "source": (SOURCE, "ppo.py differs between the processes: make it the same"),
     "later": (DRAWS_LATER, "drew different random numbers"),
     "numpy": (DRAWS_LATER.replace("import random", "import numpy.random as random"), "drew different random"),
     "torch": (
@@ -359,15 +359,16 @@ class OneNumber(torch.nn.Module):
 def sum_of(script, model, gradients, others=()):
     """The gradient of an optimizer step of parts with these gradients; others: this is the first of two
     processes, and sees every other one."""
-    metrics = {}
     mine = gradients[::2] if others else gradients
-    for part, (gradient, share) in enumerate(script.summed([model], gradients, metrics)):
+    total = script.GradientSum([model])
+    for part, gradient in enumerate(total.deal(gradients)):
         assert gradient is mine[part]
-        script.backward(model, (model.weight * gradient).sum())
-        share["parts"] = 1.0
-        share["width_max"] = gradient.abs().max().item()
+        total.backward(model, (model.weight * gradient).sum())
+        total.log_sum("parts", 1.0)
+        total.log_max("max_width", gradient.abs().max())
+    metrics = total.finish()
     assert metrics["parts"] == len(mine)
-    assert metrics["width_max"] == max(gradient.abs().max().item() for gradient in mine)
+    assert metrics["max_width"] == max(gradient.abs().max().item() for gradient in mine)
     return model.weight.grad
 
 
@@ -412,10 +413,18 @@ def test_what_is_measured_is_added_up_in_the_order_of_the_parts(ppo, monkeypatch
     monkeypatch.setattr(script, "world_size", lambda: 2)
     monkeypatch.setattr(script.dist, "all_reduce", lambda total: None)
     monkeypatch.setattr(script, "all_gather", lambda shares: everyone)
-    metrics = {}
-    for _ in script.summed([OneNumber()], [1, 2, 3], metrics):
+    total = script.GradientSum([OneNumber()])
+    for _ in total.deal([1, 2, 3]):
         pass
-    assert metrics["x"] == 0.0  # out of order it is 1
+    assert total.finish()["x"] == 0.0  # out of order it is 1
+
+
+def test_a_loop_over_micro_batches_that_is_left_early_is_an_error(ppo):
+    total = ppo().GradientSum([OneNumber()])
+    for _ in total.deal(some_gradients(3)):
+        break
+    with pytest.raises(RuntimeError, match="left before its end: do not break out of it"):
+        total.finish()
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, TINY, distance, load_script
+from conftest import NATS, TINY, distance, load_script, share_prompts
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers import Gemma3TextConfig, Llama4TextConfig, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -53,11 +53,12 @@ def test_sampling_by_blocks_inverts_the_same_distribution(vocabulary):
 
 @pytest.mark.parametrize("kind, shared", [("shared_prompts", True), ("sdpa", False), ("eager", False)])
 def test_decoding_is_a_plain_forward_pass(grpo, kind, shared):
-    trainer = grpo().GRPOTrainer()
+    script = grpo()
+    trainer = script.GRPOTrainer()
     model = trainer.actor
-    assert model.decodes_shared
+    assert model in script._SHARED_DECODING
     model.set_attn_implementation(kind)
-    model.decodes_shared = shared
+    share_prompts(module, model, decoding=shared)
     torch.manual_seed(1)
     prompts = [row["ids"] for row in trainer.train_rows[:5]]
     assert len({len(p) for p in prompts}) > 2
@@ -76,7 +77,7 @@ def test_decoding_is_a_plain_forward_pass(grpo, kind, shared):
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monkeypatch, shared):
     trainer = grpo().GRPOTrainer()
-    trainer.actor.decodes_shared = shared
+    share_prompts(module, trainer.actor, decoding=shared)
     name = "SharedPromptLayer" if shared else "PreallocatedCacheLayer"
     layers = []
 
@@ -217,11 +218,11 @@ CONFIGS = {
 def test_grouped_rows_are_plain_forward_passes(responses, name, kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=kind).eval()
-    model.shares_prompts = True
+    share_prompts(module, model, scoring=True)
     batch = packed_batch([3, 6, 3], responses, 2)  # neighbours of one length are not of one prompt
-    rows = torch.tensor([3, 2, 0, 5, 4])
+    rows = [3, 2, 0, 5, 4]
     found = module.response_logprobs(model, batch, rows, 0.8)
-    for i, row in enumerate(rows.tolist()):
+    for i, row in enumerate(rows):
         n = int(batch.response_lengths[row])
         prompt, response, _ = batch.sequences[row]
         wanted = plain_pass(model, prompt, response, 0.8)
@@ -281,11 +282,11 @@ def test_micro_batches_are_bounded_by_their_logits_and_keep_prompts_together(grp
     assert micro_batch_rows(trainer.actor, batch) == 24
     for size, rows, prompts in ((8, 8, 2), (11, 8, 2), (4, 4, 1)):  # no prompt's rows are cut in two
         monkeypatch.setattr(script, "micro_batch_rows", lambda model, batch, size=size: size)
-        micros = script.micro_batches(trainer.actor, batch, torch.randperm(24))
-        assert sorted(i for m in micros for i in m.tolist()) == list(range(24))
+        micros = script.micro_batches(trainer.actor, batch, torch.randperm(24).tolist())
+        assert sorted(i for m in micros for i in m) == list(range(24))
         for micro in micros:
             assert len(micro) == rows
-            assert len({i // 4 for i in micro.tolist()}) == prompts
+            assert len({i // 4 for i in micro}) == prompts
     monkeypatch.setattr(
         script, "micro_batch_rows", lambda model, batch: 3
     )  # but where they are more than that

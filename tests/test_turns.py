@@ -10,7 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench.learning_curves import recipe
-from conftest import NATS, ROOT, TINY, Program, assert_same_state, load_script, read, small, untimed, words_of
+from conftest import (
+    NATS,
+    Program,
+    ROOT,
+    TINY,
+    assert_same_state,
+    load_script,
+    read,
+    share_prompts,
+    small,
+    untimed,
+    words_of,
+)
 from test_chats import with_template
 from test_processes import Processes, assert_same_run
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -40,7 +52,7 @@ def conversed(grpo, rows=6, group_size=2, greedy=False, **constants):
     script = grpo(**{"ENVIRONMENT": again, "MAX_CONTEXT_TOKENS": 512, **constants})
     trainer = script.GRPOTrainer()
     generator = torch.Generator().manual_seed(3)
-    uniform = torch.rand(script.most_turns(), rows * group_size, script.MAX_NEW_TOKENS, generator=generator)
+    uniform = torch.rand(script.max_turns(), rows * group_size, script.MAX_NEW_TOKENS, generator=generator)
     some = trainer.train_rows[:rows]
     batch = script.converse(
         trainer.actor, trainer.tokenizer, some, None if greedy else uniform, 1 if greedy else group_size
@@ -109,11 +121,12 @@ def test_a_message_holds_the_special_tokens_but_the_end(ids, truncated, text):
 def test_the_sampler_and_the_scorer_agree_on_all_turns(grpo):
     script, trainer, batch = conversed(grpo)
     unsaid = batch.response_mask == 0
-    for trainer.actor.shares_prompts in (True, False):
-        scored = script.batch_logprobs(trainer.actor, batch)
+    for shared in (True, False):
+        share_prompts(script, trainer.actor, scoring=shared)
+        scored = script.batch_logprobs(trainer.actor, batch, None)
         torch.testing.assert_close(scored, batch.logprobs, rtol=0, atol=NATS)
         assert not scored[unsaid].any() and not batch.logprobs[unsaid].any()
-    _, entropy = script.response_logprobs(trainer.actor, batch, torch.arange(len(unsaid)), 1.0)
+    _, entropy = script.response_logprobs(trainer.actor, batch, list(range(len(unsaid))), 1.0)
     torch.testing.assert_close(entropy, batch.entropies, rtol=0, atol=1e-2)
 
 
@@ -322,7 +335,7 @@ def test_groups_that_join_keep_their_turns(grpo):
     joined = script.join_batches(batch, [2, 3], more)
     for name in ("turns", "response_ids"):
         assert joined.columns[name] == batch.columns[name][2:4] + more.columns[name]
-    scored = script.batch_logprobs(trainer.actor, joined)
+    scored = script.batch_logprobs(trainer.actor, joined, None)
     torch.testing.assert_close(scored, joined.logprobs, rtol=0, atol=NATS)
     assert joined.response_mask.sum(1).tolist() == [
         *batch.response_mask.sum(1)[2:4].tolist(),
@@ -695,7 +708,7 @@ def test_an_environment_that_returns_no_text_is_told(grpo, value):
     def wrong(messages, response, answer):
         return value
 
-    with pytest.raises(Exception, match=r"ENVIRONMENT \(wrong\) must return a text, .* or None") as caught:
+    with pytest.raises(Exception, match=r"ENVIRONMENT \(wrong\) must return a text .* or None") as caught:
         conversed(grpo, ENVIRONMENT=wrong)
     assert type(caught.value).__name__ == "UserError"
 
