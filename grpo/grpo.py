@@ -536,6 +536,8 @@ class GRPOTrainer:
         metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
         metrics["learning_rate"] = learning_rate
+        entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
+        metrics["entropy"] = entropy.item()  # of the policy that sampled
         return metrics
 
     def set_learning_rates(self):
@@ -702,11 +704,9 @@ class GRPOTrainer:
 
     def record(self, batch, metrics):
         """Logs the step's metrics, some of its responses, and its line on the terminal."""
-        entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
         metrics = {
             "epoch": self.state.epoch,
             **metrics,
-            "entropy": entropy.item(),
             **response_metrics(batch, batch.scores, batch.reward_parts),
             **turn_metrics(batch),
             "advantage_abs": batch.advantages.abs().mean().item(),

@@ -598,7 +598,9 @@ def test_the_greatest_ratio_of_a_step_is_that_of_its_passes(path, name, tmp_path
     }
     zeros = torch.zeros(2, 3)
     metrics = trainer.update(
-        SimpleNamespace(rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, response_mask=zeros + 1)
+        SimpleNamespace(
+            rows=[0, 1], logprobs=zeros, ref_logprobs=zeros, entropies=zeros, response_mask=zeros + 1
+        )
     )
     assert (metrics["max_ratio_deviation"], metrics["first_ratio_deviation"], metrics["loss"]) == (
         0.5,
@@ -1324,6 +1326,7 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
 
     # the loss, and its gradient at the moment the optimizer would step
     tokens = sum(lengths)
+    trained_tokens = sum(n for n, learns in zip(lengths, trained) if learns.any())
     loss = policy = kl = clipped = 0.0
     for (p, h), (p_old, _), (q, _), a, n, learns in zip(new, old, ref, advantages, lengths, trained):
         weight = {"grpo": 1 / n / count, "gspo": 1 / n / count, "dr_grpo": 1 / count / c.MAX_NEW_TOKENS}
@@ -1338,10 +1341,12 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
         if c.LOSS_TYPE == "cispo":
             gain = rho.detach().clip(max=high) * a * p
         is_clipped = rho > high if a > 0 or c.LOSS_TYPE == "cispo" else rho < low
-        clipped += is_clipped.sum().item() / tokens
+        clipped += (
+            is_clipped.sum().item() / tokens if learns.any() else 0
+        )  # the others stay out of the update
         apart = p - q
         value = {"k1": apart, "k2": apart**2 / 2, "k3": (-apart).exp() - 1 + apart}[c.KL_ESTIMATOR]
-        kl += value.sum().item() / tokens
+        kl += value.sum().item() / trained_tokens if learns.any() else 0
         policy -= (weight * gain).sum().item()
         loss = loss + (weight * (c.KL_COEF * apart**2 / 2 - c.ENTROPY_COEF * h - gain)).sum()
     assert 0.02 < clipped < 0.95 and seen["clipped"] == pytest.approx(clipped, abs=1e-6)
