@@ -47,7 +47,21 @@ def read_alone(model, batch, row, temperature=1.0):
     return logs.gather(1, torch.tensor(response)[:, None])[:, 0], -(logs.exp() * logs).sum(1)
 
 
-def gradients_of_steps(trainer, model, optimizer, steps):
+def spy_on_steps(trainer):
+    """Lists that will have the rows and the metrics of each of its optimizer steps."""
+    chunks, metrics = [], []
+    plain = trainer.optimizer_step
+
+    def optimizer_step(batch, rows):
+        chunks.append(rows)
+        metrics.append(plain(batch, rows))
+        return dict(metrics[-1])
+
+    trainer.optimizer_step = optimizer_step
+    return chunks, metrics
+
+
+def gradients_of_steps(model, optimizer, steps):
     """Runs `steps` with an optimizer that keeps the gradient of each optimizer step and moves nothing."""
     seen = []
 
@@ -79,6 +93,7 @@ def test_grpos_mini_batches_have_the_gradients_of_their_own_rows(grpo, loss_type
     script = grpo(
         LOSS_TYPE=loss_type,
         MINI_BATCHES=4,
+        GROUP_EPOCHS=1,
         GROUP_SIZE=2,
         BATCH_SIZE=5,
         MICRO_BATCH_ROWS=2,
@@ -96,17 +111,10 @@ def test_grpos_mini_batches_have_the_gradients_of_their_own_rows(grpo, loss_type
     batch = trainer.score(trainer.rollout(trainer.train_rows[:5]))
     trainer.compute_advantages(batch)
     batch.advantages += 0.1 * torch.randn(10)
-    trainer.select_tokens(batch)
     nudge(trainer.actor, 0.01, 6)
     trainer.run.step = 2
-    chunks, metrics = [], []
-
-    def steps():
-        for rows in script.mini_batches(10):
-            chunks.append(rows)
-            metrics.append(trainer.optimizer_step(batch, rows))
-
-    got = gradients_of_steps(trainer, trainer.actor, trainer.optimizers["policy"], steps)
+    chunks, metrics = spy_on_steps(trainer)
+    got = gradients_of_steps(trainer.actor, trainer.optimizers["policy"], lambda: trainer.update(batch))
     assert [len(rows) for rows in chunks] == [3, 3, 3, 1] and chunks[0] != [0, 1, 2]
     ours, reference = in_float64(trainer.actor), in_float64(trainer.reference)
     lengths = batch.response_lengths.tolist()
@@ -139,6 +147,7 @@ def test_ppos_mini_batches_have_the_gradients_of_their_own_rows(ppo):
     """Actor and critic, off policy; values, returns and old values of each row are unlike the others'."""
     script = ppo(
         MINI_BATCHES=4,
+        GROUP_EPOCHS=1,
         GROUP_SIZE=2,
         BATCH_SIZE=5,
         MICRO_BATCH_ROWS=2,
@@ -159,19 +168,15 @@ def test_ppos_mini_batches_have_the_gradients_of_their_own_rows(ppo):
     nudge(trainer.actor, 0.01, 6)
     nudge(trainer.critic, 0.01, 7)
     trainer.run.step = 2
-    chunks, metrics, critics = [], [], []
+    chunks, metrics = spy_on_steps(trainer)
+    critics = []
 
     def keep_critics():
         critics.append(flat_gradient(trainer.critic).clone())
 
     trainer.optimizers["critic"].step = keep_critics
-
-    def steps():
-        for rows in script.mini_batches(10):
-            chunks.append(rows)
-            metrics.append(trainer.optimizer_step(batch, rows))
-
-    got = gradients_of_steps(trainer, trainer.actor, trainer.optimizers["policy"], steps)
+    got = gradients_of_steps(trainer.actor, trainer.optimizers["policy"], lambda: trainer.update(batch))
+    assert [len(rows) for rows in chunks] == [3, 3, 3, 1]
     ours = in_float64(trainer.actor)
     lengths = batch.response_lengths.tolist()
     some_clipped = 0
@@ -229,7 +234,7 @@ def test_rces_last_short_step_counts_the_prompts_that_it_has(rce):
         assert len(weights) == 3 * prompts == len(batch.rows)
         assert_close(batch.weights.double(), weights, rtol=1e-5, atol=1e-7)
         (got,) = gradients_of_steps(
-            trainer, trainer.actor, trainer.optimizers["policy"], lambda: trainer.update(batch)
+            trainer.actor, trainer.optimizers["policy"], lambda: trainer.update(batch)
         )
         ours.zero_grad()
         loss = 0.0
@@ -661,7 +666,6 @@ def test_sampler_kl_is_the_mean_over_tokens_of_k3(vllm):
     torch.manual_seed(4)
     batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
     trainer.compute_advantages(batch)
-    trainer.select_tokens(batch)
     values = []
     for i, n in enumerate(batch.response_lengths.tolist()):
         apart = (batch.logprobs - batch.server_logprobs)[i, :n].double()
@@ -698,12 +702,9 @@ def test_a_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(path, tmp_pa
         batch.entropies = sampled.entropies
         trainer.score(batch)
         trainer.compute_advantages(batch)
-        if path == "grpo/grpo.py":
-            trainer.select_tokens(batch)
         trainer.run.step = 1
         metrics = []
         (gradient,) = gradients_of_steps(
-            trainer,
             trainer.actor,
             trainer.optimizers["policy"],
             lambda: metrics.append(trainer.update(batch)),
