@@ -34,7 +34,7 @@ def run(main, *arguments):
     try:
         main(rec, *arguments)
     except Exception as error:
-        text = rec.sentence_of(error)
+        text = rec.user_message(error)
         if text is None:
             raise
         print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)

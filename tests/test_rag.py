@@ -360,14 +360,15 @@ def test_an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules
     ):
         script.USE_LR_SCHEDULER, script.LR_SCHEDULER_TYPE = use, kind
         found = {}
-        for trainer.run.step in want:
+        for steps_done in want:
+            trainer.run.step = steps_done + 1
             chunks.clear()
             rates = []
             metrics = trainer.update(None)
             assert [len(chunk) for chunk in chunks] == [4, 4, 2] * 3
             passes = [sum(chunks[n : n + 3], []) for n in (0, 3, 6)]
             assert all(sorted(rows) == list(range(10)) for rows in passes) and passes[0] != passes[1]
-            (found[trainer.run.step],) = set(rates)
+            (found[steps_done],) = set(rates)
             assert metrics["learning_rate"] == pytest.approx(0.02 * rates[0])
         assert found == pytest.approx(want), (use, kind)
 
@@ -1005,7 +1006,7 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     assert all(r["first_ratio_deviation"] < 1e-5 for r in train)
     wanted = (
         "reward em f1 cost seconds policy_loss value_loss entropy approx_kl clip_fraction grad_norm "
-        "advantage learning_rate explained_variance top_k temperature rerank episodes_per_second epoch"
+        "advantage_mean learning_rate explained_variance top_k temperature rerank episodes_per_second epoch"
     ).split()
     assert all(math.isfinite(r[key]) for r in train for key in wanted)
     assert [r["timesteps"] for r in train] == [16, 32, 48, 64]
@@ -1146,16 +1147,17 @@ def test_explained_variance_and_the_means_of_a_step_by_hand(rag, world):
     batch = script.SimpleNamespace(
         rewards=parts["reward"],
         values=torch.tensor([0.8, 0.1, 0.5, 0.2]),
-        parts={**parts, "f1": parts["em"], "cost": parts["em"]},
+        reward_parts={**parts, "f1": parts["em"], "cost": parts["em"]},
         rows=torch.arange(4),
         actions=[0, 1, 2, 3],
         draws=[0] * 4,
     )
     found = {}
-    trainer.run.record = lambda metrics, count, *others, **more: found.update(metrics, count=count)
+    trainer.run.log_step = lambda metrics, count, *others, **more: found.update(metrics, count=count)
+    trainer.run.next_step()
     trainer.record(batch, dict.fromkeys(["policy_loss", "value_loss", "entropy"], 0.0))
     assert found["reward"] == 0.5 and found["em"] == 0.5 and found["count"] == 4
-    assert found["advantage"] == pytest.approx((0.2 - 0.1 + 0 + 0.3) / 4)
+    assert found["advantage_mean"] == pytest.approx((0.2 - 0.1 + 0 + 0.3) / 4)
     unexplained = statistics.variance([0.2, -0.1, 0, 0.3]) / statistics.variance([1.0, 0, 0.5, 0.5])
     assert found["explained_variance"] == pytest.approx(1 - unexplained, abs=1e-4)
 

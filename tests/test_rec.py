@@ -16,11 +16,10 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import blocks
 import numpy as np
 import pytest
 import torch
-from conftest import NATS, ROOT, assert_same_state, load_script, read, untimed
+from conftest import NATS, ROOT, assert_same_state, load_script, read, share_prompts, untimed
 from hypothesis import example, given, settings
 from hypothesis.strategies import floats, integers
 from program import Program
@@ -133,25 +132,6 @@ def every_logprob(trainer, ids, temperature=1.0):
     return found
 
 
-def test_a_copy_without_the_blocks_that_may_go_trains(rec, tmp_path):
-    """Its model is its own, random; load_model() has the guard for others."""
-    text = (ROOT / FILE).read_text()
-    for name, (begin, end) in reversed(blocks.places(FILE, text).items()):
-        if name in blocks.LESS:
-            text = text[:begin] + text[end:]
-    for folder in ("rewards", "data"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "mine.py").write_text(text)
-    found = []
-    for file in (FILE, tmp_path / "mine.py"):
-        module = rec(OUTPUT_DIR=f"{tmp_path}/{len(found)}", file=file)
-        trainer = module.RecTrainer()
-        trainer.train()
-        found.append({name: model.state_dict() for name, model in trainer.models.items()})
-    assert not hasattr(module, "shared_prompt_attention") and not hasattr(module, "load_adapted")
-    assert_close(*found, rtol=0, atol=1e-5)
-
-
 # ---------------------------------------------------------------- the trie
 
 
@@ -206,9 +186,9 @@ def test_beams_equal_exhaustive_search(rec):
 def test_both_ways_to_decode_find_the_same_beams(rec):
     module = rec()
     trainer = trainer_of(module)
-    assert trainer.actor.decodes_shared
+    assert trainer.actor in module._SHARED_DECODING
     wanted = module.best_items(trainer.actor, trainer.trie, trainer.valid_rows, 6, trainer.pad_id)
-    trainer.actor.decodes_shared = False
+    share_prompts(module, trainer.actor, decoding=False)
     found = module.best_items(trainer.actor, trainer.trie, trainer.valid_rows, 6, trainer.pad_id)
     assert torch.equal(found, wanted)
 
@@ -496,7 +476,7 @@ def test_the_loss_is_a_mean_over_the_whole_step_however_it_is_cut(rec):
         module.micro_batch_rows = lambda model, batch, size=size: size
         seen = []
         module.clip_and_step = lambda optimizers, loss, run, ids, seen=seen: seen.append(loss) or [0.0]
-        metrics = trainer.optimizer_step(batch, torch.arange(len(batch.rows)))
+        metrics = trainer.optimizer_step(batch, list(range(len(batch.rows))))
         gradients.append(torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]))
         assert metrics["kl"] > 0
     for other in gradients[1:]:
@@ -541,7 +521,7 @@ def test_the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone(rec, kin
     total.backward()
     module.micro_batch_rows = lambda model, batch: 2
     module.clip_and_step = lambda optimizers, loss, run, ids: [0.0]
-    trainer.optimizer_step(batch, torch.tensor(chunk))
+    trainer.optimizer_step(batch, list(chunk))
     found = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()]).double()
     wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert wanted.norm() > 1e-2 and (found - wanted).norm() < 1e-4 * wanted.norm()
@@ -576,9 +556,7 @@ def test_passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order
     batch = trainer.rollout()
     assert len(batch.rows) == 60 and len({id(row) for row in batch.rows}) == 12
     chunks = []
-    trainer.optimizer_step = lambda batch, chunk: (
-        chunks.append(chunk.tolist()) or {"max_ratio_deviation": 0.0}
-    )
+    trainer.optimizer_step = lambda batch, chunk: chunks.append(chunk) or {"max_ratio_deviation": 0.0}
     module.check_first_ratio = lambda steps, step: None
     trainer.update(batch)
     assert [len(chunk) for chunk in chunks] == [30] * 6
@@ -605,7 +583,7 @@ def test_lists_groups_and_samples_are_as_asked(rec):
     trainer.score(batch)
     trainer.compute_advantages(batch)
     samples = []
-    trainer.run.record = lambda metrics, tokens, some, line: samples.extend(some)
+    trainer.run.log_step = lambda metrics, tokens, some, line: samples.extend(some)
     trainer.record(batch, dict.fromkeys(["policy_loss", "entropy", "kl", "learning_rate"], 0.0))
     assert len(samples) == 5
     assert [some["reward"] for some in samples] == batch.scores[[0, 10, 21, 32, 43]].tolist()
@@ -627,7 +605,7 @@ def test_how_often_the_clip_acts_is_counted_on_both_sides(rec):
     ratios = torch.tensor([0.85, 0.87, 1.2, 1.5]).repeat(3)[:, None]
     batch.advantages = torch.tensor([-1.0] * 4 + [1.0] * 4 + [0.0] * 4)
     batch.logprobs = batch.logprobs - ratios.log()
-    metrics = trainer.optimizer_step(batch, torch.arange(12))
+    metrics = trainer.optimizer_step(batch, list(range(12)))
     assert metrics["clip_fraction"] == pytest.approx(3 / 12)  # .85 and .87 where it costs, 1.5 where it earns
 
 
@@ -1156,7 +1134,7 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     again = rec(RESUME="yes", GROUP_SIZE=4).RecTrainer()
     assert again.recommend([10, 13], 3) == best
     trainer.best_policy = lambda: trainer.actor  # as if the last were the best
-    trainer.run.log = None
+    trainer.run.text_log = None
     trainer.test()
     figures = json.loads((tmp_path / "run/eval_test.json").read_text())
     lists = every_list(trainer, trainer.actor, trainer.test_rows)
@@ -1206,7 +1184,7 @@ def test_the_metrics_of_a_step_by_hand(rec):
     batch.scores = torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0])
     trainer.compute_advantages(batch)
     found = {}
-    trainer.run.record = lambda metrics, tokens, some, line: found.update(metrics, tokens=tokens)
+    trainer.run.log_step = lambda metrics, tokens, some, line: found.update(metrics, tokens=tokens)
     trainer.record(batch, dict.fromkeys(["policy_loss", "entropy", "kl", "learning_rate"], 0.0))
     assert found["zero_variance_groups"] == 0.5 and found["tokens"] == 48
     assert found["reward"] == pytest.approx(9 / 16)
@@ -1226,8 +1204,8 @@ def test_both_ends_of_a_cosine_in_each_stage(rec, stage):
     trainer.plan_steps()
     found = []
     for n in range(total):
-        trainer.run.step = begin + n
-        found.append(trainer.learning_rate(base))
+        trainer.run.step = begin + n + 1
+        found.append(trainer.set_learning_rates(base))
         assert trainer.optimizers["policy"].param_groups[0]["lr"] == found[-1]
     assert found == pytest.approx([base * 0.5 * (1 + math.cos(math.pi * n / total)) for n in range(total)])
 
@@ -1603,10 +1581,11 @@ def test_the_reference_follows_the_actor_when_asked(rec):
     with torch.no_grad():
         for parameter in trainer.actor.parameters():
             parameter.add_(1.0)
+    trainer.run.step = 1
     before = next(trainer.reference.parameters()).clone()
     trainer.sync_reference()
     assert torch.equal(next(trainer.reference.parameters()), before)
-    trainer.run.step = 1
+    trainer.run.step = 2
     trainer.sync_reference()
     assert torch.allclose(next(trainer.reference.parameters()), before + 0.7)
 
