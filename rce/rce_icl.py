@@ -505,6 +505,10 @@ class ICLTrainer:
         """Mines, checks up, RCE, GRPO, test. Returns the last evaluation."""
         run = self.run
         with run.session(self.introduction()):  # lock, logs and signals; saves at the end
+            if self.state.candidates:
+                self.find_candidates()
+            if self.state.stage == "grpo" and not (run.folder / "rce").exists():
+                self.keep_rce_policy()  # the run continues in another folder
             run.save()  # candidates are mined from it
             if self.prepare() and STAGE != "mine":
                 self.train_stage()

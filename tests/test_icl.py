@@ -1875,7 +1875,7 @@ def test_best_leaves_similarity_for_a_clear_gain_alone(icl, right, wrong, kept):
     trainer.accuracy_of = lambda queries, lists: next(marks)
     trainer.run.write_metrics = lambda *_: None
     for trainer.run.step in (0, 1):
-        trainer.run.evaluate(trainer.evaluate)
+        trainer.run.log_evaluation(trainer.evaluate())
     assert json.loads((trainer.run.folder / "best/metrics.json").read_text())["step"] == kept
 
 
