@@ -533,6 +533,9 @@ class ICLTrainer:
                 run.log_evaluation(self.evaluate())
             if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
                 run.save()
+        if not run.stop_signal and not (run.folder / "best").exists():
+            # The run was resumed in another folder at the end of a stage
+            run.log_evaluation(self.evaluate())
 
     def prepare(self):
         """Candidates mined or given; when they are new, their check-up; then what can be trained on. False
