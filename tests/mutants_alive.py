@@ -1,5 +1,5 @@
-"""Mutants that an audit found alive, and others of their kind: normalisers of mini-batches, rows and columns of
-others, arguments of one type in another order, recipes, stand-ins for servers. mutants.py plants them."""
+"""Mutants that an audit found alive, and others of their kind: normalisers of mini-batches, rows and columns
+of others, arguments of one type in another order, recipes, stand-ins for servers. mutants.py plants them."""
 
 PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
 RAG, REC, ICL = "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"
@@ -68,6 +68,12 @@ MUTANTS = [
         RCE_ROWS,
     ),
     (PAGE, "mean >= 0.9]", "mean > 0.9]", TEST + "prompts_of_exactly_nine_tenths_are_solved"),
+    (
+        PAGE,
+        "batch.scores.double().view",
+        "batch.scores.view",
+        TEST + "prompts_of_exactly_nine_tenths_are_solved",
+    ),
     (
         GRPO,
         "with without_adapter(self.reference):",
