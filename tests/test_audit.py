@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NATS, ROOT, TINY, distance, load_script, reward_batch, small
+from conftest import NATS, ROOT, TINY, distance, load_script, read, reward_batch, small
+from safetensors.torch import load_file
+from test_processes import Processes, words_of
 from test_recipes import patched, recipe
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
@@ -718,3 +720,25 @@ def test_a_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(path, tmp_pa
     assert other.norm().item() == pytest.approx(one.norm().item(), rel=0.1)
     assert found["float32"][1]["first_ratio_deviation"] < 1e-3
     assert found["bfloat16"][1]["mean_abs_log_ratio"] < 0.05
+
+
+# ---------------------------------------------------------------- models in parts
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"], ids=["ppo", "grpo"])
+def test_models_in_parts_on_two_processes_move_their_weights_as_whole_ones_do(path, tmp_path):
+    """FSDP2 over gloo, two optimizer steps. How far the weights move is compared, not the weights."""
+    moves, norms = [], []
+    for count, shard in ((1, "none"), (2, "fsdp2")):
+        out = tmp_path / shard
+        words = words_of(path, OUTPUT_DIR=out, MAX_STEPS=1, EVAL_EVERY_N_STEPS=0, MINI_BATCHES=2, SHARD=shard)
+        ended = Processes(count, ROOT / path, *words, OMP_NUM_THREADS=1).wait()
+        assert [end.returncode for end in ended] == [0] * count, ended
+        weights = load_file(out / "step_1/policy/model.safetensors")
+        base = load_file(TINY / "policy/model.safetensors")
+        moves.append(torch.cat([(weights[key] - base[key]).double().flatten() for key in sorted(weights)]))
+        (step,) = [r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train"]
+        norms.append(step["grad_norm"])
+    assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-3)
+    assert moves[0].norm() > 0 and distance(moves[1], moves[0]) < 0.05
