@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from speed import WARM_UP, load, peak, random_model, table_head, table_row, trainer_file
+import itertools
 
 STEPS = 5
 PHASES = ("seconds/rollout", "seconds/score", "seconds/update")
@@ -91,7 +92,7 @@ def worker(script, folder, cpu, constants):
     trainer.train()
     found = {key: statistics.median(step.get(key, 0.0) for step in times[WARM_UP:]) for key in PHASES}
     counted = stamps[WARM_UP - 1 :]
-    found["seconds"] = statistics.median(after - before for before, after in zip(counted, counted[1:]))
+    found["seconds"] = statistics.median(after - before for before, after in itertools.pairwise(counted))
     found["state"] = held_bytes(module, trainer) / 2**20
     found["peak"] = peak()
     Path(f"{folder}/{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -148,7 +148,7 @@ def recall(files):
         retriever = module.Retriever(corpus)
         for row in questions:
             row["ranked_0"] = retriever.search(row["question"], 50)[0]
-        for kind in sorted({row["type"] for row in questions}) + ["all"]:
+        for kind in [*sorted({row["type"] for row in questions}), "all"]:
             rows = [row for row in questions if kind in (row["type"], "all")]
             shares = (f"@{k} {module.recall_at(rows, 0, k):.3f}" for k in (1, 2, 5, 10, 20, 50))
             print(f"titles counted {weight} times, {kind:10} {len(rows)}: " + "  ".join(shares))

@@ -83,7 +83,8 @@ RUNS = {  # name: (trainer, its constants)
     "rag": (
         "ppo/ppo_rag.py",
         [
-            'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}',
+            'DATASET={"path": "hotpotqa/hotpot_qa", "type": "hub", '
+            '"name": "distractor", "split": "validation"}',
             "SAMPLE=200",
             "VALIDATION_QUESTIONS=40",
             "TEST_QUESTIONS=60",

@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+import itertools
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "data/tiny/policy"
@@ -128,7 +129,7 @@ def run_trainer(path, constants):
 def seconds_a_step(stamps):
     """Median wall time from one step's end to the next one's, after the first steps."""
     counted = stamps[WARM_UP - 1 :]
-    return statistics.median(after - before for before, after in zip(counted, counted[1:]))
+    return statistics.median(after - before for before, after in itertools.pairwise(counted))
 
 
 def train_steps(script, model, seed=1, **constants):

@@ -33,7 +33,7 @@ checkpoints, best/policy/, two pictures. docs/reference.md defines every file an
 To change      see
 the loss       policy_loss, GRPOTrainer.token_losses      the data       TRAIN_DATASETS; load_rows
 the advantage  group_advantages, compute_advantages       a metric       GRPOTrainer.record, evaluate
-the reward     REWARD_FUNCTIONS; compute_rewards          a plot         self.run.panels; draw_plot
+the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 turns          ENVIRONMENT; converse                      the optimizer  make_optimizer
 A constant is one more line below; _VALID_RANGES may hold its range.
@@ -2970,7 +2970,7 @@ class Run:
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
+            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
@@ -3350,6 +3350,7 @@ def turn_metrics(batch):
 # ---------------------------------------------------------------- what cannot be; groups that teach nothing
 
 
+# differs: the constants of this trainer
 def check_choices(trainer):
     """Refuses constants that contradict each other."""
     if REFERENCE_MODEL and KL_COEF == 0:

@@ -2662,7 +2662,7 @@ class Run:
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
+            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
@@ -3229,6 +3229,7 @@ def transitions(rows, prefixes, say, name):
     return found
 
 
+# differs: the data of this trainer
 def load_splits(catalogue, say):
     """Training, validation and test rows. A transition of a user that validation or test ask for is not
     trained on, whatever file it stands in and wherever its history is cut."""
@@ -3624,6 +3625,7 @@ def list_metrics(lists, rows, popularity):
     return metrics
 
 
+# differs: the figures of this trainer
 def bootstrap_interval(values):
     """95% interval of the mean of values (rows,), resampling rows."""
     generator = np.random.default_rng(0)
@@ -3640,6 +3642,7 @@ def best_value(values, rows, count):
     return total / len(rows)
 
 
+# differs: the figures of this trainer
 def table_lines(figures):
     """Lines for the terminal: each policy on the test rows, the gain over SFT, what is possible."""
     keys = ["hr@1", "hr@10", "ndcg@10", "hr@20", "reward", "coverage@10", "popularity@10"]
@@ -3658,6 +3661,7 @@ def table_lines(figures):
     return lines
 
 
+# differs: the figures of this trainer
 def draw_learning(records, folder, title, levels, figures):
     """rec_learning.png, from the logs: HR, NDCG and reward over the steps of both stages, with the baselines'
     on validation as dashed lines; below them the test rows' as bars with 95% intervals."""

@@ -2896,7 +2896,7 @@ class Run:
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
+            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")

@@ -1463,7 +1463,7 @@ class Run:
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
+            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
@@ -1852,6 +1852,7 @@ class QASystem:
 # ---------------------------------------------------------------- questions
 
 
+# differs: the constants of this trainer
 def check_choices():
     """Refuse actions, a DATASET, PROMPT or PARAGRAPH that cannot be, before anything is read."""
     for key, least, kinds in (("TOP_KS", 1, int), ("TEMPERATURES", 0, (int, float)), ("RERANKS", 0, int)):
@@ -1992,6 +1993,7 @@ def part_digest(name):
     return [str(name)]
 
 
+# differs: what is replaced in this trainer
 def source_of(part):
     """The program text of an object's methods, without comments: a class that is replaced has another."""
     texts = []
@@ -2218,6 +2220,7 @@ def baseline_figures(table):
     return figures
 
 
+# differs: the figures of this trainer
 def table_lines(table, figures, names):
     """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
     lines = []
@@ -2245,6 +2248,7 @@ def table_lines(table, figures, names):
     return lines
 
 
+# differs: the figures of this trainer
 def bootstrap_interval(values):
     """95% interval of the mean of values (rows,), resampling rows."""
     generator = np.random.default_rng(0)
@@ -2252,6 +2256,7 @@ def bootstrap_interval(values):
     return np.quantile(means, (0.025, 0.975)).tolist()
 
 
+# differs: the figures of this trainer
 def test_figures(table, rows, actions, figures):
     """{baseline: its means on the test questions, "gains": {rule: mean gain over it, and its 95% interval}}
     of the actions (rows,) for the test questions (rows,)."""
@@ -2264,6 +2269,7 @@ def test_figures(table, rows, actions, figures):
     return found
 
 
+# differs: the figures of this trainer
 def test_lines(table, found):
     values = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in table.shown)
     yield f"Test: {values}; oracle {found['oracle']['reward']:.3f} after the fact"
@@ -2277,6 +2283,7 @@ def write_json(path, value):
     write_atomically(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
 
 
+# differs: the figures of this trainer
 def draw_learning(folder, title, table, figures):
     """rag_learning.png, from the logs: rewards, answers and actions over the updates with baselines and
     oracle as dashed lines; recall."""

@@ -371,8 +371,9 @@ class RCETrainer:
                     write_atomically(path, partial(shutil.copyfile, source))
             run.save()  # the first round mines from it
             for _ in range(self.state.round, self.rounds + 1):
-                if not run.is_over() and self.prepare_round() and STAGE != "mine":
-                    self.train_round()
+                if run.is_over() or not self.prepare_round() or STAGE == "mine":
+                    break
+                self.train_round()
         return run.evaluation
 
     def train_round(self):
@@ -656,7 +657,9 @@ class RCETrainer:
                     why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
                     c.update(eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None)
             if not parts:
-                raise UserError(f"the reward failed for every one of {len(candidates)} candidates: {why}")
+                raise UserError(
+                    f"the reward failed for every one of {len(candidates)} candidates: {why}"
+                ) from None
         for c, own in zip((c for c in candidates if not c["eval_failed"]), parts):
             take_parts(c, own)
 
@@ -2996,7 +2999,7 @@ class Run:
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
+            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
@@ -3306,7 +3309,7 @@ def check_up(groups, proposed, path, say):
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
-        "positive rate": sum(right, []),
+        "positive rate": [mark for hard in right for mark in hard],
         "prompts without a positive": [not any(hard) for hard in right],
         "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
         "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
@@ -3419,6 +3422,7 @@ def gold_after_working(tokenizer, row, token_ids):
 
 # ---------------------------------------------------------------- files
 
+# differs: the constants of this trainer
 # What candidates depend on: parts of one file are never mined under two settings
 _MINING = """
     ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE SYSTEM_PROMPT
@@ -3428,6 +3432,7 @@ _MINING = """
     MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
 
 
+# differs: the files of this trainer
 def candidates_path(number):
     """The candidates of round `number`, from 1."""
     if CANDIDATES and number == 1:
@@ -3480,6 +3485,7 @@ def read_parquet(path):
         raise UserError(f"{path} cannot be read as parquet ({first_line(error)})") from None
 
 
+# differs: the files of this trainer
 def read_candidates(path, rows, vocabulary):
     """[(row, its candidates)] in the file's order. The mapping is strict: a prompt or token id that is not
     known is an error."""

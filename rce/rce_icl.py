@@ -1649,7 +1649,7 @@ class Run:
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved["trainer"] != self.name or vars(self.state).keys() - saved["state"].keys():
+            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
                 raise ValueError("it is no state of this trainer")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
@@ -1960,7 +1960,7 @@ def check_up(groups, proposed, path, say):
     good = [usable(group) for group in groups if usable(group)]
     right = [[c["hard"] for c in group] for group in good]
     shares = {
-        "positive rate": sum(right, []),
+        "positive rate": [mark for hard in right for mark in hard],
         "prompts without a positive": [not any(hard) for hard in right],
         "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
         "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
@@ -2038,6 +2038,7 @@ def load_examples(spec, constant, split, limit=None):
     return examples
 
 
+# differs: the data of this trainer
 def load_splits(say):
     """{"train", "validation", "test"}: queries, and the demonstrations: training rows that do not validate.
     Candidates that are given decide the queries, and all training rows are demonstrations, as they were when
@@ -2148,6 +2149,7 @@ def name_of(thing):
     return name if thing.__module__ == __name__ else f"{name} of another file"
 
 
+# differs: what is replaced in this trainer
 def source_of(thing):
     """The source of a function or class; its name where there is none, as in an interactive session."""
     try:
@@ -2782,6 +2784,7 @@ def check_room(pool, shots):
 _READING = """
     VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION
     QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE""".split()
+# differs: the constants of this trainer
 # And which lists there are: parts of one file are never mined under two settings
 _MINING = (
     _READING
@@ -2804,6 +2807,7 @@ def list_facts(queries, shots, reader):
     return mining_facts(**facts, **code_facts(reader))
 
 
+# differs: the files of this trainer
 def candidates_path():
     return Path(CANDIDATES) if CANDIDATES else Path(OUTPUT_DIR) / "candidates.json"
 
@@ -2852,6 +2856,7 @@ def read_json(path):
         raise UserError(f"{path} cannot be read as JSON with an object ({first_line(error)})") from None
 
 
+# differs: the files of this trainer
 def read_candidates(path, splits, demos, reader):
     """Groups of a file, this program's or the source's. The mapping is strict: a query or demonstration that
     is not known, not in the pool, there twice or asking what the query asks is an error that names it."""
@@ -3030,6 +3035,7 @@ def test_oracle(trainer, queries, shots):
     return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
 
 
+# differs: the figures of this trainer
 def bootstrap_interval(differences):
     """95% interval of the mean of paired differences (queries,), resampling queries."""
     generator = torch.Generator().manual_seed(0)
@@ -3038,6 +3044,7 @@ def bootstrap_interval(differences):
     return [means[int(0.025 * BOOTSTRAP)].item(), means[min(BOOTSTRAP - 1, int(0.975 * BOOTSTRAP))].item()]
 
 
+# differs: the figures of this trainer
 def test_figures(results, name):
     """Accuracies by shots, what `name` gains over the others with its interval, and the share of the way from
     similarity to the oracle. results: {shots: {method: (queries,)}}."""
@@ -3059,6 +3066,7 @@ def test_figures(results, name):
     return figures
 
 
+# differs: the figures of this trainer
 def test_lines(figures):
     """A table for the terminal."""
     of_shots = figures["shots"]

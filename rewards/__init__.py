@@ -84,9 +84,8 @@ def final_answer(text: str) -> str | None:
     `\\boxed{}`, whichever stands later; None where there is neither or it is empty. Source:
     openai/grade-school-math, MATH."""
     boxed = _boxed(text)
-    marked = None
-    for marked in _MARKED.finditer(text):
-        pass
+    marks = list(_MARKED.finditer(text))
+    marked = marks[-1] if marks else None
     if marked and (boxed is None or marked.start() > boxed[0]):
         return marked.group(1).strip() or None
     return (boxed[1] or None) if boxed else None

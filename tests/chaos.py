@@ -50,6 +50,7 @@ from transformers import (  # noqa: F401
     AutoTokenizer,
 )
 from transformers.models.llama import modeling_llama
+import contextlib
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = dict(
@@ -325,10 +326,8 @@ def marked_processes():
 
 
 def kill_one(number, how):
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(number, how)
-    except ProcessLookupError:
-        pass
 
 
 def end_all(number, frame):
@@ -959,7 +958,10 @@ class Chaos:
             for key in module.constants()
             if key not in endless and key not in ("USE_WANDB", "GROUP_EPOCHS")
         ]
-        some = lambda: words if self.options.every else self.random.sample(words, 8)
+
+        def some():
+            return words if self.options.every else self.random.sample(words, 8)
+
         trials = [
             lambda k=k, w=w: one(k, w)
             for k in keys

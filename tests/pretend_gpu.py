@@ -296,7 +296,7 @@ def dropout(x, p, train):
 class Generator(torch._C.Generator):
     """torch.Generator, whose device may be cuda."""
 
-    of_device = {}  # those, by their addresses
+    of_device: dict = {}  # noqa: RUF012  those, by their addresses
 
     def __new__(cls, device="cpu"):
         self = super().__new__(cls, "cpu")

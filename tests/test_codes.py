@@ -149,7 +149,7 @@ def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, t
     bought = Counter()
     for user, some in events.items():
         bought.update([item for seconds, item in some if seconds < valid])
-        for (_, last), (seconds, item) in zip(some, some[1:]):
+        for (_, last), (seconds, item) in itertools.pairwise(some):
             wanted[user, last, item] += seconds < valid
             later["test" if seconds >= test else "valid"] += seconds >= valid
     assert Counter(trained) == Counter({key: count for key, count in wanted.items() if count})

@@ -1,4 +1,4 @@
-"""tools/copies.py: what trainers have in common is the same in each, and a file contains only what it uses."""
+"""tools/copies.py: what trainers have in common is the same in each; a file contains only what it uses."""
 
 import importlib.util
 import subprocess

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -678,8 +677,9 @@ def test_a_run_writes_its_files_and_metrics(grpo, tmp_path):
         "training_config.json",
         "training_metrics_detailed.png",
     ]
-    wanted = """step epoch policy_loss reward reward/exact_answer advantage_abs entropy kl approx_kl clip_fraction
-        first_ratio_deviation grad_norm learning_rate response_length truncated_fraction zero_variance_groups
+    wanted = """step epoch policy_loss reward reward/exact_answer advantage_abs entropy kl approx_kl
+        clip_fraction first_ratio_deviation grad_norm learning_rate response_length truncated_fraction 
+        zero_variance_groups
         tokens_per_second seconds/rollout seconds/score seconds/update"""
     train = next(r for r in read(out / "logs/metrics.jsonl") if r["phase"] == "train")
     assert set(wanted.split()) <= train.keys()

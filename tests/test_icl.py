@@ -44,7 +44,7 @@ def write_rows(path, count, seed):
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "category"])
-        for n in range(count):
+        for _n in range(count):
             intent = draw.choice(INTENTS)
             words = [intent, *draw.sample(OTHERS, 3), f"w{draw.randrange(12)}"]
             draw.shuffle(words)

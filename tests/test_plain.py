@@ -64,7 +64,7 @@ def test_no_trainer_has_a_habit_that_makes_readers_stop(file, habit):
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_trainer_sets_an_attribute_on_a_tensor_or_a_model(file):
-    """Names of tensors and models in these files; what is ours (batch, run, group, state) may carry what it holds."""
+    """By their names in these files; what is ours (batch, run, group, state) may carry what it holds."""
     names = {"model", "tensor", "rows", "keys", "key", "module", "actor", "layer", "index", "merged"}
     allowed = {("layer", "prompt"), ("merged", "_hf_peft_config_loaded")}  # our own layer; peft's own flag
     lines = []

@@ -1027,8 +1027,8 @@ def one_step(tmp_path_factory):
     class Spy(script.PPOTrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor critic pad_id models models_by_constant reference reward_model reward_tokenizer"
-            for name in [*names.split(), "optimizers"]:
+            names = "tokenizer actor critic pad_id models models_by_constant reference optimizers"
+            for name in [*names.split(), "reward_model", "reward_tokenizer"]:
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
             self.accuracy_function = script.resolve_rewards([(script.ACCURACY_FUNCTION, 1.0)], "")[0][1]

@@ -366,7 +366,7 @@ def test_an_update_passes_over_all_episodes_as_often_as_it_says_at_the_schedules
             rates = []
             metrics = trainer.update(None)
             assert [len(chunk) for chunk in chunks] == [4, 4, 2] * 3
-            passes = [sum(chunks[n : n + 3], []) for n in (0, 3, 6)]
+            passes = [[row for chunk in chunks[n : n + 3] for row in chunk] for n in (0, 3, 6)]
             assert all(sorted(rows) == list(range(10)) for rows in passes) and passes[0] != passes[1]
             (found[steps_done],) = set(rates)
             assert metrics["learning_rate"] == pytest.approx(0.02 * rates[0])
@@ -458,7 +458,7 @@ def test_an_answer_does_not_depend_on_the_batch_and_its_tokens_are_counted(rag, 
     together = generator.answers(prompts, 0.0, 0)
     assert together == [generator.answers([prompt], 0.0, 0)[0] for prompt in prompts]
     assert len({text for text, _ in together}) > 1
-    for prompt, (text, tokens) in zip(prompts, together):
+    for prompt, (_text, tokens) in zip(prompts, together):
         own = len(generator.tokenizer(prompt)["input_ids"])
         assert own < tokens <= own + 4
 

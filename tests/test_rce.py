@@ -237,7 +237,7 @@ def test_tau_moves_by_equal_factors_to_its_end(step):
     assert (
         seen[0] == 1.0
         and seen[-1] == pytest.approx(0.01)
-        and all(b / a == pytest.approx(seen[1] / seen[0]) for a, b in zip(seen, seen[1:]))
+        and all(b / a == pytest.approx(seen[1] / seen[0]) for a, b in itertools.pairwise(seen))
         and len(seen) > 2
     )
 
@@ -434,7 +434,7 @@ def test_a_beam_is_one_of_the_likeliest_and_no_filter_of_the_model_touches_it(rc
     prompts = [row["ids"] for row in trainer.train_rows]
     beams = script.beam_search(trainer.actor, prompts, trainer.eos_ids.tolist(), trainer.pad_id)
     assert len(beams) == 9
-    for i, prompt in enumerate(prompts):
+    for i, _prompt in enumerate(prompts):
         ended = [[1]] + [[x, y] for x in (0, 2, 3, 4, 5) for y in range(6)]
         got = beams[3 * i : 3 * i + 3]
         assert all(x in ended for x in got) and len(set(map(tuple, got))) == 3
@@ -1115,7 +1115,7 @@ def test_gt_prob_of_a_negative_answer_is_the_policys_own(rce, merging):
     trainer = rce(**merging).RCETrainer()
     rows, ids_of = trainer.train_rows, trainer.tokenizer.convert_tokens_to_ids
     says = (["a", *BOXED, "{", "5", "}"], ["a", *BOXED, "{-", "7", "}"], ["7", "7"])
-    each = [(row, ids_of(tokens) + [1]) for row in rows for tokens in says]
+    each = [(row, [*ids_of(tokens), 1]) for row in rows for tokens in says]
     candidates = [{"prompt_id": row["id"], "token_ids": ids} for row, ids in each]
     trainer.score_gold({row["id"]: row for row in rows}, candidates, [row["ids"] for row, _ in each])
     wanted = []
@@ -1823,7 +1823,6 @@ def test_no_constant_of_the_algorithm_was_forgotten():
 
 def test_a_step_whose_constants_are_all_unlike_is_the_formulas_in_float64(one_step, usual):
     c, trainer, seen = one_step()
-    batch = trainer.batch
 
     def shuffled(values, seed):
         order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed)).tolist()

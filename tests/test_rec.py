@@ -643,7 +643,7 @@ def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience, steps):
     )
     rates, _ = rates_of(module)
     sft = [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
-    assert rates == pytest.approx(sft[:steps] + [1e-3, 1e-3, 5e-4])
+    assert rates == pytest.approx([*sft[:steps], 0.001, 0.001, 0.0005])
 
 
 @pytest.mark.parametrize(
@@ -721,7 +721,7 @@ def test_stitched_rows_are_logged_pairs_or_siblings_each_as_often_as_logged(rec,
             some = stitch.stitch(source, places, 1.0, weight, 5, draw)
             known, siblings = places[some[-1]]
             assert some[0] == source[0][0] and (len(some) == 6 or not (known or (weight and siblings)))
-            pairs.update(zip(some, some[1:]))
+            pairs.update(itertools.pairwise(some))
         assert weight or set(pairs) == set(logged)
         for last in {first for first, _ in pairs}:
             siblings = [item for item, other in enumerate(PLACES) if other[:2] == PLACES[last][:2]]
@@ -1101,7 +1101,7 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     for history, target in pairs_of(tmp_path / "world/train.csv"):
         sequence = [*history, target]
         counts.update(sequence[1:])
-        after.update(zip(sequence, sequence[1:]))
+        after.update(itertools.pairwise(sequence))
     tests = pairs_of(tmp_path / "world/test.csv")
     assert trainer.popularity.tolist() == [counts[i] for i in range(11)]  # of popularity@10
     by_count = sorted(range(11), key=lambda i: -counts[i])

@@ -171,7 +171,7 @@ def test_each_turn_has_random_numbers_of_its_own(grpo):
     generator = torch.Generator().manual_seed(3)
     uniform = torch.rand(4, len(batch.rows), 32, generator=generator)
     tried = 0
-    for i, response in enumerate(batch.responses):
+    for i, _response in enumerate(batch.responses):
         parts = spans(batch.response_mask[i, : batch.response_lengths[i]].tolist())
         for number, (_, begin, end) in enumerate(parts[2::2], 1):
             ids = batch.columns["response_ids"][i]
@@ -598,8 +598,8 @@ def tool_trainer(grpo, folder, **constants):
     [
         ('<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"),
         (
-            'So\n<tool_call>\n{"name": "multiply",\n"arguments": {"a": 2, "b": 3}}\n</tool_call> and <tool_call>'
-            '{"name": "say", "arguments": {"word": "yes"}}',
+            'So\n<tool_call>\n{"name": "multiply",\n"arguments": {"a": 2, "b": 3}}\n</tool_call> and '
+            '<tool_call>{"name": "say", "arguments": {"word": "yes"}}',
             "6\nyes",
         ),
         (
