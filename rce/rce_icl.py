@@ -1543,8 +1543,11 @@ class Run:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
 
     def write(self, name, lines):
-        if rank() == 0:
-            self.logs[name].writelines(line + "\n" for line in lines)
+        if rank() > 0:
+            return
+        if self.logs[name] is None:
+            raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
+        self.logs[name].writelines(line + "\n" for line in lines)
 
     def log(self, text):
         """Prints one line, above any progress bar, and writes it to the log file."""

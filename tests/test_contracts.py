@@ -1,0 +1,103 @@
+"""A call that is forgotten, a loop that is left early, a method that is called by hand: each works, or says at
+once what is wrong."""
+
+import pytest
+import torch
+from conftest import read
+
+
+def test_a_run_whose_steps_are_never_recorded_still_ends(each, tmp_path):
+    module, trainer_class = each(MAX_STEPS=2)
+
+    class Silent(trainer_class):
+        def record(self, batch, metrics):
+            """Forgets run.log_step()."""
+
+    trainer = Silent()
+    trainer.train()
+    assert trainer.run.step == 2
+    assert (tmp_path / "run/step_2/policy").is_dir()
+    assert not [r for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "train"]
+
+
+def test_a_training_loop_that_is_left_early_saves_what_it_did_and_is_resumed(ppo, tmp_path):
+    """As for a bound on the KL: three lines in train()."""
+    script = ppo(MAX_STEPS=3)
+    trainer = script.PPOTrainer()
+    run = trainer.run
+    with run.session("here"):
+        while run.next_step():
+            batch = trainer.rollout(trainer.next_prompts())
+            trainer.score(batch)
+            trainer.compute_advantages(batch)
+            trainer.record(batch, trainer.update(batch))
+            break
+    assert (tmp_path / "run/step_1/training_state.pt").exists() and not (tmp_path / "run/step_3").exists()
+    run.lock.release(force=True)
+    again = ppo(MAX_STEPS=3, RESUME="yes").PPOTrainer()
+    again.train()
+    assert again.run.step == 3
+    steps = [r["step"] for r in read(tmp_path / "run/logs/metrics.jsonl") if r["phase"] == "train"]
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"])
+def test_leaving_the_micro_batches_early_is_an_error_at_once(path, tmp_path):
+    from conftest import load_script, small
+
+    script = load_script(path, **small(path, OUTPUT_DIR=str(tmp_path / "run")))
+    model = torch.nn.Linear(2, 1)
+    model.device = torch.device("cpu")
+    gradients = script.GradientSum([model])
+    with pytest.raises(RuntimeError, match="left before its end: do not break out of it"):
+        gradients.finish()
+    for _ in gradients.deal([[0], [1]]):
+        break
+    with pytest.raises(RuntimeError, match="left before its end: do not break out of it"):
+        gradients.finish()
+
+
+def test_compute_rewards_works_by_hand(each):
+    _, trainer_class = each()
+    trainer = trainer_class()
+    row = trainer.train_rows[0]
+    assert trainer.compute_rewards([row["prompt"]] * 2, [row["answer"], "none"], [row["answer"]] * 2)[0] > 0
+    assert "exact_answer" in trainer.reward_parts
+
+
+def test_an_update_by_hand_before_the_first_step_is_the_first_step(each):
+    """run.step is 0 before the loop: the schedule must not take it for another step."""
+    module, trainer_class = each(USE_LR_SCHEDULER=True, LEARNING_RATE=1e-3, MAX_STEPS=4)
+    if each.path == "rce/rce.py":
+        return  # its batches come from candidates; test_rce.py
+    trainer = trainer_class()
+    batch = trainer.rollout(trainer.train_rows[:4])
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    batch.flat_groups = 0.0
+    metrics = trainer.update(batch)
+    assert metrics["learning_rate"] == 1e-3
+    with pytest.raises(RuntimeError, match=r"open only inside `with run.session"):
+        trainer.record(batch, metrics)
+
+
+@pytest.mark.parametrize("rows", [1, 3, None])
+def test_the_size_of_a_micro_batch_is_a_constant_and_changes_no_gradient(grpo, rows):
+    found = []
+    for size in (rows, 1000):
+        script = grpo(MICRO_BATCH_ROWS=size, MAX_GRAD_NORM=1e9, SKIP_FLAT_GROUPS=False)
+        trainer = script.GRPOTrainer()
+        torch.manual_seed(3)
+        batch = trainer.score(trainer.rollout(trainer.train_rows[:4]))
+        trainer.compute_advantages(batch)
+        trainer.select_tokens(batch)
+        batch.sampled_logprobs = batch.logprobs
+        sizes = [len(micro) for micro in script.micro_batches(trainer.actor, batch)]
+        assert max(sizes) <= (size or 64) and sum(sizes) == 8
+        gradient = []
+        trainer.optimizers["policy"].step = lambda g=gradient, t=trainer: g.extend(
+            p.grad.flatten() for p in t.actor.parameters()
+        )
+        trainer.optimizer_step(batch, list(range(8)))
+        found.append(torch.cat(gradient))
+    assert (found[0] - found[1]).norm() < 1e-4 * found[1].norm() + 1e-7
