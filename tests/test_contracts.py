@@ -1,5 +1,5 @@
-"""A call that is forgotten, a loop that is left early, a method that is called by hand: each works, or says at
-once what is wrong."""
+"""A call that is forgotten, a loop that is left early, a method that is called by hand: it works, or says at once
+what is wrong."""
 
 import pytest
 import torch
