@@ -1165,7 +1165,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 result[rows, columns] = torch.stack(values, 1)
             pending = []
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().squeeze(1).tolist()
+            unfinished = [i for i, done in enumerate(finished.tolist()) if not done]
             if is_last or not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(

@@ -1263,7 +1263,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 result[rows, columns] = torch.stack(values, 1)
             pending = []
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().squeeze(1).tolist()
+            unfinished = [i for i, done in enumerate(finished.tolist()) if not done]
             if is_last or not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(
@@ -3405,8 +3405,7 @@ def small_model(depth):
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config).eval()
-    if "shared_prompt_attention" in globals():  # as load_model() does
-        model.set_attn_implementation("shared_prompts")
+    model.set_attn_implementation("shared_prompts")  # as load_model() does
     return tokenizer, model
 
 

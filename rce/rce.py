@@ -437,7 +437,7 @@ class RCETrainer:
     def next_batch(self):
         """The next prompts' candidates with their weights; those that weigh nothing are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
-        tau = tau_at(self.run.step - 1, self.run.total_steps)
+        tau = tau_at(max(0, self.run.step - 1), self.run.total_steps)
         weights = [rce_weights(row["rewards"], tau, WEIGHT_REWARDS) for row in chosen]
         parts = []  # (row, candidate, reward, weight)
         for row, own in zip(chosen, weights):
@@ -1238,7 +1238,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 result[rows, columns] = torch.stack(values, 1)
             pending = []
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().squeeze(1).tolist()
+            unfinished = [i for i, done in enumerate(finished.tolist()) if not done]
             if is_last or not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(

@@ -587,8 +587,8 @@ def examine(name, folder):
         trainer = script.GRPOTrainer()
         stage = "rollout"
         batch = trainer.rollout_and_score()
-        result.decoding = "shared" if trainer.actor.decodes_shared else "rows"
-        result.scoring = "shared" if trainer.actor.shares_prompts else "rows"
+        result.decoding = "shared" if trainer.actor in script._SHARED_DECODING else "rows"
+        result.scoring = "shared" if trainer.actor in script._SHARED_SCORING else "rows"
         stage = "score"
         compare(result, script, trainer, batch, oracle)
         stage = "step"

@@ -1,5 +1,4 @@
-"""A call that is forgotten, a loop that is left early, a method that is called by hand: it works, or says at once
-what is wrong."""
+"""A call that is forgotten, a loop that is left early, a method called by hand: it works, or says what is wrong."""
 
 import pytest
 import torch

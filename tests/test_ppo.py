@@ -1243,7 +1243,10 @@ def test_a_step_whose_constants_are_all_unlike_is_the_papers_in_float64(one_step
 
     # rates of the third and the eighth step
     cosine = 0.5 * (1 + math.cos(math.pi * (7 - c.WARMUP_STEPS) / (seen["plan"] - c.WARMUP_STEPS)))
-    scales = [(2 + 1) / c.WARMUP_STEPS] * 2 + [cosine] * 2
+    later = c.CRITIC_WARMUP_STEPS  # the actor's schedule begins after the critic's warm-up
+    progress = (7 - later - c.WARMUP_STEPS) / (seen["plan"] - later - c.WARMUP_STEPS)
+    of_actor = 0.5 * (1 + math.cos(math.pi * progress))
+    scales = [(2 - later + 1) / c.WARMUP_STEPS, (2 + 1) / c.WARMUP_STEPS, of_actor, cosine]
     rates = [c.LEARNING_RATE, c.CRITIC_LEARNING_RATE] * 2
     assert seen["rates"] == pytest.approx([rate * scale for rate, scale in zip(rates, scales)])
 

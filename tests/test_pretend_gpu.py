@@ -265,7 +265,7 @@ def test_rce_icl(tmp_path, models, dropout):
 # At most: of a decoded token the waits, the kernels of attention and its cache (four layers) and the others
 # of ours, all of a rollout counted; of a micro-batch the waits and kernels, all of a step's update counted.
 # docs/gpu.md says of which lines they are
-MOST = {"ppo": (0.088, 63, 38, 2, 1449), "grpo": (0.088, 63, 38, 1.5, 835)}
+MOST = {"ppo": (0.088, 46, 55, 2, 1454), "grpo": (0.088, 46, 55, 2, 939)}
 
 
 @pytest.mark.parametrize("name", MOST)
@@ -393,7 +393,7 @@ def test_each_process_takes_its_own_gpu_and_gradients_meet_by_nccl(ppo, monkeypa
     monkeypatch.setattr(ppo.dist, "rendezvous", lambda *args, **options: iter([(None, 1, 2)]))
     monkeypatch.setattr(ppo.dist, "PrefixStore", lambda *args: None)
     monkeypatch.setattr(ppo, "all_gather", lambda value=None: [value, value])
-    monkeypatch.setattr(ppo, "settings", lambda: {})
+    monkeypatch.setattr(ppo, "run_fingerprint", lambda: {})
     for key, value in {"LOCAL_RANK": "1", "RANK": "1", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(torch, "zeros", lambda n, device: SimpleNamespace(device=torch.device(device)))

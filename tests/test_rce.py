@@ -232,7 +232,7 @@ def test_facts_of_the_weights(step):
 def test_tau_moves_by_equal_factors_to_its_end(step):
     trainer, _ = step(TAU=1.0, TAU_END=0.01, NUM_EPOCHS=3)
     seen = []
-    for trainer.run.step in range(trainer.run.total_steps):
+    for trainer.run.step in range(1, trainer.run.total_steps + 1):
         seen.append(trainer.next_batch().facts["tau"])
     assert (
         seen[0] == 1.0
@@ -778,7 +778,7 @@ def test_best_is_by_the_picks_accuracy_and_the_later_of_equal_ones(rce, tmp_path
     trainer.run.best_value, trainer.run.evals_since_best = 0.1, 0
     for value in (0.5, 0.4, 0.5, 0.6):
         monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
-        trainer.run.evaluate(trainer.measure)
+        trainer.run.log_evaluation(trainer.measure())
     assert saved == [0.5, 0.5, 0.6] and trainer.run.evals_since_best == 0
 
 
@@ -1195,7 +1195,7 @@ def after_evaluations(trainer, monkeypatch, values):
     monkeypatch.setattr(trainer, "evaluate", lambda: dict.fromkeys(others, -len(patience)))
     for value in values:
         monkeypatch.setattr(trainer, "validate", lambda: {"pick_accuracy": value})
-        trainer.run.evaluate(trainer.measure)
+        trainer.run.log_evaluation(trainer.measure())
         patience.append(trainer.run.evals_since_best)
         halvings.append(trainer.run.halvings)
     return saved, patience, halvings
@@ -1237,7 +1237,8 @@ def test_early_stopping_ends_the_run(rce):
     trainer = rce(EARLY_STOPPING_PATIENCE=2).RCETrainer()
     for evaluations, goes_on in ((1, True), (2, False)):
         trainer.run.evals_since_best = evaluations
-        assert trainer.run.should_continue() == goes_on
+        trainer.run.total_steps = 9
+        assert trainer.run.is_over() != goes_on
 
 
 def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
@@ -1397,7 +1398,7 @@ def test_the_schedule_reaches_the_optimizer(rce, mined):
     )
     assert trainer.run.total_steps == 4
     batch, rates = trainer.next_batch(), []
-    for trainer.run.step in range(4):
+    for trainer.run.step in range(1, 5):
         rates.append(trainer.update(batch)["learning_rate"])
         assert trainer.optimizers["policy"].param_groups[0]["lr"] == rates[-1]
     assert rates == pytest.approx([x * 1e-6 for x in (1 / 2, 1, 1, 1 / 2)])
@@ -1519,7 +1520,7 @@ def test_candidates_of_a_round_given_up_are_put_aside(rce, tmp_path):
         given(script, trainer.train_rows[:4], out / f"candidates_round_{number}.parquet")
     again = script.RCETrainer()
     assert again.run.checkpoint == out / "step_0"
-    again.run.should_continue = lambda: False  # as after a signal before its first step
+    again.run.is_over = lambda: True  # as after a signal before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists() and not (out / "candidates_round_2.parquet").exists()
     assert list(out.glob("old_*/candidates_round_2.parquet"))
@@ -1532,6 +1533,7 @@ def test_each_line_of_samples_is_of_one_candidate_and_metrics_are_means(step):
     batch.rewards, batch.weights = [i / 4 for i in range(n)], torch.arange(n) / 8
     parts = [{"source": [f"source {i}"], "hard": i, "soft": i + 1, "gt_prob": i + 2} for i in range(n)]
     batch.candidates = [{"text": f"text {i}", **parts[i]} for i in range(n)]
+    trainer.run.next_step()
     trainer.record(batch, metrics)
     for i, sample in zip((0, (n - 1) // 2, n - 1), read(trainer.run.logs["samples.jsonl"].name), strict=True):
         assert sample == {
@@ -1610,7 +1612,7 @@ def test_a_kill_while_a_file_of_candidates_is_written_does_not_keep_the_run_from
     for name in ("1.parquet.tmp", "2.parquet.tmp"):  # half written
         (out / f"candidates_round_{name}").write_bytes(b"PAR1")
     again = script.RCETrainer()
-    again.run.should_continue = lambda: False  # as after a signal before its first step
+    again.run.is_over = lambda: True  # as after a signal before its first step
     again.train()
     assert (out / "candidates_round_1.parquet").exists()
     assert not list(out.rglob("*.tmp"))
@@ -1729,7 +1731,7 @@ def one_step(tmp_path_factory):
     class Spy(script.RCETrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor pad_id eos_ids models readers reward_model reward_tokenizer optimizers"
+            names = "tokenizer actor pad_id eos_ids models models_by_constant reward_model reward_tokenizer optimizers"
             for name in names.split():
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
@@ -1743,7 +1745,7 @@ def one_step(tmp_path_factory):
             nudge(self.actor, 1)
             self.metrics = super().update(batch)
             seen = dict(self.seen)
-            for self.run.step in (2, 7):  # in the warm-up and after it
+            for self.run.step in (3, 8):  # in the warm-up and after it
                 seen["rates"] = [*seen["rates"], super().update(batch)["learning_rate"]]
             self.seen = seen
             return self.metrics
@@ -1764,18 +1766,25 @@ def one_step(tmp_path_factory):
         def keep_gradient():
             trainer.seen["gradient"] = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
 
-        def eighth_step(measure, until):
-            trainer.seen["evaluation"] = measure()
-            trainer.seen["evaluation"].pop("responses")  # how many were proposed
-            trainer.run.step = 7
-            yield 7
+        def log_evaluation(metrics):
+            trainer.seen["evaluation"] = metrics
+            metrics.pop("responses")  # how many were proposed
+
+        def eighth_step():
+            begins = trainer.run.step == 0
+            trainer.run.step = 8
+            return begins
 
         trainer.optimizers["policy"].step = keep_gradient
-        trainer.run.session = lambda headline: nullcontext()
+        trainer.run.session = lambda summary: nullcontext()
+        trainer.run.needs_first_evaluation = lambda: True
+        trainer.run.log_evaluation = log_evaluation
+        trainer.run.next_step = eighth_step
+        trainer.run.is_due = lambda interval: False
+        trainer.run.is_last_step = lambda: False
         trainer.run.save = lambda: None
         trainer.run.log = trainer.run.write_metrics = lambda *_: None
-        trainer.run.should_continue = iter([True, False]).__next__
-        trainer.run.steps = eighth_step
+        trainer.run.is_over = iter([False, True]).__next__
         trainer.record = lambda batch, metrics: None
         trainer.train()
         mined.append(path.read_bytes())
@@ -1817,7 +1826,8 @@ def test_each_constant_by_itself_changes_what_it_should_and_nothing_else(one_ste
 
 
 def test_no_constant_of_the_algorithm_was_forgotten():
-    elsewhere = {"REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE", "INCLUDE_REFERENCE"}  # above
+    elsewhere = {"MICRO_BATCH_ROWS", "REWARD_TIMEOUT", "WEIGHT_DECAY", "PLATEAU_PATIENCE"}
+    elsewhere |= {"INCLUDE_REFERENCE"}  # above
     assert algorithm_of("rce/rce.py") - elsewhere <= CONSTANTS.keys()
 
 
