@@ -1218,7 +1218,8 @@ class Decoder:
         return self.logits
 
     def select_rows(self, rows):
-        """Continues with these rows, a list in which a row may stand several times."""
+        """Continues with these rows, a list in which a row may stand several times. Returns them as a
+        tensor."""
         index = to_device(rows, self.mask.device)
         if self.shared_prompts:
             self.shared_prompts.select_rows(rows)
@@ -1226,6 +1227,7 @@ class Decoder:
         self.mask = self.mask[index]
         self.positions = self.positions[index]
         self.logits = self.logits[index]
+        return index
 
 
 _EOS_CHECK_EVERY = {"cpu": 1}  # decode this many tokens between checks for finished rows; a GPU waits at each
@@ -1262,15 +1264,16 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             for result, values in zip((ids, logprobs, entropies), zip(*pending)):
                 result[rows, columns] = torch.stack(values, 1)
             pending = []
+            if is_last:
+                break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
             unfinished = [i for i, done in enumerate(finished.tolist()) if not done]
-            if is_last or not unfinished:
+            if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(
                 rows
             ):  # dropping rows copies the cache: not for every single one
-                decoder.select_rows(unfinished)
-                keep = to_device(unfinished, device)
+                keep = decoder.select_rows(unfinished)
                 rows = rows[keep]
                 tokens = tokens[keep]
                 finished = finished[keep]

@@ -1,4 +1,4 @@
-"""A call that is forgotten, a loop that is left early, a method called by hand: it works, or says what is wrong."""
+"""A forgotten call, a loop that is left early, a method called by hand: it works, or says what is wrong."""
 
 import pytest
 import torch

@@ -1731,7 +1731,8 @@ def one_step(tmp_path_factory):
     class Spy(script.RCETrainer):
         def load_models(self):
             """Those that are there."""
-            names = "tokenizer actor pad_id eos_ids models models_by_constant reward_model reward_tokenizer optimizers"
+            names = "tokenizer actor pad_id eos_ids models models_by_constant reward_model"
+            names += " reward_tokenizer optimizers"
             for name in names.split():
                 setattr(self, name, getattr(first, name))
             self.reward_functions = script.resolve_rewards(script.REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
