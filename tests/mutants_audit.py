@@ -15,16 +15,16 @@ MUTANTS = [
     ),
     # best and patience, told apart
     (
-        PPO,
-        "if value > self.best_value or",
-        "if value > self.best_value + EARLY_STOPPING_THRESHOLD or",
-        IN_RUN + "best_is_the_highest_and_patience_waits_for_the_threshold[ppo]",
+        "ppo/ppo.py",
+        "return value > self.best_value",
+        "return value > self.best_value + EARLY_STOPPING_THRESHOLD",
+        "tests/test_run.py::test_best_is_the_highest_and_patience_waits_for_the_threshold[ppo]",
     ),
     (
-        RCE,
-        "if value > self.best_value or self.later_of_equal and value == self.best_value:",
-        "if value >= self.best_value + EARLY_STOPPING_THRESHOLD:",
-        IN_RUN + "best_is_the_highest_and_patience_waits_for_the_threshold[rce]",
+        "rce/rce.py",
+        "return value >= self.best_value",
+        "return value >= self.best_value + EARLY_STOPPING_THRESHOLD",
+        "tests/test_run.py::test_best_is_the_highest_and_patience_waits_for_the_threshold[rce]",
     ),
     (
         PPO,
@@ -51,18 +51,12 @@ MUTANTS = [
         IN_RUN + "best_is_the_highest_and_patience_waits_for_the_threshold[rce]",
     ),
     (
-        GRPO,
-        'saved["run"][key] for key in self.saved',
-        'saved["run"]["best_value" if key == "patience_value" else key] for key in self.saved',
-        IN_RUN + "best_and_patience_resume_apart[grpo]",
+        "grpo/grpo.py",
+        'saved["run"][key] for key in',
+        'saved["run"]["best_value" if key == "patience_value" else key] for key in',
+        "tests/test_run.py::test_best_and_patience_resume_apart[grpo]",
     ),
     # what does nothing is said or refused
-    (
-        GRPO,
-        "policy = best if best.exists() else",
-        "policy = best if True else",
-        IN_RUN + "a_run_names_the_policy_that_it_kept[grpo]",
-    ),
     (
         PPO,
         "if KL_TARGET and KL_COEF == 0:",
@@ -89,10 +83,10 @@ MUTANTS = [
         IN_PPO + "the_kl_coefficient_stays_positive_and_moves_by_a_fifth_at_most",
     ),
     (
-        PPO,
-        "progress = (step - warmup) / max(1, total - warmup)",
-        "progress = (step - warmup) / max(1, total - warmup - 1)",
-        IN_PPO + "the_last_step_still_has_a_learning_rate",
+        "ppo/ppo.py",
+        "(steps_done - warmup) / max(1, total - warmup)",
+        "(steps_done - warmup) / max(1, total - warmup - 1)",
+        "tests/test_ppo.py::test_the_last_step_still_has_a_learning_rate",
     ),
     # paths into records, answers that are none
     (
@@ -102,30 +96,18 @@ MUTANTS = [
         IN_RUN + "a_column_may_be_a_path_into_nested_records[ppo-jsonl]",
     ),
     (
-        PPO,
-        '[path] if path in record else path.split(".")',
-        'path.split(".")',
-        IN_RUN + "a_column_may_be_a_path_into_nested_records[ppo-jsonl]",
+        "ppo/ppo.py",
+        "        keys = [path]\n",
+        "        pass\n",
+        "tests/test_run.py::test_a_column_may_be_a_path_into_nested_records[ppo-jsonl]",
     ),
     (PPO, "or value != value:  # NaN", ":", IN_RUN + "an_answer_that_is_no_text_is_named_with_its_line"),
-    (
-        PPO,
-        "value if isinstance(value, list) and value else [value]",
-        "value if isinstance(value, list) else [value]",
-        IN_RUN + "an_answer_that_is_no_text_is_named_with_its_line",
-    ),
-    (
-        PPO,
-        "where) for x in (value if isinstance(value, list) and value else [value])]",
-        "where) for x in (value[:1] if isinstance(value, list) and value else [value])]",
-        IN_RUN + "an_answer_that_is_no_text_is_named_with_its_line",
-    ),
     # resampling within the epochs
     (
-        GRPO,
-        "flat.any() or self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS:",
-        "flat.any():",
-        IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs",
+        "grpo/grpo.py",
+        "if is_end or not is_flat.any():",
+        "if not is_flat.any():",
+        "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
         GRPO,
@@ -140,49 +122,41 @@ MUTANTS = [
         IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
-        GRPO,
-        "        self.plan_steps(self.run.step + 1)\n",
+        "grpo/grpo.py",
+        "                self.plan_steps()\n",
         "",
-        IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs",
+        "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
-        GRPO,
-        "math.ceil((-self.state.cursor % count) / per_step)",
-        "(-self.state.cursor % count) // per_step",
-        IN_GRPO + "further_prompts_come_out_of_the_runs_own_epochs",
+        "grpo/grpo.py",
+        "math.ceil((-self.state.cursor % count) / prompts_per_step)",
+        "(-self.state.cursor % count) // prompts_per_step",
+        "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
-        GRPO,
-        "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n"
-        "        self.plan_steps(self.run.step)\n",
-        "        self.plan_steps(self.run.step)\n"
-        "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n",
-        IN_GRPO + "a_run_that_resampled_resumes_to_the_same_end",
+        "grpo/grpo.py",
+        "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n        self.plan_steps()\n",
+        "        self.plan_steps()\n        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n",
+        "tests/test_grpo.py::test_a_run_that_resampled_resumes_to_the_same_end",
     ),
     # gspo in bfloat16
     (
-        GRPO,
-        'if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":',
+        "grpo/grpo.py",
+        'if LOSS_TYPE == "gspo" and DTYPE == "bfloat16" and not steps:',
         "if False:",
-        IN_GRPO + "gspo_clips_nothing_on_policy_in_bfloat16",
+        "tests/test_grpo.py::test_gspo_clips_nothing_on_policy_in_bfloat16",
     ),
     (
-        GRPO,
-        'if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":',
+        "grpo/grpo.py",
+        'if LOSS_TYPE == "gspo" and DTYPE == "bfloat16" and not steps:',
         'if LOSS_TYPE == "gspo" and DTYPE == "bfloat16":',
-        IN_GRPO + "gspos_old_log_probabilities_are_those_before_the_first_update",
+        "tests/test_grpo.py::test_gspos_old_log_probabilities_are_those_before_the_first_update",
     ),
     (
-        GRPO,
-        'if not steps and LOSS_TYPE == "gspo" and DTYPE == "bfloat16":',
-        'if not steps and LOSS_TYPE == "gspo":',
-        IN_GRPO + "gspo_in_float32_takes_the_samplers_own",
-    ),
-    (
-        GRPO,
-        "batch.logprobs = batch_logprobs(",
-        "batch.logprobs = batch.sampled_logprobs = batch_logprobs(",
-        IN_GRPO + "gspo_clips_nothing_on_policy_in_bfloat16",
+        "grpo/grpo.py",
+        'if LOSS_TYPE == "gspo" and DTYPE == "bfloat16" and not steps:',
+        'if LOSS_TYPE == "gspo" and not steps:',
+        "tests/test_grpo.py::test_gspo_in_float32_takes_the_samplers_own",
     ),
     # gold answers and what precedes them
     (

@@ -25,51 +25,47 @@ MUTANTS = [
         IN_CHATS + "without_a_chat_template_a_chat_is_refused_with_what_to_do[grpo]",
     ),
     (
-        GRPO,
-        'rows = [encode_chat(tokenizer, p, "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
-        'rows = [encode_chat(tokenizer, str(p), "REWARD_MODEL", r) for p, r in zip(prompts, responses)]',
-        IN_CHATS + "the_policy_reads_the_chat_and_the_reward_model_the_response_too[grpo]",
+        "grpo/grpo.py",
+        'encode_chat(tokenizer, p, "REWARD_MODEL", response)',
+        'encode_chat(tokenizer, str(p), "REWARD_MODEL", response)',
+        "tests/test_chats.py::test_the_policy_reads_the_chat_and_the_reward_model_the_response_too[grpo]",
     ),
     (
-        PPO,
-        "    except Exception as error:  # a template may refuse roles, or their order, by any kind\n",
-        "    except KeyError as error:\n",
-        IN_CHATS + "roles_that_a_chat_template_refuses_are_said_with_their_line",
+        "ppo/ppo.py",
+        "except Exception as error:  # a template may",
+        "except KeyError as error:  # a template may",
+        "tests/test_chats.py::test_roles_that_a_chat_template_refuses_are_said_with_their_line",
     ),
     # rows
     (
-        PPO,
-        (
-            "    messages = json.loads(\n"
-            "        text, object_hook=lambda record: {key: item for key, item in record.items() if item is not None}\n"
-            "    )\n"
-        ),
-        "    messages = json.loads(text, object_hook=lambda record: {key: item for key, item in record.items()})\n",
-        IN_CHATS + "nulls_that_parquet_puts_into_records_are_taken_out_again",
+        "ppo/ppo.py",
+        " for key, item in value.items() if item is not None}",
+        " for key, item in value.items()}",
+        "tests/test_chats.py::test_nulls_that_parquet_puts_into_records_are_taken_out_again",
     ),
     (
-        PPO,
-        'answer = answer[-1].get("content")  # of messages the last one\'s',
+        "ppo/ppo.py",
+        'value = value[-1].get("content")',
         "pass",
-        IN_CHATS + "rows_as_trl_and_verl_publish_them_are_read_as_they_are[ppo-jsonl]",
+        "tests/test_chats.py::test_rows_as_trl_and_verl_publish_them_are_read_as_they_are[ppo-jsonl]",
     ),
     (
-        PPO,
-        'answer[-1].get("content")',
-        'str(answer[-1].get("content"))',
-        IN_CHATS + "an_answer_of_messages_without_a_text_is_named",
+        "ppo/ppo.py",
+        'value = value[-1].get("content")',
+        'value = str(value[-1].get("content"))',
+        "tests/test_chats.py::test_an_answer_of_messages_without_a_text_is_named",
     ),
     (
-        PPO,
-        '    if not right or messages[-1]["role"] == "assistant":',
-        "    if not right:",
-        IN_CHATS + "a_prompt_that_is_none_is_named_with_its_line",
+        "ppo/ppo.py",
+        ' and messages[-1]["role"] != "assistant"\n',
+        "\n",
+        "tests/test_chats.py::test_a_prompt_that_is_none_is_named_with_its_line",
     ),
     (
-        PPO,
-        '        right = right and isinstance(message.get("role"), str) and',
-        '        right = isinstance(message.get("role"), str) and',
-        IN_CHATS + "a_prompt_that_is_none_is_named_with_its_line",
+        "ppo/ppo.py",
+        'not isinstance(value, dict) or not isinstance(value.get("role"), str)',
+        "not isinstance(value, dict)",
+        "tests/test_chats.py::test_a_prompt_that_is_none_is_named_with_its_line",
     ),
     # what reward functions get
     (
@@ -116,21 +112,22 @@ MUTANTS = [
     ),
     # rewards a token
     (
-        PPO,
-        "        rewarded += dense\n",
+        "ppo/ppo.py",
+        "        token_rewards += token_scores\n",
         "        pass\n",
-        IN_DENSE + "only_rewards_a_token_tell_two_tokens_apart",
+        "tests/test_dense.py::test_only_rewards_a_token_tell_two_tokens_apart",
     ),
-    (PPO, "        scores = scores - dense.sum(1)\n", "", IN_DENSE + "token_rewards_add_up_by_hand"),
     (
-        PPO,
-        (
-            "        rewarded = token_rewards(\n"
-            "            batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.token_scores\n"
-            "        )\n"
-        ),
-        "        rewarded = token_rewards(batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef)\n",
-        IN_DENSE + "only_rewards_a_token_tell_two_tokens_apart",
+        "ppo/ppo.py",
+        "        scores = scores - token_scores.sum(1)\n",
+        "",
+        "tests/test_dense.py::test_token_rewards_add_up_by_hand",
+    ),
+    (
+        "ppo/ppo.py",
+        "self.state.kl_coef, batch.token_scores\n",
+        "self.state.kl_coef, None\n",
+        "tests/test_dense.py::test_only_rewards_a_token_tell_two_tokens_apart",
     ),
     (
         PPO,
@@ -139,9 +136,9 @@ MUTANTS = [
         IN_DENSE + "a_list_that_does_not_fit_its_response_is_a_sentence",
     ),
     (
-        PPO,
-        "scores = scores.view(len(scores), -1).sum(1) - MISSING_EOS_PENALTY * sampled.truncated",
-        "scores = scores.view(len(scores), -1)[:, 0] - MISSING_EOS_PENALTY * sampled.truncated",
-        IN_DENSE + "a_run_logs_the_sums",
+        "ppo/ppo.py",
+        "            scores = scores.sum(1)\n",
+        "            scores = scores[:, 0]\n",
+        "tests/test_dense.py::test_a_run_logs_the_sums",
     ),
 ]

@@ -7,16 +7,16 @@ IN_PROCESSES = "tests/test_processes.py::test_"
 MUTANTS = [
     # what is trained
     (
-        GRPO,
-        "    trained = [p for p in model.parameters() if p.requires_grad]\n    optimizer",
-        "    trained = list(model.parameters())\n    optimizer",
-        IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]",
+        "grpo/grpo.py",
+        "    trained = [p for p in model.parameters() if p.requires_grad]",
+        "    trained = list(model.parameters())",
+        "tests/test_lora.py::test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]",
     ),
     (
-        PPO,
-        'modules_to_save=["score", "classifier"] if new_head else None',
-        "modules_to_save=None",
-        IN_LORA + "the_critics_head_is_trained_whole_and_saved",
+        "ppo/ppo.py",
+        '        config.modules_to_save = ["score", "classifier"]',
+        "        config.modules_to_save = None",
+        "tests/test_lora.py::test_the_critics_head_is_trained_whole_and_saved",
     ),
     (
         GRPO,
@@ -25,22 +25,22 @@ MUTANTS = [
         IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32",
     ),
     (
-        GRPO,
-        "        lora_alpha=LORA_ALPHA,\n",
-        "        lora_alpha=32.0,\n",
-        IN_LORA + "an_adapters_product_counts_alpha_over_rank",
+        "grpo/grpo.py",
+        "lora_alpha=LORA_ALPHA,",
+        "lora_alpha=32.0,",
+        "tests/test_lora.py::test_an_adapters_product_counts_alpha_over_rank",
     ),
     (
-        GRPO,
-        "        lora_alpha=LORA_ALPHA,\n",
-        ("        lora_alpha=LORA_ALPHA,\n        use_rslora=True,\n"),
-        IN_LORA + "an_adapters_product_counts_alpha_over_rank",
+        "grpo/grpo.py",
+        "lora_alpha=LORA_ALPHA,",
+        "lora_alpha=LORA_ALPHA, use_rslora=True,",
+        "tests/test_lora.py::test_an_adapters_product_counts_alpha_over_rank",
     ),
     (
-        GRPO,
-        "[p for model in models for p in model.parameters() if p.requires_grad]\n    layers",
-        "[p for model in models for p in model.parameters()]\n    layers",
-        IN_LORA + "the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]",
+        "grpo/grpo.py",
+        "for model in models for p in model.parameters() if p.requires_grad]",
+        "for model in models for p in model.parameters()]",
+        "tests/test_lora.py::test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes[grpo]",
     ),
     # the reference
     (
@@ -50,10 +50,10 @@ MUTANTS = [
         IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]",
     ),
     (
-        PPO,
-        "with without_adapter(self.reference) if LORA_RANK else nullcontext():",
+        "ppo/ppo.py",
+        "with without_adapter(self.reference):",
         "if True:",
-        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]",
+        "tests/test_lora.py::test_the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[ppo]",
     ),
     (
         GRPO,
@@ -62,22 +62,16 @@ MUTANTS = [
         IN_LORA + "a_reference_of_its_own_stays_a_model_of_its_own[grpo]",
     ),
     (
-        REC,
-        "with without_adapter(self.reference) if LORA_RANK else nullcontext():",
+        "grpo/grpo_rec.py",
+        "with without_adapter(self.reference):",
         "if True:",
-        IN_LORA + "recommendation_has_an_adapter_on_what_sft_taught",
+        "tests/test_lora.py::test_recommendation_has_an_adapter_on_what_sft_taught",
     ),
     (
-        GRPO,
-        "with without_adapter(self.reference) if LORA_RANK else nullcontext():",
+        "grpo/grpo.py",
+        "with without_adapter(self.reference):",
         "if True:",
-        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]",
-    ),
-    (
-        RCE,
-        "        model.disable_adapters()\n",
-        "        pass\n",
-        IN_LORA + "the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[rce]",
+        "tests/test_lora.py::test_the_reference_is_the_base_to_the_bit_and_the_adapter_comes_back[grpo]",
     ),
     (
         PPO,
@@ -87,10 +81,10 @@ MUTANTS = [
     ),
     # what is saved
     (
-        RCE,
-        "        peft.set_peft_model_state_dict(model, state)\n",
+        "rce/rce.py",
+        "    peft.set_peft_model_state_dict(model, state)\n",
         "",
-        IN_LORA + "six_steps_equal_three_and_three_to_the_byte[rce]",
+        "tests/test_lora.py::test_six_steps_equal_three_and_three_to_the_byte[rce]",
     ),
     (
         GRPO,
@@ -99,23 +93,10 @@ MUTANTS = [
         IN_LORA + "a_base_in_bfloat16_under_adapters_in_float32",
     ),
     (
-        GRPO,
-        "    copied = copy.deepcopy(model).float()",
-        "    copied = model.float()",
-        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
-    ),
-    (
-        PPO,
-        (
-            "            AutoModelForTokenClassification,\n"
-            "            critic,\n"
-            '            "CRITIC_MODEL",\n'
-            "            self.device,\n"
-            '            at and at / "critic",\n'
-            "            new_head=True,\n"
-        ),
-        '            AutoModelForTokenClassification, critic, "CRITIC_MODEL", self.device, None, new_head=True\n',
-        IN_LORA + "six_steps_equal_three_and_three_to_the_byte[ppo]",
+        "grpo/grpo.py",
+        "copy.deepcopy(model).float()",
+        "model.float()",
+        "tests/test_lora.py::test_best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
     ),
     (
         GRPO,
@@ -124,16 +105,16 @@ MUTANTS = [
         IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
     ),
     (
-        GRPO,
-        'policy = merge_adapter(self.models["policy"]) if globals().get("LORA_RANK")',
-        'policy = self.models["policy"] if globals().get("LORA_RANK")',
-        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
+        "grpo/grpo.py",
+        "policy = merge_adapter(policy)",
+        "pass",
+        "tests/test_lora.py::test_best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
     ),
     (
-        GRPO,
-        "    copied._hf_peft_config_loaded = False\n",
+        "grpo/grpo.py",
+        "    merged._hf_peft_config_loaded = False\n",
         "",
-        IN_LORA + "best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
+        "tests/test_lora.py::test_best_is_merged_and_plain_and_nothing_is_merged_in_place[grpo]",
     ),
     (
         GRPO,
@@ -142,16 +123,16 @@ MUTANTS = [
         IN_LORA + "a_checkpoint_is_an_adapter_that_peft_loads_on_the_base_it_names[grpo]",
     ),
     (
-        GRPO,
-        "path = str(Path(path).resolve()) if Path(path).exists() else path",
-        "path = str(path)",
-        IN_LORA + "a_folder_is_named_to_its_adapter_from_the_root",
+        "grpo/grpo.py",
+        "path = str(Path(path).resolve())",
+        "pass",
+        "tests/test_lora.py::test_a_folder_is_named_to_its_adapter_from_the_root",
     ),
     (
-        PPO,
-        'task_type="TOKEN_CLS" if new_head else "CAUSAL_LM"',
-        'task_type="CAUSAL_LM"',
-        IN_LORA + "the_critics_head_is_trained_whole_and_saved",
+        "ppo/ppo.py",
+        'config.task_type = "TOKEN_CLS"',
+        "pass",
+        "tests/test_lora.py::test_the_critics_head_is_trained_whole_and_saved",
     ),
     (
         GRPO,
@@ -179,10 +160,10 @@ MUTANTS = [
         IN_LORA + "what_cannot_be_done_right_is_refused[sync]",
     ),
     (
-        GRPO,
-        "(then.r, then.lora_alpha) == (LORA_RANK, LORA_ALPHA)",
+        "grpo/grpo.py",
+        "(before.r, before.lora_alpha) == (config.r, config.lora_alpha)",
         "True",
-        IN_LORA + "a_resumed_run_needs_its_own_adapter[grpo-alpha]",
+        "tests/test_lora.py::test_a_resumed_run_needs_its_own_adapter[grpo-alpha]",
     ),
     # the check of a base in bfloat16
     # several processes

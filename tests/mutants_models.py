@@ -6,24 +6,24 @@ IN_MODELS = "tests/test_models.py::test_"
 MUTANTS = [
     # decoding
     (
-        GRPO,
-        "over = ended.cumsum(1) > ended",
-        "over = ended.cumsum(1) > 1",
-        IN_MODELS + "looking_seldom_who_has_finished_changes_no_sample",
+        "grpo/grpo.py",
+        "after_eos = is_eos.cumsum(1) > is_eos",
+        "after_eos = is_eos.cumsum(1) > 1",
+        "tests/test_models.py::test_looking_seldom_who_has_finished_changes_no_sample",
     ),
     (
-        GRPO,
-        "            ended |= torch.isin(",
-        "            ended = torch.isin(",
-        IN_MODELS + "looking_seldom_who_has_finished_changes_no_sample",
+        "grpo/grpo.py",
+        "finished |= torch.isin(",
+        "finished = torch.isin(",
+        "tests/test_models.py::test_looking_seldom_who_has_finished_changes_no_sample",
     ),
     # scoring
     # the trial at load
     (
-        GRPO,
-        "            check_first_ratio(steps, run.step)\n",
-        '            [step.pop("log_ratio") for step in steps]\n',
-        IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]",
+        "grpo/grpo.py",
+        "        check_first_ratio(steps[0], run.step)\n",
+        "",
+        "tests/test_models.py::test_in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]",
     ),
     (
         RCE,
@@ -45,28 +45,22 @@ MUTANTS = [
         IN_MODELS + "no_dropout_is_left_in_a_config",
     ),
     (
-        PPO,
-        "if pad is None or pad >= vocab_size(model) else pad",
-        "if pad is None else pad",
-        IN_MODELS + "a_pad_id_beyond_the_embedding_is_not_used[ppo]",
+        "ppo/ppo.py",
+        "if pad is None or pad >= vocab_size(model):",
+        "if pad is None:",
+        "tests/test_models.py::test_a_pad_id_beyond_the_embedding_is_not_used[ppo]",
     ),
     (
-        GRPO,
-        "    return ids[:-1] if ids[-len(ended) :] == ended and not said else ids\n",
-        "    return ids\n",
-        IN_MODELS + "a_prompt_does_not_end_with_the_eos_that_its_tokenizer_puts_there",
+        "grpo/grpo.py",
+        "        return ids[:-1]\n",
+        "        return ids\n",
+        "tests/test_models.py::test_a_prompt_does_not_end_with_the_eos_that_its_tokenizer_puts_there",
     ),
     (
-        GRPO,
-        'max(row["ids"]) >= known:',
-        'max(row["ids"]) > known:',
-        IN_MODELS + "ids_that_the_model_does_not_know_are_named",
-    ),
-    (
-        PPO,
-        "for name, model in readers.items():",
-        "for name, model in list(readers.items())[:1]:",
-        IN_MODELS + "prompts_and_responses_longer_than_a_models_positions_are_refused[CRITIC_MODEL]",
+        "grpo/grpo.py",
+        'max(row["ids"]) >= num_ids:',
+        'max(row["ids"]) > num_ids:',
+        "tests/test_models.py::test_ids_that_the_model_does_not_know_are_named",
     ),
     (
         PPO,
@@ -99,9 +93,9 @@ MUTANTS = [
         IN_MODELS + "the_reward_model_reads_few_rows_at_a_time_and_keeps_no_cache",
     ),
     (
-        GRPO,
-        'any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)',
-        'any("bf16" in name for name in torch.cpu.get_capabilities())',
+        "grpo/grpo.py",
+        'any("bf16" in name and has for name, has in',
+        'any("bf16" in name for name, has in',
         "tests/test_models.py::test_a_processor_that_is_slower_in_bfloat16_is_said",
     ),
 ]

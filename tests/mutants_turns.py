@@ -25,12 +25,6 @@ MUTANTS = [
         "batch.response_lengths.float().mean().item()",
         T + "what_the_environment_said_is_never_trained_and_in_no_mean",
     ),
-    (
-        GRPO,
-        "tokens = batch.response_mask[rows].sum()",
-        "tokens = batch.response_lengths[rows].sum()",
-        T + "what_the_environment_said_is_never_trained_and_in_no_mean",
-    ),
     # what is said
     (
         GRPO,
@@ -57,12 +51,6 @@ MUTANTS = [
         T + "an_environment_may_do_what_it_likes_with_messages",
     ),
     (GRPO, 'said, episode.row["answer"])', "said, None)", T + "what_the_environment_is_asked"),
-    (
-        GRPO,
-        "    for turn in range(1, most_turns()):",
-        "    for turn in range(1, most_turns() + 1):",
-        T + "no_more_than_max_turns",
-    ),
     (GRPO, "if not episode.truncated]", "]", T + "a_turn_that_was_cut_ends_the_episode"),
     # the context
     (
@@ -170,16 +158,16 @@ MUTANTS = [
         T + "rewards_see_the_last_turn_and_by_name_all",
     ),
     (
-        GRPO,
-        'm["content"] + ends.get(m["role"], "") for m in turns',
-        'm["content"] + tokenizer.eos_token for m in turns',
-        T + "a_reward_model_without_a_template_reads_all_turns",
+        "grpo/grpo.py",
+        '        if turn["role"] == "assistant":\n            text += tokenizer.eos_token',
+        "        text += tokenizer.eos_token",
+        "tests/test_turns.py::test_a_reward_model_without_a_template_reads_all_turns",
     ),
     (
-        GRPO,
-        "torch.rand(most_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)",
-        "torch.rand(len(prompts) * GROUP_SIZE, most_turns(), MAX_NEW_TOKENS).transpose(0, 1)",
-        T + "the_first_turn_has_the_random_numbers_of_a_run_without_turns",
+        "grpo/grpo.py",
+        "torch.rand(max_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)",
+        "torch.rand(len(prompts) * GROUP_SIZE, max_turns(), MAX_NEW_TOKENS).transpose(0, 1)",
+        "tests/test_turns.py::test_the_first_turn_has_the_random_numbers_of_a_run_without_turns",
     ),
     (
         GRPO,
