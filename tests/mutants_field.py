@@ -6,14 +6,12 @@ BEST = IN_GRPO + "best_follows_the_kl_to_the_teacher_where_all_rewards_have_weig
 IN_RECIPES = "tests/test_recipes.py::test_"
 IN_PPO = "tests/test_ppo.py::test_"
 UNLIKE = IN_PPO + "a_step_whose_constants_are_all_unlike_is_the_papers_in_float64"
-HAS_REWARD = IN_GRPO + "a_run_with_a_reward_has_best_follow_that"
 ALONE = IN_GRPO + "a_group_of_one_is_for_distillation_which_has_only_flat_groups"
 SAPO = IN_GRPO + "sapos_gradient_is_grpos_on_policy_and_falls_to_either_side"
 
 MUTANTS = [
     # distillation
     (GRPO, 'metrics["minus_kl"] = -metrics["kl"]', 'metrics["minus_kl"] = metrics["kl"]', BEST),
-    (GRPO, '"minus_kl" if self.distils else "reward"', '"reward"', BEST),
     (GRPO, "((kl * batch.response_mask).sum() / batch.response_mask.sum())", "kl.mean()", BEST),
     (
         GRPO,
@@ -21,9 +19,6 @@ MUTANTS = [
         'kl = kl_loss(batch.logprobs, self.reference_logprobs(batch), "k3")',
         BEST,
     ),
-    (GRPO, "not any(weights) and not OVERLONG_BUFFER\n", "not any(weights)\n", HAS_REWARD),
-    (GRPO, "self.distils = self.reference is not None and not", "self.distils = not", HAS_REWARD),
-    (GRPO, "is not None and not any(weights) and", "is not None and", HAS_REWARD),
     (GRPO, "if GROUP_SIZE == 1 and not trainer.distils:", "if False:", ALONE),
     (GRPO, "if RESAMPLE_FLAT_GROUPS and trainer.distils:", "if False:", ALONE),
     (
@@ -48,30 +43,9 @@ MUTANTS = [
         'if loss_type in ("grpo", "gspo"):',
         IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-sapo]",
     ),
-    (
-        GRPO,
-        '.float() * (LOSS_TYPE != "sapo")',
-        ".float()",
-        IN_GRPO + "clip_fraction_counts_the_side_that_is_clipped[sapo]",
-    ),
     # PPO's corrections
     (PPO, "mask, GAMMA, CRITIC_LAM)", "mask, GAMMA, LAM)", UNLIKE),
     (PPO, "if CRITIC_LAM is not None:", "if False:", UNLIKE),
-    (
-        PPO,
-        "batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, LAM)",
-        "lam = CRITIC_LAM or LAM\n        batch.raw_advantages = gae(rewarded, batch.values, mask, GAMMA, lam)",
-        UNLIKE,
-    ),
-    (PPO, "(run.step >= CRITIC_WARMUP_STEPS)", "(run.step > CRITIC_WARMUP_STEPS)", UNLIKE),
-    (
-        PPO,
-        "(run.step >= CRITIC_WARMUP_STEPS)",
-        "1",
-        IN_PPO + "each_constant_by_itself_changes_what_it_should_and_nothing_else[CRITIC_WARMUP_STEPS]",
-    ),
-    (PPO, "advantages, CLIP_RANGE, high, DUAL_CLIP)", "advantages, high, CLIP_RANGE, DUAL_CLIP)", UNLIKE),
-    (PPO, "advantages, CLIP_RANGE, high, DUAL_CLIP)", "advantages, CLIP_RANGE, high, None)", UNLIKE),
     (PPO, "1 + clip_range_high)", "1 + clip_range)", IN_PPO + "policy_clip"),
     (
         PPO,
@@ -84,12 +58,6 @@ MUTANTS = [
         "torch.where(advantages < 0, torch.max(",
         "torch.where(advantages > 0, torch.max(",
         IN_PPO + "policy_clip",
-    ),
-    (
-        PPO,
-        "ratio > 1 + high, ratio",
-        "ratio > 1 + CLIP_RANGE, ratio",
-        IN_PPO + "clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[1.25-1-0]",
     ),
     (
         PPO,

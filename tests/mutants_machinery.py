@@ -15,30 +15,6 @@ EVALUATION = "evaluation_samples_the_held_out_prompts_by_the_seed_after_the_runs
 MUTANTS = [
     # what the audit planted
     (
-        PPO,
-        '                "log_ratio": log_ratio.abs(),\n',
-        '                "log_ratio": log_ratio,\n',
-        IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[ppo]",
-    ),
-    (
-        GRPO,
-        "- batch.sampled_logprobs[micro, :width]).abs()",
-        "- batch.sampled_logprobs[micro, :width])",
-        IN_MODELS + "in_bfloat16_a_first_update_that_sees_other_probabilities_ends_the_run[grpo]",
-    ),
-    (
-        GRPO,
-        "- batch.sampled_logprobs[micro, :width]).abs()",
-        "- batch.logprobs[micro, :width]).abs()",
-        IN_MODELS + "gspos_rescored_probabilities_do_not_hide_a_wrong_sampler",
-    ),
-    (
-        PPO,
-        "{k: torch.cat([some[k] for some in parts])",
-        "{k: torch.cat([some[k] for some in parts[::-1]])",
-        IN_PPO + "parts_of_several_calls_stay_beside_their_responses",
-    ),
-    (
         GRPO,
         "    size = BATCH_SIZE * GROUP_SIZE\n",
         "    size = BATCH_SIZE\n",
@@ -58,44 +34,16 @@ MUTANTS = [
     ),
     (
         GRPO,
-        '{**trainer.models_by_constant, "REWARD_MODEL": trainer.reward_model or trainer.actor}',
-        "trainer.models_by_constant",
-        IN_TURNS + "what_turns_cannot_do_is_refused_at_the_start",
-    ),
-    (
-        PPO,
-        "            for _ in range(GROUP_EPOCHS):\n"
-        "                rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))\n",
-        "            rows = (torch.randperm if MINI_BATCHES > 1 else torch.arange)(len(batch.rows))\n"
-        "            for _ in range(GROUP_EPOCHS):\n",
-        IN_PPO + "mini_batches_share_out_every_row_once",
-    ),
-    (
-        GRPO,
         'sum(m["role"] == "assistant" for turns',
         'sum(m["role"] != "" for turns',
         IN_TURNS + "turns_are_the_policys_own",
     ),
     (PPO, "old_values, returns, VALUE_CLIP_RANGE)", "old_values, returns, CLIP_RANGE)", IN_PPO + UNLIKE),
-    (GRPO, "ref_logprobs, KL_ESTIMATOR)", 'ref_logprobs, "k3")', IN_GRPO + UNLIKE + "[dapo]"),
     # which constant is handed where
-    (
-        PPO,
-        "old_logprobs, advantages, CLIP_RANGE,",
-        "old_logprobs, advantages, VALUE_CLIP_RANGE,",
-        IN_PPO + UNLIKE,
-    ),
     (PPO, "batch.values, mask, GAMMA, LAM)", "batch.values, mask, LAM, GAMMA)", IN_PPO + UNLIKE),
     (PPO, "policy_losses - ENTROPY_COEF * entropy", "policy_losses - KL_COEF * entropy", IN_PPO + UNLIKE),
     (PPO, "(VALUE_LOSS_COEF * value_losses", "(0.5 * value_losses", IN_PPO + UNLIKE),
     (PPO, "total += REWARD_MODEL_WEIGHT * self", "total += 0.1 * self", IN_PPO + UNLIKE),
-    (
-        PPO,
-        '                self.state.kl_coef, metrics["kl"], KL_TARGET, len(batch.rows), KL_HORIZON\n',
-        '                self.state.kl_coef, metrics["kl"], KL_TARGET, KL_HORIZON, len(batch.rows)\n',
-        IN_PPO + UNLIKE,
-    ),
-    (PPO, "KL_TARGET, len(batch.rows),", "KL_TARGET, len(batch.rows) // GROUP_SIZE,", IN_PPO + UNLIKE),
     (
         GRPO,
         ("            CLIP_RANGE,\n            CLIP_RANGE_HIGH,\n"),
@@ -107,18 +55,6 @@ MUTANTS = [
         "            DUAL_CLIP,\n",
         "            1 + CLIP_RANGE_HIGH,\n",
         IN_GRPO + UNLIKE + "[grpo]",
-    ),
-    (
-        GRPO,
-        "clipped = ratio > 1 + CLIP_RANGE_HIGH",
-        "clipped = ratio > 1 + CLIP_RANGE",
-        IN_GRPO + UNLIKE + "[cispo]",
-    ),
-    (
-        GRPO,
-        "losses - ENTROPY_COEF * entropy if",
-        "losses - KL_COEF * entropy if",
-        IN_GRPO + UNLIKE + "[gspo]",
     ),
     (
         GRPO,
@@ -136,12 +72,6 @@ MUTANTS = [
         GRPO,
         "group_advantages(batch.scores, GROUP_SIZE,",
         "group_advantages(batch.scores, EVAL_SAMPLES,",
-        IN_GRPO + UNLIKE + "[dapo]",
-    ),
-    (
-        GRPO,
-        "(self.run.step + 1) % REFERENCE_SYNC_STEPS",
-        "self.run.step % REFERENCE_SYNC_STEPS",
         IN_GRPO + UNLIKE + "[dapo]",
     ),
     (RCE, 'row["rewards"], tau, WEIGHT_REWARDS)', 'row["rewards"], TAU, WEIGHT_REWARDS)', IN_RCE + FORMULAS),
@@ -165,21 +95,6 @@ MUTANTS = [
         IN_RCE + BY_ITSELF + "[GROUP_SIZE]",
     ),
     # data and splits
-    (
-        PPO,
-        '"TRAIN_DATASETS", MAX_TRAIN_PROMPTS,',
-        '"TRAIN_DATASETS", MAX_EVAL_PROMPTS,',
-        IN_PPO + BY_ITSELF + "[MAX_TRAIN_PROMPTS]",
-    ),
-    (
-        GRPO,
-        '"EVAL_DATASETS", MAX_EVAL_PROMPTS,',
-        '"EVAL_DATASETS", MAX_TRAIN_PROMPTS,',
-        IN_GRPO + BY_ITSELF + "[MAX_EVAL_PROMPTS]",
-    ),
-    (PPO, "load_prompts(EVAL_DATASETS,", "load_prompts(TRAIN_DATASETS,", IN_PPO + EVALUATION),
-    (GRPO, "load_prompts(EVAL_DATASETS,", "load_prompts(TRAIN_DATASETS,", IN_GRPO + EVALUATION),
-    (RCE, "load_prompts(EVAL_DATASETS,", "load_prompts(TRAIN_DATASETS,", IN_RCE + EVALUATION),
     (
         RCE,
         "        self.held_back = {texts[i] for i in order[: int(VALIDATION_FRACTION * len(texts))]}\n",
@@ -212,7 +127,6 @@ MUTANTS = [
         IN_RCE + "each_prompt_round_and_use_has_a_random_stream_of_its_own",
     ),
     # schedules
-    (PPO, "min(NUM_EPOCHS * steps_an_epoch, MAX", "min(steps_an_epoch, MAX", IN_PPO + UNLIKE),
     (
         GRPO,
         "max(0, NUM_EPOCHS - self.state.epoch)",
@@ -220,34 +134,10 @@ MUTANTS = [
         IN_GRPO + UNLIKE + "[dapo]",
     ),
     (
-        PPO,
-        "learning_rate_scale(run.step, run.total_steps,",
-        "learning_rate_scale(run.step % max(1, run.total_steps // NUM_EPOCHS), run.total_steps,",
-        IN_PPO + UNLIKE,
-    ),
-    (
-        RCE,
-        "learning_rate_scale(run.step, run.total_steps,",
-        "learning_rate_scale(run.step, self.round_end,",
-        IN_RCE + FORMULAS,
-    ),
-    (
-        RCE,
-        "tau_at(self.run.step, self.run.total_steps)",
-        "tau_at(self.run.step, self.round_end)",
-        IN_RCE + FORMULAS,
-    ),
-    (
         RCE,
         "self.state.round_start + rounds_left * steps",
         "self.state.round_start + steps",
         IN_RCE + FORMULAS,
-    ),
-    (
-        PPO,
-        "- old_logprobs).clamp(min=-20) * mask",
-        "- old_logprobs) * mask",
-        IN_MODELS + "a_token_that_leaves_the_nucleus_in_a_later_pass_has_ratio_0_and_finite_metrics[ppo]",
     ),
     (
         GRPO,
@@ -257,27 +147,9 @@ MUTANTS = [
     ),
     (
         GRPO,
-        ".abs().clamp(max=20)",
-        ".abs()",
-        IN_MODELS + "a_token_that_leaves_the_nucleus_in_a_later_pass_has_ratio_0_and_finite_metrics[grpo]",
-    ),
-    (
-        GRPO,
         "torch.where(logprobs > -1e29, logprobs - ref_logprobs, 0.0)",
         "logprobs - ref_logprobs",
         IN_MODELS + "a_lost_tokens_kl_is_finite_and_has_no_gradient",
-    ),
-    (
-        GRPO,
-        "apart.square().mean(1).sqrt()",
-        "apart.abs()",
-        IN_MODELS + "bfloat16s_rounding_is_told_from_a_mistake_by_a_positions_mean",
-    ),
-    (
-        GRPO,
-        "(apart.abs() if exact else",
-        "(",
-        IN_MODELS + "bfloat16s_rounding_is_told_from_a_mistake_by_a_positions_mean",
     ),
     (
         PPO,
