@@ -43,9 +43,6 @@ MUTANTS = [
         "[str(path.relative_to(EMBEDDING)), path.stat().st_size]",
         FOLDER,
     ),
-    (ICL, "    if not path.exists() or afresh and of_your_own:", "    if not path.exists():", AFRESH),
-    (ICL, "if not path.exists() or afresh and of_your_own:", "if not path.exists() or of_your_own:", AFRESH),
-    (ICL, "if not path.exists() or afresh and of_your_own:", "if not path.exists() or afresh:", AFRESH),
     (ICL, "        afresh = self.run.checkpoint is None", "        afresh = False", AFRESH),
     (
         ICL,
@@ -189,24 +186,6 @@ MUTANTS = [
     ),
     # a run that goes on in another folder
     (ICL, "write_atomically(path, lambda tmp: shutil.copy(source, tmp))", "pass", ELSEWHERE),
-    (
-        ICL,
-        'if self.state.stage == "grpo" and not (self.run.folder / "rce").exists():',
-        "if False:",
-        ELSEWHERE,
-    ),
-    (
-        ICL,
-        'self.run.save_model(self.reference, tmp / "policy"))\n\n    def freeze',
-        'self.run.save_model(self.policy, tmp / "policy"))\n\n    def freeze',
-        ELSEWHERE,
-    ),
-    (
-        ICL,
-        'if not self.run.stop_signal and not (self.run.folder / "best").exists():',
-        "if False:",
-        IN_ICL + "a_run_whose_rce_has_ended_is_tested_in_another_folder",
-    ),
     (ICL, "            if self.state.candidates:\n                self.find_candidates()\n", "", REFUSED),
     # check_up.py
     (CHECK, 'float(constants["HARD_WEIGHT"]) * c["hard"]', 'c["hard"]', FIGURES),

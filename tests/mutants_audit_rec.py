@@ -9,7 +9,6 @@ DIGITS = IN_REC + "advantages_of_large_scores_keep_their_digits"
 CONSTANT = IN_REC + "a_constant_reward_moves_no_weight"
 LOSSES = IN_REC + "losses_equal_those_of_float64_written_from_the_papers"
 CONSTRAINED = IN_REC + "constrained_log_probabilities_equal_float64_on_random_catalogues"
-GRADIENT = IN_REC + "the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone"
 LISTS = IN_REC + "hr_and_ndcg_equal_float64_on_random_lists"
 BAD_DATA = IN_REC + "bad_data_is_one_sentence"
 NOT_FIT = IN_REC + "constants_that_do_not_fit_are_one_sentence"
@@ -29,7 +28,6 @@ FINISHED = IN_RAG + "a_finished_run_goes_on_in_another_folder_by_its_best_policy
 
 MUTANTS = [
     # patience of SFT
-    (REC, "if pass_is_over and 0 < SFT_PATIENCE", "if 0 < SFT_PATIENCE", PATIENCE),
     (REC, "        elif state.sft_judged < state.epoch:\n", "        else:\n", PATIENCE),
     (
         REC,
@@ -105,24 +103,11 @@ MUTANTS = [
     (RAG, ".clamp(-5, 5)", ".clamp(-2, 2)", JOINT),
     (RAG, "entropy = -(every.exp() * every).sum(-1)", "entropy = -(every.exp() * every).mean(-1)", JOINT),
     (RAG, '"approx_kl": ratio - 1 - log_ratio', '"approx_kl": ratio - 1 + log_ratio', JOINT),
-    (REC, "tokens = batch.response_mask[chunk].sum()", "tokens = batch.response_mask.sum()", GRADIENT),
-    (
-        REC,
-        "backward(self.actor, losses.sum() / tokens)",
-        "backward(self.actor, losses.sum() / batch.response_mask[rows].sum())",
-        GRADIENT,
-    ),
     (
         REC,
         "kl = kl_loss(logprobs, batch.ref_logprobs[rows])",
         "kl = kl_loss(batch.ref_logprobs[rows], logprobs)",
         IN_REC + "each_constant_of_the_loss_is_handed_to_its_place",
-    ),
-    (
-        REC,
-        "logprobs, entropy = item_logprobs(self.actor, self.trie, batch, rows, TEMPERATURE)",
-        "logprobs, entropy = item_logprobs(self.actor, self.trie, batch, rows, 1.0)",
-        GRADIENT,
     ),
     # rows, files and constants of grpo_rec
     (REC, 'if not (record[name] or "").strip():', "if False:", BAD_DATA),
@@ -196,7 +181,6 @@ MUTANTS = [
     (REC, "        if not sft.exists() and checkpoint:\n", "        if False:\n", BASE),
     (RAG, "        if best.is_dir():  # it is not where", "        if True:  # it is not where", FINISHED),
     (RAG, "self.best = self.best_so_far(math.inf)", "self.best = None", FINISHED),
-    (RAG, "self.best = self.best_so_far(self.run.step)", "self.best = None", FINISHED),
     (RAG, '["step"] > step:', '["step"] > math.inf:', FINISHED),
     # what ppo_rag is given
     (RAG, "        [source_of(part) for part in parts],\n", "", REPLACED),

@@ -425,12 +425,6 @@ MUTANTS = [
     ),
     (
         ICL,
-        'made, ["clear_gain"], True)',
-        'made, ["pick_accuracy"], True)',
-        IN_ICL + "best_leaves_similarity_for_a_clear_gain_alone",
-    ),
-    (
-        ICL,
         "argsort(descending=True, stable=True)[:count]].tolist()",
         "argsort(stable=True)[:count]].tolist()",
         IN_ICL + "each_baseline_shows_the_rows_that_its_name_says",
@@ -779,18 +773,6 @@ MUTANTS = [
         "        rate = LEARNING_RATE if in_rce else GRPO_LEARNING_RATE",
         "        rate = LEARNING_RATE",
         IN_ICL + "both_stages_have_their_own_rate_and_schedule",
-    ),
-    (
-        ICL,
-        "        step, total = self.run.step - self.state.begin, self.end - self.state.begin",
-        "        step, total = self.run.step, self.run.total_steps",
-        IN_ICL + "both_stages_have_their_own_rate_and_schedule",
-    ),
-    (
-        ICL,
-        "    progress = (step - warmup) / max(1, total - warmup)",
-        "    progress = step / max(1, total)",
-        IN_ICL + "the_rate_warms_up_and_then_follows_its_schedule",
     ),
     (
         ICL,

@@ -52,12 +52,6 @@ MUTANTS = [
     ),
     (
         REC,
-        "decoder.select_rows(before.flatten()[rows])",
-        "decoder.select_rows((before - parent).flatten()[rows])",
-        IN_REC + "beams_equal_exhaustive_search",
-    ),
-    (
-        REC,
         "else trie.count[level + 1][nodes] > 1",
         "else trie.count[level + 1][nodes] > 2",
         IN_REC + "beams_equal_exhaustive_search",
@@ -122,12 +116,6 @@ MUTANTS = [
         "log_ratio = log_ratio.mean(1, keepdim=True).expand_as(logprobs)",
         "log_ratio = log_ratio.sum(1, keepdim=True).expand_as(logprobs)",
         IN_REC + "gspo_has_one_ratio_an_item",
-    ),
-    (
-        REC,
-        "backward(self.actor, losses.sum() / tokens)",
-        "backward(self.actor, losses.mean())",
-        IN_REC + "the_loss_is_a_mean_over_the_whole_step_however_it_is_cut",
     ),
     # rewards and metrics
     (
@@ -265,12 +253,6 @@ MUTANTS = [
     ),
     (
         REC,
-        "        if GROUP_SIZE > count:  #",
-        "        if GROUP_SIZE > count + 1:  #",
-        IN_REC + "constants_that_do_not_fit_are_one_sentence",
-    ),
-    (
-        REC,
         "        if name not in number:\n",
         "        if name not in number and name != names[-1]:\n",
         IN_REC + "bad_data_is_one_sentence",
@@ -338,12 +320,6 @@ MUTANTS = [
     ),
     (
         REC,
-        "done = self.run.step + 1 - self.state.begin",
-        "done = self.run.step - self.state.begin",
-        IN_REC + "the_reference_follows_the_actor_when_asked",
-    ),
-    (
-        REC,
         "uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE, generator=generator)",
         "uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE)",
         IN_REC + "evaluating_draws_none_of_the_runs_random_numbers",
@@ -387,32 +363,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "item_logprobs(self.reference, self.trie, batch, rows, TEMPERATURE)",
-        "item_logprobs(self.reference, self.trie, batch, rows, 1.0)",
-        IN_REC + "the_reference_and_sft_are_scored_at_the_temperature_too",
-    ),
-    (
-        REC,
-        "item_logprobs(self.actor, self.trie, batch, micro, TEMPERATURE)",
-        "item_logprobs(self.actor, self.trie, batch, micro, 1.0)",
-        IN_REC + "the_reference_and_sft_are_scored_at_the_temperature_too",
-    ),
-    (
-        REC,
         "total = self.end - self.state.begin",
         "total = self.run.total_steps - self.state.begin",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
-    ),
-    (
-        REC,
-        "step = self.run.step - self.state.begin\n        total",
-        "step = self.run.step\n        total",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
-    ),
-    (
-        REC,
-        "rate = self.learning_rate(SFT_LEARNING_RATE)",
-        "rate = self.learning_rate(LEARNING_RATE)",
         IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
     ),
     (
@@ -431,12 +383,6 @@ MUTANTS = [
         REC,
         "        self.evals_since_best = 0  # eval",
         '        self.evals_since_best = getattr(self, "evals_since_best", 0)  # eval',
-        IN_REC + "plateau_and_patience_of_sft_do_not_outlive_it",
-    ),
-    (
-        REC,
-        "and 0 < SFT_PATIENCE <= self.state.sft_waited:",
-        "and 0 < PLATEAU_PATIENCE <= self.state.sft_waited:",
         IN_REC + "plateau_and_patience_of_sft_do_not_outlive_it",
     ),
     (
@@ -475,12 +421,6 @@ MUTANTS = [
         REC,
         "            for _ in range(GROUP_EPOCHS):\n",
         "            for _ in range(MINI_BATCHES):\n",
-        IN_REC + "passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order",
-    ),
-    (
-        REC,
-        "(torch.randperm if MINI_BATCHES > 1 else torch.arange)",
-        "torch.arange",
         IN_REC + "passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order",
     ),
     (
@@ -779,12 +719,6 @@ MUTANTS = [
         "batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE",
         "batch.logprobs.sum(1).exp().mean().item()",
         A_STEP,
-    ),
-    (
-        REC,
-        "kind = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER",
-        "kind = 'linear' if USE_LR_SCHEDULER",
-        IN_REC + "both_ends_of_a_cosine_in_each_stage[sft]",
     ),
     (
         BASELINES,
