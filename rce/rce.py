@@ -1322,10 +1322,13 @@ class SharedPrompts:
         return slots.index_select(1, self.slot_of_row).transpose(0, 1)
 
 
-def shared_prompt_attention(module, query, key, value, mask, scaling=None, shared_prompts=None, **options):
-    """transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its response."""
+def shared_prompt_attention(
+    module, query, key, value, attention_mask, scaling=None, shared_prompts=None, **options
+):
+    """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
+    response. Some models pass attention_mask by name."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
     prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
     rows, heads, _, width = query.shape

@@ -16,6 +16,8 @@ CORE = {
     "lfm2": "equal",  # states beside keys and values
     "mamba": "refused",  # its states take padding in
     "phimoe+window": "equal",  # a window that only the mask knows
+    "afmoe": "equal",  # passes attention_mask by its name
+    "doge+window": "equal",  # the same
     "mixtral+router logits": "equal",
     "bert": "refused",  # sees what comes after
 }
