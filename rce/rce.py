@@ -259,14 +259,15 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS", "STAGE")  # a resumed run 
 
 
 def sampling_logprobs(logits, temperature):
-    """Log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: change it here
-    (top-p, say), and the first ratios stay 1. A token that must not come gets -inf."""
+    """Returns log-probabilities (..., vocabulary) of the distribution that responses are sampled from. Edit
+    it here, for example for top-p; a token that must not be sampled gets -inf. Candidates are always scored,
+    and trained on, by the full distribution: a token that top-p drops could never be learnt."""
     return full_logprobs(logits, temperature)
 
 
 def rce_loss(logprobs, mask, weights, prompts, length_normalise):
-    """Part of the step's loss that these rows are: sum of weight * -log pi(row) / prompts; logprobs, mask
-    (rows, R), weights (rows,); prompts is how many the whole step has."""
+    """Returns these rows' share of the step's loss: the sum of weight * -log pi(row), divided by the number
+    of prompts in the whole step. logprobs, mask (rows, R); weights (rows,)."""
     row_logprobs = (logprobs * mask).sum(1)
     if length_normalise:
         row_logprobs = row_logprobs / mask.sum(1)
@@ -274,14 +275,20 @@ def rce_loss(logprobs, mask, weights, prompts, length_normalise):
 
 
 def shaped_rewards(candidates):
-    """r of one prompt's candidates: REWARD_MODE, with SIMILARITY added to wrong ones."""
-    mixed, similarity = (key if key == "logprob" else f"reward/{key}" for key in (HYBRID_SCORE, SIMILARITY))
-    shaped = rewards_by_mode(candidates, mixed)
+    """Returns r of one prompt's candidates: by REWARD_MODE, and with SIMILARITY added to wrong ones."""
+    hybrid_score = HYBRID_SCORE
+    if hybrid_score != "logprob":
+        hybrid_score = f"reward/{hybrid_score}"
+    shaped = rewards_by_mode(candidates, hybrid_score)
     if SIMILARITY_WEIGHT > 0:
-        if any(c.get(similarity) is None for c in candidates):
-            raise UserError(f"SIMILARITY = {SIMILARITY!r}: candidates lack {similarity}: name a known part")
-        hard, grades = ([c[key] for c in candidates] for key in ("hard", similarity))
-        shaped = rewards.shape_wrong(shaped, hard, grades, SIMILARITY_WEIGHT)
+        similarities = [c.get(f"reward/{SIMILARITY}") for c in candidates]
+        if None in similarities:
+            raise UserError(
+                f"SIMILARITY = {SIMILARITY!r}: candidates have no reward/{SIMILARITY}. Set SIMILARITY to a "
+                "reward function that they were scored with"
+            )
+        hard = [c["hard"] for c in candidates]
+        shaped = rewards.shape_wrong(shaped, hard, similarities, SIMILARITY_WEIGHT)
     return shaped
 
 
@@ -337,7 +344,7 @@ class RCETrainer:
         self.plan_steps()
 
     def load_models(self):
-        """The actor comes from the checkpoint if there is one."""
+        """Loads the models, the policy from the checkpoint if there is one, and makes the optimizer."""
         policy_folder = None
         if self.run.checkpoint:
             policy_folder = self.run.checkpoint / "policy"
@@ -359,22 +366,27 @@ class RCETrainer:
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
-        """Each round: mine, check up, train. Returns the last evaluation."""
+        """Mines, checks up and trains, round by round. Returns the last evaluation."""
         run = self.run
         summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
         with run.session(summary):  # lock, logs and signals; saves at the end
             if run.checkpoint and rank() == 0:
-                given_up = candidates_after(self.state.round)  # of rounds after this checkpoint
-                replaced = [path for path in self.to_copy.values() if path.exists()]
-                archive_old_run(given_up + replaced, OUTPUT_DIR, run.log)
-                for source, path in self.to_copy.items():
-                    write_atomically(path, partial(shutil.copyfile, source))
-            run.save()  # the first round mines from it
+                self.tidy_candidates()
+            run.save()  # the first round mines from this checkpoint
             for _ in range(self.state.round, self.rounds + 1):
                 if run.is_over() or not self.prepare_round() or STAGE == "mine":
                     break
                 self.train_round()
         return run.evaluation
+
+    def tidy_candidates(self):
+        """Archives candidates of rounds after the checkpoint, and copies those before it if the run goes on
+        in another folder."""
+        archived = candidates_after(self.state.round)
+        archived += [path for path in self.to_copy.values() if path.exists()]
+        archive_old_run(archived, OUTPUT_DIR, self.run.log)
+        for source, path in self.to_copy.items():
+            write_atomically(path, partial(shutil.copyfile, source))
 
     def train_round(self):
         """Trains on this round's candidates until the round's last step."""
@@ -394,12 +406,12 @@ class RCETrainer:
             self.end_round()
 
     def prepare_round(self):
-        """Candidates of this round, mined or given; when they are new, their check-up; then what can be
-        trained. False where a signal stopped the mining."""
+        """Mines or reads this round's candidates, checks new ones up, and chooses the prompts to train on.
+        Returns False if a signal stopped the mining."""
         path = candidates_path(self.state.round)
         number = str(self.state.round)
-        new = number not in self.state.candidates
-        if new and not path.exists():
+        is_new = number not in self.state.candidates
+        if is_new and not path.exists():
             if STAGE == "train" or (CANDIDATES and self.state.round == 1):
                 raise UserError(f"there are no candidates at {path}: run STAGE=mine first, or set CANDIDATES")
             if not self.mine(path):
@@ -407,49 +419,59 @@ class RCETrainer:
         groups = read_candidates(path, self.rows, vocab_size(self.actor))
         self.split()
         self.choose_rows(groups)
-        if new:
+        if is_new:
             proposed = sum(len(c["source"]) for _, candidates in groups for c in candidates)
             figures = check_up([candidates for _, candidates in groups], proposed, path, self.run.log)
             self.state.responses += proposed
             counts = {"round": self.state.round, "responses": self.state.responses}
             self.run.write_metrics("mine", {**counts, **figures})
         if not self.train_rows:
-            raise UserError(f"{path}: no prompt has candidates of different reward: nothing to train on")
+            raise UserError(
+                f"{path}: the rewards of each prompt's candidates are equal: there is nothing to train on"
+            )
         self.state.to_train = len(self.train_rows)
         self.plan_steps()
-        if new:
+        if is_new:
             self.state.candidates[number] = file_digest(path)["sha256"]
-            steps = f"in steps {self.run.step + 1} to {self.round_end}, {len(self.validation)} to validate"
-            self.run.log(f"Round {number}: {len(self.train_rows)} prompts to train on {steps}")
+            self.run.log(
+                f"Round {number}: {len(self.train_rows)} prompts to train on in steps {self.run.step + 1} to "
+                f"{self.round_end}, {len(self.validation)} prompts to validate"
+            )
         return True
 
     def choose_rows(self, groups):
-        """What is trained on: prompts that are not held back and whose candidates' rewards differ. Where they
-        are equal all candidates weigh alike, and nothing says which to prefer."""
+        """Keeps the prompts to train on: not held back, and with candidates whose rewards differ. Equal
+        rewards say nothing about which candidate to prefer."""
         self.train_rows = []
         for row, candidates in groups:
             candidates = usable(candidates)
-            if as_text(row["prompt"]) not in self.held_back and len(candidates) > 1:
-                shaped = shaped_rewards(candidates)
-                if not is_flat(shaped):
-                    self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
+            if as_text(row["prompt"]) in self.held_back or len(candidates) < 2:
+                continue
+            shaped = shaped_rewards(candidates)
+            if not is_flat(shaped):
+                self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
 
     def next_batch(self):
-        """The next prompts' candidates with their weights; those that weigh nothing are left out."""
+        """Returns the next prompts' candidates as a batch with their weights. Candidates whose weight is 0
+        are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         tau = tau_at(max(0, self.run.step - 1), self.run.total_steps)
-        weights = [rce_weights(row["rewards"], tau, WEIGHT_REWARDS) for row in chosen]
-        parts = []  # (row, candidate, reward, weight)
-        for row, own in zip(chosen, weights):
-            every = zip(row["candidates"], row["rewards"], own.tolist())
-            parts += [(row, c, reward, weight) for c, reward, weight in every if weight > 0]
-        prompts = [row["ids"] for row, *_ in parts]
-        batch = make_batch(prompts, [c["token_ids"] for _, c, *_ in parts], self.device)
-        batch.rows, batch.candidates, batch.rewards, kept = (list(column) for column in zip(*parts))
-        batch.weights = torch.tensor(kept, device=self.device)  # (rows,)
+        rows, candidates, row_rewards, row_weights = [], [], [], []
+        effective, best = [], []  # of each prompt: exp of the weights' entropy, the largest weight
+        for row in chosen:
+            weights = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
+            effective.append(torch.special.entr(weights).sum().exp().item())
+            best.append(weights.max().item())
+            for candidate, reward, weight in zip(row["candidates"], row["rewards"], weights.tolist()):
+                if weight > 0:
+                    rows.append(row)
+                    candidates.append(candidate)
+                    row_rewards.append(reward)
+                    row_weights.append(weight)
+        batch = make_batch([row["ids"] for row in rows], [c["token_ids"] for c in candidates], self.device)
+        batch.rows, batch.candidates, batch.rewards = rows, candidates, row_rewards
+        batch.weights = torch.tensor(row_weights, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
-        effective = [torch.special.entr(own).sum().exp().item() for own in weights]
-        best = [own.max().item() for own in weights]
         batch.facts = {
             "tau": tau,
             "effective_candidates": sum(effective) / len(chosen),
@@ -490,204 +512,247 @@ class RCETrainer:
     # ------------------------------------------------------------ rounds
 
     def plan_steps(self):
-        """The step at which this round ends, and all rounds if later ones train on as many prompts. Depends
-        on the state alone: a resumed run plans alike."""
+        """Sets the step at which this round ends, and the run's last step if later rounds train on as many
+        prompts. Both follow from the state alone, so a resumed run plans the same."""
         steps = NUM_EPOCHS * math.ceil(self.state.to_train / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         rounds_left = max(0, self.rounds - self.state.round + 1)
         self.round_end = self.state.round_start + steps
         self.run.total_steps = min(self.state.round_start + rounds_left * steps, MAX_STEPS or math.inf)
 
     def end_round(self):
-        """Count up the round, then save: the next one mines from this very checkpoint."""
+        """Counts the round and saves: the next round mines from this very checkpoint."""
         self.state.round += 1
         self.state.round_start = self.run.step
         self.state.cursor = 0
         self.run.save()
 
     def split(self):
-        """Hold VALIDATION_FRACTION of the first round's prompts back, by the prompt's text: equal prompts
-        fall on one side."""
+        """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. They are told apart by
+        the prompt's text, so equal prompts fall on one side."""
         groups = read_candidates(candidates_path(1), self.rows, math.inf)
         texts = list(dict.fromkeys(as_text(row["prompt"]) for row, _ in groups))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
         self.held_back = {texts[i] for i in order[: int(VALIDATION_FRACTION * len(texts))]}
-        held_back = [group for group in groups if as_text(group[0]["prompt"]) in self.held_back]
-        self.validation = [(row, usable(candidates)) for row, candidates in held_back if usable(candidates)]
+        self.validation = []
+        for row, candidates in groups:
+            candidates = usable(candidates)
+            if candidates and as_text(row["prompt"]) in self.held_back:
+                self.validation.append((row, candidates))
 
     # ------------------------------------------------------------ mining
 
     def mine(self, path):
-        """Mine this round's prompts into `path`; False when a signal stopped it."""
+        """Mines this round's prompts into the file `path`. Returns False if a signal stopped it."""
         rows = self.round_rows()
         with full_parameters(self.actor, self.reward_model):
-            return mine_by_parts(
-                self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_part, read_parquet, write_parquet
+            return mine_in_chunks(
+                self.run, path, rows, BATCH_SIZE, mining_facts(), self.mine_chunk, read_parquet, write_parquet
             )
 
     def round_rows(self):
-        """The prompts of this round: the first MINE_PROMPTS of a permutation; later rounds go on in it,
-        without those held back."""
+        """Returns the prompts that this round mines: the first MINE_PROMPTS of a permutation. Later rounds go
+        on in it, without the prompts held back."""
         rows = list(self.rows.values())
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
         rows = [rows[i] for i in order]
         if self.state.round == 1:
             return rows[:MINE_PROMPTS]
         self.split()
-        is_free = [as_text(row["prompt"]) not in self.held_back for row in rows]
-        count = sum(is_free[:MINE_PROMPTS])
-        rows = [row for row, free in zip(rows, is_free) if free]
+        first_round = rows[:MINE_PROMPTS]
+        count = sum(as_text(row["prompt"]) not in self.held_back for row in first_round)
+        rows = [row for row in rows if as_text(row["prompt"]) not in self.held_back]
         start = (self.state.round - 1) * count
         return [rows[(start + i) % len(rows)] for i in range(min(count, len(rows)))]
 
     @torch.no_grad()
-    def mine_part(self, rows):
-        """Candidates of some prompts: proposed, scored by the cheap signal, verified. A list of records,
-        prompts in order."""
+    def mine_chunk(self, rows):
+        """Proposes candidates for some prompts, scores them by the cheap signal and verifies some of them.
+        Returns their records, prompt after prompt."""
         groups = self.propose(rows)
         candidates = [c for group in groups for c in group]
         by_id = {row["id"]: row for row in rows}
         prompts = [by_id[c["prompt_id"]]["ids"] for c in candidates]
         logprobs = self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])
-        for c, logprob in zip(candidates, logprobs):
-            c["logprob"] = logprob
-        check_logprobs(candidates)
+        for candidate, logprob in zip(candidates, logprobs):
+            candidate["logprob"] = logprob
+            if not math.isfinite(logprob):
+                raise UserError(
+                    f"ACTOR_MODEL = {ACTOR_MODEL!r} gives a response the log-probability {logprob}: its "
+                    "scores cannot be used"
+                )
         self.score_gold(by_id, candidates, prompts)
         for row, group in zip(rows, groups):
             self.choose_verified(row, group)
         self.verify([c for c in candidates if c["eval_mode"] == "verified"], by_id)
-        lacking = []  # a right and a wrong one each, where they exist
+        # A prompt teaches only if it has a right and a wrong candidate: where one lacks, verify all of them
+        unverified = []
         for group in groups:
-            if len({c["hard"] for c in group if c["hard"] is not None}) < 2:
-                lacking += [c for c in group if c["eval_mode"] == "cheap"]
-        self.verify(lacking, by_id)
+            marks = {c["hard"] for c in group} - {None}
+            if len(marks) < 2:
+                unverified += [c for c in group if c["eval_mode"] == "cheap"]
+        self.verify(unverified, by_id)
         return candidates
 
     def propose(self, rows):
-        """Candidates of each prompt, equal token ids merged into one that lists its sources; one list a
-        prompt."""
+        """Returns the candidates of each prompt, one list per prompt. Proposals of equal token ids are one
+        candidate that lists its sources."""
         eos = self.eos_ids.tolist()
-        groups = [{} for _ in rows]  # of each prompt: a candidate by its token ids
         prompts = [row["ids"] for row in rows]
+        groups = [{} for _ in rows]  # of each prompt: {token ids: candidate}
 
-        def add(i, ids, source, temperature=None, **more):
-            new = {"prompt_id": rows[i]["id"], "prompt": as_text(rows[i]["prompt"]), "token_ids": ids}
-            record = groups[i].setdefault(tuple(ids), {**new, "source": [], "temperature": []})
-            record["source"].append(source)
-            record["temperature"].append(temperature)
-            record.update(more)
+        def add(i, ids, source, temperature=None):
+            candidate = groups[i].setdefault(
+                tuple(ids),
+                {
+                    "prompt_id": rows[i]["id"],
+                    "prompt": as_text(rows[i]["prompt"]),
+                    "token_ids": ids,
+                    "source": [],
+                    "temperature": [],
+                },
+            )
+            candidate["source"].append(source)
+            candidate["temperature"].append(temperature)
 
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
+            check_sampler(self.actor, batch)
             for i, ids in enumerate(batch.columns["response_ids"]):
-                add(i, ids, "greedy", sampler_logprob=batch.logprobs[i].sum().item())
+                add(i, ids, "greedy")
         if BEAMS:
             for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
                 add(i // BEAMS, ids, "beam")
         for k, temperature in enumerate(SAMPLE_TEMPERATURES):
             count = len(range(k, GROUP_SIZE, len(SAMPLE_TEMPERATURES)))  # GROUP_SIZE dealt out in turn
-            if count:
-                streams = [self.prompt_generator(row, f"sample {k}") for row in rows]
-                uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=g) for g in streams])
-                batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
-                for i, ids in enumerate(batch.columns["response_ids"]):
-                    add(i // count, ids, "sample", float(temperature))
+            if count == 0:
+                continue
+            generators = [self.prompt_generator(row, f"sample {k}") for row in rows]
+            uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=g) for g in generators])
+            batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
+            for i, ids in enumerate(batch.columns["response_ids"]):
+                add(i // count, ids, "sample", float(temperature))
         if INCLUDE_REFERENCE:
             for i, row in enumerate(rows):
                 for ids in solutions(self.tokenizer, row):
                     add(i, ids, "reference")
         if not all(groups):
-            raise UserError("nothing proposes a candidate: set GREEDY or BEAMS")
-        for c in (c for group in groups for c in group.values()):
-            c["text"] = self.tokenizer.decode(c["token_ids"], skip_special_tokens=True)
-            c["truncated"] = c["token_ids"][-1] not in eos
-        return [list(group.values()) for group in groups]
+            raise UserError("nothing proposes a candidate: set GREEDY = True, or BEAMS to 1 or more")
+        proposed = [list(group.values()) for group in groups]
+        for group in proposed:
+            for candidate in group:
+                ids = candidate["token_ids"]
+                candidate["text"] = self.tokenizer.decode(ids, skip_special_tokens=True)
+                candidate["truncated"] = ids[-1] not in eos
+        return proposed
 
     def prompt_generator(self, row, use):
-        """A random stream for one use of one prompt in one round, whatever was drawn before."""
-        words = f"{SEED} {self.state.round} {row['id']} {use}"
-        digest = hashlib.sha256(words.encode()).digest()
+        """Returns a random generator for one use of one prompt in one round. It does not depend on what was
+        drawn before."""
+        seed = f"{SEED} {self.state.round} {row['id']} {use}"
+        digest = hashlib.sha256(seed.encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def token_logprobs(self, prompts, responses):
-        """Log-probabilities of the responses' tokens under the policy, (rows, R), 0 after each end."""
+        """Returns log-probabilities of the responses' tokens under the policy, (rows, R), by the full
+        distribution, 0 after each response's end."""
         return batch_logprobs(self.actor, make_batch(prompts, responses, self.device), full_logprobs).cpu()
 
     def sequence_logprobs(self, prompts, responses):
+        """Returns the log-probability of each response, a list of numbers."""
         return self.token_logprobs(prompts, responses).double().sum(1).tolist()
 
     def choose_verified(self, row, group):
-        """Mark the candidates that the reward is asked about: VERIFY_TOP by the cheap signal, VERIFY_RANDOM
-        of the others, and the greedy response."""
+        """Marks the candidates that the reward will score: the best VERIFY_TOP by the cheap signal,
+        VERIFY_RANDOM of the others, and the greedy response."""
         if group[0][CHEAP_SIGNAL] is None:
-            raise UserError("CHEAP_SIGNAL = 'gt_prob' needs gold answers: name their column, or take logprob")
+            raise UserError(
+                "CHEAP_SIGNAL = 'gt_prob' needs gold answers: name their column in TRAIN_DATASETS "
+                '("output"), or set CHEAP_SIGNAL to "logprob"'
+            )
         ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
-        others = ranked[VERIFY_TOP:] if VERIFY_TOP else []
+        chosen = set(ranked[:VERIFY_TOP])
+        others = []
+        if VERIFY_TOP:
+            others = ranked[VERIFY_TOP:]
         order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
-        chosen = {*ranked[:VERIFY_TOP], *(others[i] for i in order[:VERIFY_RANDOM])}
-        for i, c in enumerate(group):
-            verified = i in chosen or "greedy" in c["source"]
-            c["eval_mode"] = "verified" if verified else "cheap"
-            c.update(eval_failed=False, eval_error=None, hard=None, soft=None)
+        chosen.update(others[i] for i in order[:VERIFY_RANDOM])
+        for i, candidate in enumerate(group):
+            candidate["eval_mode"] = "cheap"
+            if i in chosen or "greedy" in candidate["source"]:
+                candidate["eval_mode"] = "verified"
+            candidate.update(eval_failed=False, eval_error=None, hard=None, soft=None)
 
     def verify(self, candidates, by_id):
-        """Score candidates with the reward, all at once; where that raises, one by one, and those that raise
-        by themselves are marked as failed."""
-
-        def parts_of(some):
-            """[{name: value}] of the reward's parts, one per candidate."""
-            _, parts = self.score_responses(
-                SimpleNamespace(
-                    rows=[by_id[c["prompt_id"]] for c in some],
-                    responses=[c["text"] for c in some],
-                    columns={"response_ids": [c["token_ids"] for c in some]},
-                )
-            )
-            return [{name: values[i].item() for name, values in parts.items()} for i in range(len(some))]
-
+        """Scores candidates with the reward, all in one call. If that raises, they are scored one by one, and
+        those that raise are marked as failed."""
         if not candidates:
             return
         try:
-            parts = parts_of(candidates)
+            scored = list(zip(candidates, self.reward_parts_of(candidates, by_id)))
         except Exception:  # a reward function may raise anything
-            parts = []
-            for c in candidates:
+            scored = []
+            for candidate in candidates:
                 try:
-                    parts += parts_of([c])
+                    scored.append((candidate, self.reward_parts_of([candidate], by_id)[0]))
                 except Exception as error:
-                    why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-                    c.update(eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None)
-            if not parts:
+                    notes = getattr(error, "__notes__", ())
+                    why = " ".join([f"{type(error).__name__}: {error}", *notes])
+                    candidate.update(
+                        eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None
+                    )
+            if not scored:
                 raise UserError(
                     f"the reward failed for every one of {len(candidates)} candidates: {why}"
                 ) from None
-        for c, own in zip((c for c in candidates if not c["eval_failed"]), parts):
-            take_parts(c, own)
+        for candidate, reward_parts in scored:
+            take_reward_parts(candidate, reward_parts)
+
+    def reward_parts_of(self, candidates, by_id):
+        """Returns {part of the reward: value} of each candidate."""
+        batch = SimpleNamespace(
+            rows=[by_id[c["prompt_id"]] for c in candidates],
+            responses=[c["text"] for c in candidates],
+            columns={"response_ids": [c["token_ids"] for c in candidates]},
+        )
+        _, reward_parts = self.score_responses(batch)
+        return [
+            {name: values[i].item() for name, values in reward_parts.items()} for i in range(len(candidates))
+        ]
 
     # ------------------------------------------------------------ gt_prob
 
     def score_gold(self, by_id, candidates, prompts):
-        """gt_prob of each candidate; None where the row has no gold answer."""
-        rows = [by_id[c["prompt_id"]] for c in candidates]
-        found = [gold_after_working(self.tokenizer, row, c["token_ids"]) for row, c in zip(rows, candidates)]
-        responses = [before + ids for before, golds in found for ids, _ in golds]
-        asked = [prompt for prompt, (_, golds) in zip(prompts, found) for _ in golds]
-        logprobs = iter(self.token_logprobs(asked, responses).double() if asked else ())  # a response's each
-        for c, (before, golds) in zip(candidates, found):
-            sums = [next(logprobs)[len(before) : len(before) + len(ids)].sum().item() for ids, _ in golds]
-            c["gt_prob"] = gold_probability(sums, [weight for _, weight in golds]) if golds else None
+        """Sets gt_prob of each candidate; None if the row has no gold answer."""
+        asked_prompts, asked_responses = [], []  # every gold answer after its candidate's working
+        found = []  # of each candidate: how many tokens its working has, its gold answers
+        for candidate, prompt in zip(candidates, prompts):
+            row = by_id[candidate["prompt_id"]]
+            working, golds = gold_after_working(self.tokenizer, row, candidate["token_ids"])
+            found.append((len(working), golds))
+            for ids, _ in golds:
+                asked_prompts.append(prompt)
+                asked_responses.append(working + ids)
+        logprobs = iter(())  # of each asked response: its tokens'
+        if asked_prompts:
+            logprobs = iter(self.token_logprobs(asked_prompts, asked_responses).double())
+        for candidate, (start, golds) in zip(candidates, found):
+            candidate["gt_prob"] = None
+            if golds:
+                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids, _ in golds]
+                candidate["gt_prob"] = gold_probability(gold_logprobs, [weight for _, weight in golds])
 
     # ------------------------------------------------------------ rewards
 
     def score_responses(self, batch):
-        """compute_rewards() of a batch, the responses of BATCH_SIZE prompts at a time: its scores, checked,
-        and the parts it left behind."""
+        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns the scores,
+        (rows,), and the reward's parts, {name: (rows,)}."""
         with full_parameters(self.reward_model):
-            scores, parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
-        return scores.to(self.device), parts
+            scores, reward_parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
+        return scores.to(self.device), reward_parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Score of each response, (rows,); edit or override freely. columns: what reward functions take by
-        name. self.reward_parts is what is logged."""
+        """Returns the score of each response, (rows,). Edit or override it freely. columns: what reward
+        functions may take by name. self.reward_parts is what is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
@@ -706,28 +771,39 @@ class RCETrainer:
     # ------------------------------------------------------------ evaluation and what is logged
 
     def measure(self):
-        """What the run's evaluations log: the pick on the prompts held back, the held-out set, and how many
-        responses were proposed so far. Empty where there is nothing to evaluate."""
+        """Returns what an evaluation logs: validate(), evaluate() and how many responses were proposed so
+        far; {} if there is nothing to evaluate."""
         metrics = {**self.validate(), **self.evaluate()}
-        return metrics and {**metrics, "responses": self.state.responses}
+        if metrics:
+            metrics["responses"] = self.state.responses
+        return metrics
 
     def validate(self):
-        """How often the policy's own pick, its likeliest verified candidate, is right on the prompts held
-        back; no reward is called."""
-        pairs = [(row["ids"], c["token_ids"]) for row, candidates in self.validation for c in candidates]
-        if not pairs:
+        """Returns how often the policy's pick, its likeliest verified candidate, is right on the prompts held
+        back. It calls no reward function."""
+        prompts, responses = [], []
+        for row, candidates in self.validation:
+            for candidate in candidates:
+                prompts.append(row["ids"])
+                responses.append(candidate["token_ids"])
+        if not prompts:
             return {}
-        logprobs = iter(self.sequence_logprobs(*zip(*pairs)))
+        logprobs = iter(self.sequence_logprobs(prompts, responses))
         right = []
         for _, candidates in self.validation:
-            tokens = [len(c["token_ids"]) if LENGTH_NORMALISE else 1 for c in candidates]
-            scores = [next(logprobs) / n for n in tokens]
+            scores = []
+            for candidate in candidates:
+                score = next(logprobs)
+                if LENGTH_NORMALISE:
+                    score /= len(candidate["token_ids"])
+                scores.append(score)
             right.append(candidates[scores.index(max(scores))]["hard"])
         return {"pick_accuracy": sum(right) / len(right)}
 
     def evaluate(self, prompts=None, answers=None):
-        """Metrics of greedy and sampled responses to prompts (texts or chats; default: held-out). Override to
-        add yours. The samples have their own random stream, so evaluating never changes training."""
+        """Returns metrics of greedy and sampled responses to prompts (texts or chats; default: the held-out
+        set). Override it to add yours. The samples have their own random generator, so evaluating never
+        changes training."""
         rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
@@ -751,7 +827,7 @@ class RCETrainer:
         return {**metrics, **response_metrics(batch, scores, reward_parts)}
 
     def accuracy(self, batch):
-        """Whether each of a batch's responses is right, (rows,), in float64."""
+        """Returns whether each response of a batch is right, (rows,), float64."""
         return score_over_ranks(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
@@ -763,7 +839,7 @@ class RCETrainer:
         return respond(self.actor, self.tokenizer, [rows[0]["ids"]], uniform).responses[0]
 
     def record(self, batch, metrics):
-        """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
+        """Logs the step's metrics, a few of its candidates and its line on the terminal."""
         lengths = batch.response_lengths.float()
         row_rewards = torch.tensor(batch.rewards)
         metrics = {
@@ -778,14 +854,17 @@ class RCETrainer:
         }
         samples = []
         for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
-            row, c = batch.rows[i], batch.candidates[i]
+            row, candidate = batch.rows[i], batch.candidates[i]
             samples.append(
                 {
                     "id": row["id"],
                     "prompt": as_text(row["prompt"]),
-                    "response": c["text"],
+                    "response": candidate["text"],
                     "answer": row["answer"],
-                    **{key: c.get(key) for key in ("source", "hard", "soft", "gt_prob")},
+                    "source": candidate.get("source"),
+                    "hard": candidate.get("hard"),
+                    "soft": candidate.get("soft"),
+                    "gt_prob": candidate.get("gt_prob"),
                     "reward": batch.rewards[i],
                     "weight": batch.weights[i].item(),
                 }
@@ -3213,123 +3292,173 @@ def check_constants():
 
 
 # ---------------------------------------------------------------- mining and check-up
-# Candidates: their weights, the parts they are mined in, what they are worth. Edit it freely in a copy of
-# your own; the repository keeps it byte-identical in the trainers that mine (tests/blocks.py).
+# Candidates: their weights, the chunks that they are mined in, what they are worth.
 
 
-def rce_weights(r, tau, kind="raw"):
-    """Weights of one prompt's candidates, (candidates,): softmax(r / tau) of their rewards r; zscore scales
-    those to deviation 1 first, ddof 1."""
-    r = torch.as_tensor(r, dtype=torch.float64)
-    if kind == "zscore":
-        r = (r - r.mean()) / (r.std() + 1e-4)
-    return (r / tau).softmax(0)
+def rce_weights(shaped, tau, normalisation="raw"):
+    """Returns the weights of one prompt's candidates, (candidates,): softmax(r / tau) of their shaped rewards
+    r. "zscore" scales those to mean 0 and deviation 1 first (ddof 1)."""
+    shaped = torch.as_tensor(shaped, dtype=torch.float64)
+    if normalisation == "zscore":
+        shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)
+    return (shaped / tau).softmax(0)
 
 
 def tau_at(step, total):
-    """TAU at a step (or epoch) of so many, on its way to TAU_END by equal factors."""
-    return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
+    """Returns TAU at a step (or epoch) of `total`. It moves to TAU_END by equal factors."""
+    progress = min(step, total - 1) / max(1, total - 1)
+    return TAU * ((TAU_END or TAU) / TAU) ** progress
 
 
-def rewards_by_mode(candidates, score=None):
-    """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
-    keys = ("hard", "soft", "gt_prob", score)
-    columns = [[c.get(key) for c in candidates] for key in keys]
+def rewards_by_mode(candidates, mixed_score=None):
+    """Returns r of one prompt's candidates by REWARD_MODE. mixed_score is the column that some modes mix
+    in."""
+    columns = {}
+    for key in ("hard", "soft", "gt_prob", mixed_score):
+        columns[key] = [candidate.get(key) for candidate in candidates]
     try:
-        return getattr(rewards, REWARD_MODE)(*columns)
+        return getattr(rewards, REWARD_MODE)(*columns.values())
     except TypeError:  # arithmetic with None
-        lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
+        lacking = ", ".join(key for key, values in columns.items() if key and None in values)
+        raise UserError(
+            f"REWARD_MODE = {REWARD_MODE!r} needs {lacking}, which the candidates lack: mine candidates "
+            "that have it, or choose another REWARD_MODE"
+        ) from None
 
 
 def usable(candidates):
-    """Those that were verified and did not fail."""
+    """Returns the candidates that were verified and whose scoring did not fail."""
     return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
 
 
 def is_flat(values):
+    """Returns whether all values are equal, but for rounding."""
     return max(values) - min(values) < 1e-6
 
 
 def mining_facts(**facts):
-    """What candidates depend on, as JSON has it: `facts` and the constants in _MINING."""
+    """Returns what candidates depend on, in JSON's types: `facts` and the constants in _MINING."""
     facts |= {key: constants()[key] for key in _MINING}
     return json.loads(json.dumps(facts, default=json_name))
 
 
 def check_facts(path, mined_with, facts, keys, todo):
-    """Refuse a file that was mined under another value of one of the keys."""
+    """Refuses a file that was mined under another value of one of the keys."""
     for key in keys:
         if mined_with.get(key) != facts[key]:
-            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
-            raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
+            raise UserError(
+                f"{path} was mined with {key} = {mined_with.get(key)!r}; it is {facts[key]!r} now: set it "
+                f"back, or {todo}"
+            )
 
 
-def read_part(path, facts, read, say):
-    """The records of a part that an earlier start mined; None where there is none or it is broken."""
+def read_chunk(path, facts, read, log):
+    """Returns the records of a chunk that an earlier start mined; None if there is none or it is broken."""
     if not path.exists():
         return None
     try:
         records, mined_with = read(path)
     except UserError as error:
-        say(f"WARNING: {error}; mining it again")
+        log(f"WARNING: {error}; mining it again")
         return None
     check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
     return records
 
 
-def mine_by_parts(run, path, rows, size, facts, mine, read, write):
-    """Whether `path` has what mine(rows) gives; False after a signal. Each part, of `size` rows, is whole on
-    disk before the next is begun and depends on policy and constants alone, so a killed run goes on."""
+def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
+    """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
+    stopped it. Each chunk is whole on disk before the next one begins, and depends on policy and constants
+    alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     started = time.perf_counter()
-    for i in range(0, len(rows), size * world_size()):
-        done = min(i + size * world_size(), len(rows))
-        parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
-        found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.log) for n in parts})
-        lacking = [n for n in parts if found[n] is None]
-        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n : n + size]))):
-            found[n] = mined
-            broadcast_from_rank0(lambda: write(mined, parts[n], facts))
-        records += [record for n in parts for record in found[n]]
-        left = (time.perf_counter() - started) / done * (len(rows) - done)
-        run.log(f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(left))} left in mining")
+    rows_at_a_time = chunk_size * world_size()
+    for start in range(0, len(rows), rows_at_a_time):
+        done = min(start + rows_at_a_time, len(rows))
+        chunks = {first: folder / f"{first:08d}{path.suffix}" for first in range(start, done, chunk_size)}
+        found = broadcast_from_rank0(partial(read_chunks, chunks, facts, read, run.log))
+        lacking = [first for first in chunks if found[first] is None]
+        for first, mined in zip(
+            lacking, map_over_ranks(lacking, lambda first: mine(rows[first : first + chunk_size]))
+        ):
+            found[first] = mined
+            broadcast_from_rank0(partial(write, mined, chunks[first], facts))
+        for first in chunks:
+            records += found[first]
+        time_left = (time.perf_counter() - started) / done * (len(rows) - done)
+        run.log(
+            f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(time_left))} left in mining"
+        )
         if run.agree_on_stop():
             return False
-    broadcast_from_rank0(lambda: write(records, path, facts))
-    broadcast_from_rank0(lambda: shutil.rmtree(folder))
+    broadcast_from_rank0(partial(write, records, path, facts))
+    broadcast_from_rank0(partial(shutil.rmtree, folder))
     return True
 
 
-def own_pick(candidates):
-    """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
-
-    def preference(c):
-        scores = [c.get("beam_score"), c.get("logprob")]  # 0.0 is a log-probability too
-        return "greedy" in c["source"], *(-math.inf if x is None else x for x in scores)
-
-    return max(range(len(candidates)), key=lambda i: preference(candidates[i]))
+def read_chunks(chunks, facts, read, log):
+    """Returns {first row: read_chunk()} of chunks, {first row: file}."""
+    return {first: read_chunk(path, facts, read, log) for first, path in chunks.items()}
 
 
-def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
-    good = [usable(group) for group in groups if usable(group)]
-    right = [[c["hard"] for c in group] for group in good]
-    shares = {
-        "positive rate": [mark for hard in right for mark in hard],
-        "prompts without a positive": [not any(hard) for hard in right],
-        "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
-        "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
-        "accuracy of the oracle": [any(hard) for hard in right],
+def policy_pick(candidates):
+    """Returns the index of the policy's pick: its greedy response, else its best beam, else the likeliest."""
+
+    def preference(i):
+        candidate = candidates[i]
+        scores = []
+        for key in ("beam_score", "logprob"):
+            score = candidate.get(key)  # 0.0 is a log-probability, too
+            scores.append(-math.inf if score is None else score)
+        return ("greedy" in candidate["source"], *scores)
+
+    return max(range(len(candidates)), key=preference)
+
+
+def check_up(groups, proposed, path, log):
+    """Logs and returns {name: figure} of candidates, one list per prompt. The shares are of the prompts that
+    have usable candidates."""
+    marks, shares = [], []  # hard rewards of all usable candidates; of each prompt what is true of it
+    for group in groups:
+        group = usable(group)
+        if not group:
+            continue
+        hard = [candidate["hard"] for candidate in group]
+        marks += hard
+        shares.append(
+            {
+                "prompts without a positive": not any(hard),
+                "prompts with flat reward": is_flat(shaped_rewards(group)),
+                "accuracy of the policy's pick": hard[policy_pick(group)],
+                "accuracy of the oracle": any(hard),
+            }
+        )
+    figures = {
+        "prompts": len(groups),
+        "candidates": sum(map(len, groups)),
+        "proposed": proposed,
+        "positive rate": math.nan,
+        "prompts without a positive": math.nan,
+        "prompts with flat reward": math.nan,
+        "accuracy of the policy's pick": math.nan,
+        "accuracy of the oracle": math.nan,
     }
-    figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
-    figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
-    table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
-    say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
-    if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
+    if shares:
+        figures["positive rate"] = float(np.mean(marks))
+        for name in shares[0]:
+            figures[name] = float(np.mean([share[name] for share in shares]))
+    lines = [f"Check-up; more of it: python tools/check_up.py {path}"]
+    for name, value in figures.items():
+        digits = 0 if value > 1 else 3
+        lines.append(f"    {name:<32}{value:>9,.{digits}f}")
+    log("\n".join(lines))
+    failed = [c for group in groups for c in group if c["eval_failed"]]
+    if failed:
+        log(
+            f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: "
+            f"{failed[0].get('eval_error')}"
+        )
     return figures
 
 
@@ -3337,10 +3466,10 @@ def check_up(groups, proposed, path, say):
 
 
 def beam_search(model, prompts, eos, pad_id):
-    """BEAMS responses a prompt, each up to its first EOS, by transformers' beam search without any filter of
-    the model's own."""
+    """Returns BEAMS responses per prompt, each up to its first EOS, by transformers' beam search. The filters
+    of the model's own generation config are off."""
     ids = pad_left(prompts, pad_id).to(model.device)
-    mask = pad_left([[1] * len(p) for p in prompts], 0).to(model.device)
+    mask = pad_left([[1] * len(prompt) for prompt in prompts], 0).to(model.device)
     search = GenerationConfig(
         num_beams=BEAMS,
         num_return_sequences=BEAMS,
@@ -3350,83 +3479,111 @@ def beam_search(model, prompts, eos, pad_id):
         eos_token_id=eos,
         pad_token_id=pad_id,
     )
-    own = model.generation_config
+    models_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         with autocast(model):
             # not synced_gpus: the model is whole here, and the other processes have other prompts
             out = model.generate(ids, attention_mask=mask, generation_config=search, synced_gpus=False)
     finally:
-        model.generation_config = own
-    responses = out[:, ids.shape[1] :].tolist()
-    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in responses]
-    return [row[:end] for row, end in zip(responses, ends)]
+        model.generation_config = models_config
+    responses = []
+    for response in out[:, ids.shape[1] :].tolist():
+        length = next((i + 1 for i, token in enumerate(response) if token in eos), len(response))
+        responses.append(response[:length])
+    return responses
 
 
 def solutions(tokenizer, row):
-    """The ids of the data's own solutions that MAX_NEW_TOKENS has room for."""
-    texts = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
-    texts = [text for text in texts if text is not None]
-    every = [tokenizer(x, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for x in texts]
-    return [ids for ids in every if len(ids) <= MAX_NEW_TOKENS]
+    """Returns the ids of the row's own solutions that are at most MAX_NEW_TOKENS long."""
+    texts = row["answer"]
+    if not isinstance(texts, list):
+        texts = [texts]
+    found = []
+    for text in texts:
+        if text is not None:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            if len(ids) <= MAX_NEW_TOKENS:
+                found.append(ids)
+    return found
 
 
-def check_logprobs(candidates):
-    """Refuse a policy that scores the greedy responses otherwise than it sampled them, or as NaN."""
-    greedy = [c for c in candidates if "greedy" in c["source"]]
-    apart = [abs(c.pop("sampler_logprob") - c["logprob"]) / max(10, len(c["token_ids"])) for c in greedy]
-    mean = sum(apart) / max(1, len(apart))  # nats per token
-    if not mean <= (1e-3 if DTYPE == "float32" else 0.05):
-        what = f"scores responses {mean:.2g} nats per token from what it gave them"
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} {what} (DTYPE = {DTYPE}): no reward could be trusted")
+def check_sampler(model, batch):
+    """Refuses a policy whose greedy responses score otherwise than they were sampled, or as NaN. Both are
+    log-probabilities of sampling_logprobs(), which may be edited."""
+    scored = batch_logprobs(model, batch, sampling_logprobs).double().sum(1)
+    sampled = batch.logprobs.double().sum(1)
+    difference = (scored - sampled).abs() / batch.response_lengths.clamp(min=10)
+    mean = difference.mean().item()  # nats per token
+    tolerance = 1e-3 if DTYPE == "float32" else 0.05
+    if not mean <= tolerance:
+        raise UserError(
+            f"ACTOR_MODEL = {ACTOR_MODEL!r} scores responses {mean:.2g} nats per token from what it gave "
+            f"them (DTYPE = {DTYPE}): no reward could be trusted"
+        )
 
 
-def take_parts(c, parts):
-    """Enter the reward's parts, {name: value}, into a candidate; its hard and soft reward are two of them."""
-    names = {"HARD_REWARD": HARD_REWARD, "SOFT_REWARD": SOFT_REWARD}
-    if missing := [f"{constant} = {name!r}" for constant, name in names.items() if name not in parts]:
-        raise UserError(f"{', '.join(missing)}: no part of the reward, which has {', '.join(parts)}")
-    c.update({f"reward/{name}": value for name, value in parts.items()})
-    soft = parts[SOFT_REWARD]
+def take_reward_parts(candidate, reward_parts):
+    """Enters the reward's parts, {name: value}, into a candidate. Its hard and soft reward are two of
+    them."""
+    for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
+        if name not in reward_parts:
+            raise UserError(
+                f"{constant} = {name!r} is no part of the reward. Its parts: {', '.join(reward_parts)}"
+            )
+    for name, value in reward_parts.items():
+        candidate[f"reward/{name}"] = value
+    hard, soft = reward_parts[HARD_REWARD], reward_parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":
         soft = 1 / (1 + math.exp(min(700.0, -soft)))
-    c.update(eval_mode="verified", hard=parts[HARD_REWARD], soft=soft)
-    if c["hard"] not in (0, 1) or not 0 <= soft <= 1:
-        gave = f"{HARD_REWARD} gave {c['hard']:g}, {SOFT_REWARD} {soft:g}"
-        raise UserError(f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {gave}")
+    if hard not in (0, 1) or not 0 <= soft <= 1:
+        raise UserError(
+            f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {HARD_REWARD} gave {hard:g}, "
+            f"{SOFT_REWARD} gave {soft:g}"
+        )
+    candidate.update(eval_mode="verified", hard=hard, soft=soft)
 
 
 def gold_probability(logprobs, weights):
-    """Sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
-    return min(1.0, sum(w * math.exp(x) for x, w in zip(logprobs, weights)))
+    """Returns the sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(weight * math.exp(logprob) for logprob, weight in zip(logprobs, weights)))
 
 
 def gold_after_working(tokenizer, row, token_ids):
-    """(ids, [(ids, weight)]): a response's working, up to the last of ANSWER_FORM's mark, and each distinct
-    gold answer of the row after it, with what ends it: the rest of ANSWER_FORM, else EOS.
+    """Returns a response's working as ids, and [(ids, weight)] of each distinct gold answer of the row after
+    it. The working reaches up to the last of ANSWER_FORM's mark. An answer's ids include what ends it: the
+    rest of ANSWER_FORM, else EOS. ([], []) if the row has no gold answer.
 
-        #### {answer}     "2 + 3 = 6\n#### 6", gold 5           "2 + 3 = 6\n####"     " 5<eos>"
-        #### {answer}     "2 + 3 = 5", gold 5                   "2 + 3 = 5\n####"     " 5<eos>"
+        #### {answer}     "2 + 3 = 6\\n#### 6", gold 5           "2 + 3 = 6\\n####"     " 5<eos>"
+        #### {answer}     "2 + 3 = 5", gold 5                   "2 + 3 = 5\\n####"     " 5<eos>"
         \\boxed{{answer}}  "\\boxed{4}", golds 5 and -5          "\\boxed"             "{5}" and "{-5}"
 
-    In the last line a token, `{-`, holds the mark's end and an answer's beginning: the working ends before
-    it, for all answers of the row, so that their probabilities are of one place and exclude one another."""
+    In the last line one token, `{-`, holds the mark's end and an answer's beginning. The working ends before
+    that token for all answers of the row, so their probabilities are of one place and exclude one another."""
     mark, rest = ANSWER_FORM.split("{answer}")
     mark = mark.rstrip()
-    golds = rewards.gold_answers(row["answer"]) if row["answer"] is not None else []
-    golds = [ANSWER_FORM.replace("{answer}", gold.strip()) for gold in golds if gold.strip()]
+    golds = []
+    if row["answer"] is not None:
+        golds = [gold.strip() for gold in rewards.gold_answers(row["answer"]) if gold.strip()]
     if not golds:
         return [], []
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    place = text.rfind(mark)
-    head = "" if not mark else text[:place] if place >= 0 else text + "\n"
-    texts = [head + mark, *(head + gold for gold in golds)]
-    base, *forms = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    border = min(len(os.path.commonprefix([base, ids])) for ids in forms)
-    end = [] if rest else [tokenizer.eos_token_id]
-    counts = Counter(tuple(ids[border:]) for ids in forms)
+    mark_start = text.rfind(mark)
+    if not mark:
+        head = ""
+    elif mark_start >= 0:
+        head = text[:mark_start]
+    else:
+        head = text + "\n"
+    texts = [head + mark, *(head + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
+    mark_ids, *gold_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    border = min(len(os.path.commonprefix([mark_ids, ids])) for ids in gold_ids)
+    end = []
+    if not rest:
+        end = [tokenizer.eos_token_id]
+    counts = Counter(tuple(ids[border:]) for ids in gold_ids)
     weights = [(list(ids) + end, min(1.0, count / GOLD_FULL_COUNT)) for ids, count in counts.items()]
-    return base[:border], weights
+    return mark_ids[:border], weights
 
 
 # ---------------------------------------------------------------- files
@@ -3443,16 +3600,16 @@ _MINING = """
 
 # differs: the files of this trainer
 def candidates_path(number):
-    """The candidates of round `number`, from 1."""
+    """Returns the file with the candidates of round `number`, which counts from 1."""
     if CANDIDATES and number == 1:
         return Path(CANDIDATES)
     return Path(OUTPUT_DIR) / f"candidates_round_{number}.parquet"
 
 
 def check_candidates(checkpoint, digests):
-    """Refuses to resume with other candidates than those the run was trained on; digests: {round: of its
-    file}. Returns {file: its copy in OUTPUT_DIR} if the run resumes in another folder than its
-    checkpoint's."""
+    """Refuses to resume with other candidates than those that the run was trained on. digests: {round: digest
+    of its file}. Returns {file: its copy in OUTPUT_DIR} of what must be copied, because the run resumes in
+    another folder than its checkpoint's."""
     to_copy = {}
     for number, digest in digests.items():
         path = candidates_path(int(number))
@@ -3461,23 +3618,26 @@ def check_candidates(checkpoint, digests):
         if is_ours and checkpoint.resolve().parent != Path(OUTPUT_DIR).resolve():
             source = checkpoint.parent / path.name
             to_copy[source] = path
-        todo = "put it back, or use RESUME=no"
+        todo = "put it back, or start afresh with RESUME=no"
         if not source.exists():
             raise UserError(f"{source} is gone, but this run was trained on it: {todo}")
         if file_digest(source)["sha256"] != digest:
-            raise UserError(f"{source} is not the file this run was trained on: {todo}")
+            raise UserError(f"{source} is not the file that this run was trained on: {todo}")
     return to_copy
 
 
 def candidates_after(number):
-    """The files of later rounds' candidates."""
-    files = Path(OUTPUT_DIR).glob("candidates_round_*")
-    return [path for path in files if int("0" + re.sub(r"\D", "", path.name)) > number]
+    """Returns the files of the candidates of rounds after `number`."""
+    files = []
+    for path in Path(OUTPUT_DIR).glob("candidates_round_*"):
+        if int("0" + re.sub(r"\D", "", path.name)) > number:
+            files.append(path)
+    return files
 
 
 def write_parquet(records, path, facts):
-    """Candidates as parquet with checksums and what they were mined with, there whole or not at all: a row
-    per candidate, of which source and temperature list every way it was proposed."""
+    """Writes candidates as parquet, one row per candidate, with checksums and the facts that they were mined
+    with. The file is there whole or not at all."""
     names = dict.fromkeys(name for record in records for name in record)
     table = pa.table({name: [record.get(name) for record in records] for name in names})
     table = table.replace_schema_metadata({"mined_with": json.dumps(facts)})
@@ -3485,7 +3645,8 @@ def write_parquet(records, path, facts):
 
 
 def read_parquet(path):
-    """(records, what they were mined with) of a parquet file; a broken one is a UserError."""
+    """Returns the records of a parquet file and the facts that they were mined with. A broken file is a
+    UserError."""
     try:
         table = pq.read_table(path, page_checksum_verification=True)
         facts = json.loads((table.schema.metadata or {}).get(b"mined_with", b"{}"))
@@ -3496,22 +3657,24 @@ def read_parquet(path):
 
 # differs: the files of this trainer
 def read_candidates(path, rows, vocabulary):
-    """[(row, its candidates)] in the file's order. The mapping is strict: a prompt or token id that is not
-    known is an error."""
+    """Returns [(row, its candidates)] in the file's order. An unknown prompt or token id is an error."""
     groups = {}
     for number, record in enumerate(read_parquet(path)[0], 1):
         where = f"{path} row {number}"
         lacking = {"prompt_id", "prompt", "token_ids", "hard", "eval_failed"} - record.keys()
         if lacking:
             raise UserError(f"{where}: there is no column {lacking.pop()!r}; docs/rce.md lists them")
-        key, ids, hard = (record[name] for name in ("prompt_id", "token_ids", "hard"))
+        key, ids, hard = record["prompt_id"], record["token_ids"], record["hard"]
         if key not in rows or as_text(rows[key]["prompt"]) != record["prompt"]:
             raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS")
         if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-            raise UserError(f"{where}: token_ids must be 1 or more ids below {vocabulary}, ACTOR_MODEL's")
+            raise UserError(
+                f"{where}: token_ids must be 1 or more ids below {vocabulary}, ACTOR_MODEL's vocabulary"
+            )
         if hard not in (0, 1, None):
             raise UserError(f"{where}: hard is {hard}; it takes 0, 1 or, where it was not verified, null")
-        groups.setdefault(key, []).append({"text": "", "source": ["given"], "temperature": [None], **record})
+        defaults = {"text": "", "source": ["given"], "temperature": [None]}
+        groups.setdefault(key, []).append({**defaults, **record})
     if not groups:
         raise UserError(f"{path}: there are no candidates in it")
     return [(rows[key], candidates) for key, candidates in groups.items()]

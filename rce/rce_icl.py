@@ -759,7 +759,7 @@ class ICLTrainer:
             return [group_record(group, self.demos) for group in self.miner.mine(some, shots)]
 
         files = list_facts(queries, shots, self.reader), mine, read_json, write_candidates
-        return mine_by_parts(self.run, path, queries, MINE_BATCH_SIZE, *files)
+        return mine_in_chunks(self.run, path, queries, MINE_BATCH_SIZE, *files)
 
     # ------------------------------------------------------------ evaluation and what is logged
 
@@ -1861,123 +1861,173 @@ def check_constants():
 
 
 # ---------------------------------------------------------------- mining and check-up
-# Candidates: their weights, the parts they are mined in, what they are worth. Edit it freely in a copy of
-# your own; the repository keeps it byte-identical in the trainers that mine (tests/blocks.py).
+# Candidates: their weights, the chunks that they are mined in, what they are worth.
 
 
-def rce_weights(r, tau, kind="raw"):
-    """Weights of one prompt's candidates, (candidates,): softmax(r / tau) of their rewards r; zscore scales
-    those to deviation 1 first, ddof 1."""
-    r = torch.as_tensor(r, dtype=torch.float64)
-    if kind == "zscore":
-        r = (r - r.mean()) / (r.std() + 1e-4)
-    return (r / tau).softmax(0)
+def rce_weights(shaped, tau, normalisation="raw"):
+    """Returns the weights of one prompt's candidates, (candidates,): softmax(r / tau) of their shaped rewards
+    r. "zscore" scales those to mean 0 and deviation 1 first (ddof 1)."""
+    shaped = torch.as_tensor(shaped, dtype=torch.float64)
+    if normalisation == "zscore":
+        shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)
+    return (shaped / tau).softmax(0)
 
 
 def tau_at(step, total):
-    """TAU at a step (or epoch) of so many, on its way to TAU_END by equal factors."""
-    return TAU * ((TAU_END or TAU) / TAU) ** (min(step, total - 1) / max(1, total - 1))
+    """Returns TAU at a step (or epoch) of `total`. It moves to TAU_END by equal factors."""
+    progress = min(step, total - 1) / max(1, total - 1)
+    return TAU * ((TAU_END or TAU) / TAU) ** progress
 
 
-def rewards_by_mode(candidates, score=None):
-    """r of one prompt's candidates by REWARD_MODE; `score` is the column that some modes mix in."""
-    keys = ("hard", "soft", "gt_prob", score)
-    columns = [[c.get(key) for c in candidates] for key in keys]
+def rewards_by_mode(candidates, mixed_score=None):
+    """Returns r of one prompt's candidates by REWARD_MODE. mixed_score is the column that some modes mix
+    in."""
+    columns = {}
+    for key in ("hard", "soft", "gt_prob", mixed_score):
+        columns[key] = [candidate.get(key) for candidate in candidates]
     try:
-        return getattr(rewards, REWARD_MODE)(*columns)
+        return getattr(rewards, REWARD_MODE)(*columns.values())
     except TypeError:  # arithmetic with None
-        lacking = ", ".join(key for key, column in zip(keys, columns) if key and None in column)
-        raise UserError(f"REWARD_MODE = {REWARD_MODE!r}: candidates lack {lacking}: mine it") from None
+        lacking = ", ".join(key for key, values in columns.items() if key and None in values)
+        raise UserError(
+            f"REWARD_MODE = {REWARD_MODE!r} needs {lacking}, which the candidates lack: mine candidates "
+            "that have it, or choose another REWARD_MODE"
+        ) from None
 
 
 def usable(candidates):
-    """Those that were verified and did not fail."""
+    """Returns the candidates that were verified and whose scoring did not fail."""
     return [c for c in candidates if c["hard"] is not None and not c["eval_failed"]]
 
 
 def is_flat(values):
+    """Returns whether all values are equal, but for rounding."""
     return max(values) - min(values) < 1e-6
 
 
 def mining_facts(**facts):
-    """What candidates depend on, as JSON has it: `facts` and the constants in _MINING."""
+    """Returns what candidates depend on, in JSON's types: `facts` and the constants in _MINING."""
     facts |= {key: constants()[key] for key in _MINING}
     return json.loads(json.dumps(facts, default=json_name))
 
 
 def check_facts(path, mined_with, facts, keys, todo):
-    """Refuse a file that was mined under another value of one of the keys."""
+    """Refuses a file that was mined under another value of one of the keys."""
     for key in keys:
         if mined_with.get(key) != facts[key]:
-            change = f"{key} = {mined_with.get(key)!r}, it is {facts[key]!r} now"
-            raise UserError(f"{path} was mined with {change}: set it back, or {todo}")
+            raise UserError(
+                f"{path} was mined with {key} = {mined_with.get(key)!r}; it is {facts[key]!r} now: set it "
+                f"back, or {todo}"
+            )
 
 
-def read_part(path, facts, read, say):
-    """The records of a part that an earlier start mined; None where there is none or it is broken."""
+def read_chunk(path, facts, read, log):
+    """Returns the records of a chunk that an earlier start mined; None if there is none or it is broken."""
     if not path.exists():
         return None
     try:
         records, mined_with = read(path)
     except UserError as error:
-        say(f"WARNING: {error}; mining it again")
+        log(f"WARNING: {error}; mining it again")
         return None
     check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
     return records
 
 
-def mine_by_parts(run, path, rows, size, facts, mine, read, write):
-    """Whether `path` has what mine(rows) gives; False after a signal. Each part, of `size` rows, is whole on
-    disk before the next is begun and depends on policy and constants alone, so a killed run goes on."""
+def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
+    """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
+    stopped it. Each chunk is whole on disk before the next one begins, and depends on policy and constants
+    alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     started = time.perf_counter()
-    for i in range(0, len(rows), size * world_size()):
-        done = min(i + size * world_size(), len(rows))
-        parts = {n: folder / f"{n:08d}{path.suffix}" for n in range(i, done, size)}
-        found = broadcast_from_rank0(lambda: {n: read_part(parts[n], facts, read, run.log) for n in parts})
-        lacking = [n for n in parts if found[n] is None]
-        for n, mined in zip(lacking, map_over_ranks(lacking, lambda n: mine(rows[n : n + size]))):
-            found[n] = mined
-            broadcast_from_rank0(lambda: write(mined, parts[n], facts))
-        records += [record for n in parts for record in found[n]]
-        left = (time.perf_counter() - started) / done * (len(rows) - done)
-        run.log(f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(left))} left in mining")
+    rows_at_a_time = chunk_size * world_size()
+    for start in range(0, len(rows), rows_at_a_time):
+        done = min(start + rows_at_a_time, len(rows))
+        chunks = {first: folder / f"{first:08d}{path.suffix}" for first in range(start, done, chunk_size)}
+        found = broadcast_from_rank0(partial(read_chunks, chunks, facts, read, run.log))
+        lacking = [first for first in chunks if found[first] is None]
+        for first, mined in zip(
+            lacking, map_over_ranks(lacking, lambda first: mine(rows[first : first + chunk_size]))
+        ):
+            found[first] = mined
+            broadcast_from_rank0(partial(write, mined, chunks[first], facts))
+        for first in chunks:
+            records += found[first]
+        time_left = (time.perf_counter() - started) / done * (len(rows) - done)
+        run.log(
+            f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(time_left))} left in mining"
+        )
         if run.agree_on_stop():
             return False
-    broadcast_from_rank0(lambda: write(records, path, facts))
-    broadcast_from_rank0(lambda: shutil.rmtree(folder))
+    broadcast_from_rank0(partial(write, records, path, facts))
+    broadcast_from_rank0(partial(shutil.rmtree, folder))
     return True
 
 
-def own_pick(candidates):
-    """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
-
-    def preference(c):
-        scores = [c.get("beam_score"), c.get("logprob")]  # 0.0 is a log-probability too
-        return "greedy" in c["source"], *(-math.inf if x is None else x for x in scores)
-
-    return max(range(len(candidates)), key=lambda i: preference(candidates[i]))
+def read_chunks(chunks, facts, read, log):
+    """Returns {first row: read_chunk()} of chunks, {first row: file}."""
+    return {first: read_chunk(path, facts, read, log) for first, path in chunks.items()}
 
 
-def check_up(groups, proposed, path, say):
-    """{name: figure} of candidates, one list a prompt, printed; shares are of those that are usable."""
-    good = [usable(group) for group in groups if usable(group)]
-    right = [[c["hard"] for c in group] for group in good]
-    shares = {
-        "positive rate": [mark for hard in right for mark in hard],
-        "prompts without a positive": [not any(hard) for hard in right],
-        "prompts with flat reward": [is_flat(shaped_rewards(group)) for group in good],
-        "accuracy of the policy's pick": [hard[own_pick(group)] for hard, group in zip(right, good)],
-        "accuracy of the oracle": [any(hard) for hard in right],
+def policy_pick(candidates):
+    """Returns the index of the policy's pick: its greedy response, else its best beam, else the likeliest."""
+
+    def preference(i):
+        candidate = candidates[i]
+        scores = []
+        for key in ("beam_score", "logprob"):
+            score = candidate.get(key)  # 0.0 is a log-probability, too
+            scores.append(-math.inf if score is None else score)
+        return ("greedy" in candidate["source"], *scores)
+
+    return max(range(len(candidates)), key=preference)
+
+
+def check_up(groups, proposed, path, log):
+    """Logs and returns {name: figure} of candidates, one list per prompt. The shares are of the prompts that
+    have usable candidates."""
+    marks, shares = [], []  # hard rewards of all usable candidates; of each prompt what is true of it
+    for group in groups:
+        group = usable(group)
+        if not group:
+            continue
+        hard = [candidate["hard"] for candidate in group]
+        marks += hard
+        shares.append(
+            {
+                "prompts without a positive": not any(hard),
+                "prompts with flat reward": is_flat(shaped_rewards(group)),
+                "accuracy of the policy's pick": hard[policy_pick(group)],
+                "accuracy of the oracle": any(hard),
+            }
+        )
+    figures = {
+        "prompts": len(groups),
+        "candidates": sum(map(len, groups)),
+        "proposed": proposed,
+        "positive rate": math.nan,
+        "prompts without a positive": math.nan,
+        "prompts with flat reward": math.nan,
+        "accuracy of the policy's pick": math.nan,
+        "accuracy of the oracle": math.nan,
     }
-    figures = {"prompts": len(groups), "candidates": sum(map(len, groups)), "proposed": proposed}
-    figures |= {name: float(np.mean(values)) if values else math.nan for name, values in shares.items()}
-    table = [f"    {name:<32}{value:>9,.{0 if value > 1 else 3}f}" for name, value in figures.items()]
-    say("\n".join([f"Check-up; more of it: python tools/check_up.py {path}", *table]))
-    if failed := [c.get("eval_error") for group in groups for c in group if c["eval_failed"]]:
-        say(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {failed[0]}")
+    if shares:
+        figures["positive rate"] = float(np.mean(marks))
+        for name in shares[0]:
+            figures[name] = float(np.mean([share[name] for share in shares]))
+    lines = [f"Check-up; more of it: python tools/check_up.py {path}"]
+    for name, value in figures.items():
+        digits = 0 if value > 1 else 3
+        lines.append(f"    {name:<32}{value:>9,.{digits}f}")
+    log("\n".join(lines))
+    failed = [c for group in groups for c in group if c["eval_failed"]]
+    if failed:
+        log(
+            f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: "
+            f"{failed[0].get('eval_error')}"
+        )
     return figures
 
 
@@ -2653,7 +2703,7 @@ class Miner:
         others = ranked[KEEP_TOP:]
         order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
         kept += [others[i] for i in order[:KEEP_RANDOM]]
-        own = group.candidates[own_pick(group.candidates)]
+        own = group.candidates[policy_pick(group.candidates)]
         if own["beam_score"] is not None and not any(c is own for c in kept):
             kept.append(own)
         alone = [c for c in group.alone if c["hard"]]

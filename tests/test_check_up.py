@@ -148,7 +148,7 @@ def test_its_figures_are_the_trainers_own(monkeypatch, script, constants):
         assert tool.shaped_rewards(group, {**tool.CONSTANTS, **constants}) == pytest.approx(
             script.shaped_rewards(group)
         )
-        assert tool.own_pick(group) == script.own_pick(group)
+        assert tool.policy_pick(group) == script.policy_pick(group)
 
 
 @pytest.mark.parametrize(

@@ -1346,7 +1346,7 @@ def test_lists_mined_under_another_reader_or_pool_are_not_trained_on(icl, mined,
     (tmp_path / "run").mkdir()
     shutil.copy(mined / "candidates.json", tmp_path / "run")
     script = icl(STAGE="train", **{key: value})
-    with pytest.raises(script.UserError, match=f"was mined with {key} = .*, it is {value!r} now: set"):
+    with pytest.raises(script.UserError, match=f"was mined with {key} = .*; it is {value!r} now: set"):
         script.ICLTrainer().train()
 
 
@@ -1366,7 +1366,7 @@ def test_lists_marked_by_another_reader_class_or_vectors_are_not_trained_on(icl,
     if what == "embedder":
         script.make_embedder = lambda demos, device: script.TfidfEmbedder(demos)
     was = "reader class = 'VoteReader'" if what == "reader" else "embedder = 'make_embedder'"
-    with pytest.raises(script.UserError, match=f"was mined with {was}, it is '.* of another file' now: set"):
+    with pytest.raises(script.UserError, match=f"was mined with {was}; it is '.* of another file' now: set"):
         Trainer().train()
     path = tmp_path / "run/candidates.json"
     records = json.loads(path.read_text())
@@ -1391,7 +1391,7 @@ def test_lists_of_another_search_are_trained_on(icl, mined, tmp_path):
 def test_the_oracle_is_of_the_test_as_it_is_now(icl, mined, tmp_path, key, value, was):
     shutil.copytree(mined, tmp_path / "run")
     script = icl(RESUME="yes", RCE_EPOCHS=1, EVAL_SHOTS=(2,), **{key: value})
-    said = f"test_candidates_2_step_4.json was mined with {key} = {was}, it is {value} now: set it back"
+    said = f"test_candidates_2_step_4.json was mined with {key} = {was}; it is {value} now: set it back"
     with pytest.raises(script.UserError, match=f"{said}, or delete it"):
         script.ICLTrainer().train()
 
@@ -2376,7 +2376,7 @@ def test_a_changed_setting_never_joins_parts_that_were_mined_under_another(icl):
         trainer.train()
     trainer.run.lock.release()
     script = icl(STAGE="mine", RESUME="yes", KEEP_TOP=5)
-    with pytest.raises(script.UserError, match="was mined with KEEP_TOP = 4, it is 5 now"):
+    with pytest.raises(script.UserError, match="was mined with KEEP_TOP = 4; it is 5 now"):
         script.ICLTrainer().train()
 
 

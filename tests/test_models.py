@@ -321,7 +321,7 @@ def test_in_bfloat16_mining_ends_where_greedy_responses_score_otherwise(trainer_
     trainer = trainer_of("rce", DTYPE="bfloat16", BEAMS=0)
     script = trainer_of.script
     rows = trainer.train_rows[:4]
-    assert trainer.mine_part(rows)
+    assert trainer.mine_chunk(rows)
     right = script.respond
 
     def unlikely(*arguments):
@@ -332,7 +332,7 @@ def test_in_bfloat16_mining_ends_where_greedy_responses_score_otherwise(trainer_
     monkeypatch.setattr(script, "respond", unlikely)
     says = "nats per token from what it gave them .DTYPE = bfloat16"
     with pytest.raises(script.UserError, match=says):
-        trainer.mine_part(rows)
+        trainer.mine_chunk(rows)
 
 
 # ---------------------------------------------------------------- what a model and its tokenizer bring along

@@ -11,7 +11,6 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -477,7 +476,7 @@ def test_the_datas_own_solution_is_a_candidate_when_wanted(rce):
         INCLUDE_REFERENCE=True, GREEDY=False, BEAMS=0, GROUP_SIZE=1, SAMPLE_TEMPERATURES=[1.0]
     ).RCETrainer()
     rows = trainer.train_rows[:4]
-    records = trainer.mine_part(rows)
+    records = trainer.mine_chunk(rows)
     references = [c for c in records if "reference" in c["source"]]
     assert [c["text"] for c in references] == [row["answer"] for row in rows] and all(
         c["hard"] == 1 and not c["truncated"] for c in references
@@ -505,7 +504,7 @@ def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mi
     )
     truth = {(c["prompt_id"], tuple(c["token_ids"])): c["hard"] for c in pq.read_table(mined).to_pylist()}
     rows = trainer.round_rows()[:4]  # as STAGE=mine cut them
-    records, cheap = trainer.mine_part(rows), 0
+    records, cheap = trainer.mine_chunk(rows), 0
     for row in rows:
         group = [c for c in records if c["prompt_id"] == row["id"]]
         ranked = sorted(group, key=lambda c: -c["gt_prob"])
@@ -528,7 +527,7 @@ def test_only_the_best_by_the_cheap_signal_and_a_few_others_are_verified(rce, mi
             assert len(verified) <= 4
     assert cheap > 0 and calls[0] <= 4 * 4
     again = rce(VERIFY_TOP=2, VERIFY_RANDOM=1).RCETrainer()
-    assert [c["eval_mode"] for c in again.mine_part(rows)] == [c["eval_mode"] for c in records]
+    assert [c["eval_mode"] for c in again.mine_chunk(rows)] == [c["eval_mode"] for c in records]
 
 
 def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_path, capsys):
@@ -561,7 +560,7 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
         (
             lambda p, r, a: [1.0] * len(r),
             {"HARD_REWARD": "exact", "SOFT_REWARD": "rouge"},
-            "HARD_REWARD = 'exact', SOFT_REWARD = 'rouge': no part of the reward, which has mine",
+            "HARD_REWARD = 'exact' is no part of the reward. Its parts: mine",
         ),
         (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"),
         (
@@ -599,18 +598,32 @@ def test_rewards_are_asked_about_batch_size_prompts_candidates_at_a_time(rce):
 
 def test_the_reward_model_is_squashed_into_the_soft_reward(rce):
     trainer = rce(REWARD_MODEL=str(TINY / "reward_model"), SOFT_REWARD="reward_model").RCETrainer()
-    for c in trainer.mine_part(trainer.train_rows[:2]):
+    for c in trainer.mine_chunk(trainer.train_rows[:2]):
         assert c["soft"] == pytest.approx(1 / (1 + math.exp(-c["reward/reward_model"])), rel=1e-5)
 
 
-def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce):
+def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce, monkeypatch):
     script = rce()
     trainer = script.RCETrainer()
-    compute = trainer.sequence_logprobs
+    right = script.respond
     for wrong in (-1, math.nan):
-        trainer.sequence_logprobs = lambda *x: [value + wrong for value in compute(*x)]
+
+        def respond(*arguments):
+            batch = right(*arguments)
+            batch.logprobs = batch.logprobs + wrong
+            return batch
+
+        monkeypatch.setattr(script, "respond", respond)
         with pytest.raises(script.UserError, match="nats per token from what it gave them"):
-            trainer.mine_part(trainer.train_rows[:2])
+            trainer.mine_chunk(trainer.train_rows[:2])
+
+
+def test_a_candidate_whose_logprob_is_not_finite_ends_the_mining(rce):
+    script = rce(GREEDY=False)
+    trainer = script.RCETrainer()
+    trainer.sequence_logprobs = lambda prompts, responses: [math.nan] * len(responses)
+    with pytest.raises(script.UserError, match="gives a response the log-probability nan"):
+        trainer.mine_chunk(trainer.train_rows[:2])
 
 
 # ---------------------------------------------------------------- the check-up
@@ -968,7 +981,7 @@ def test_parts_of_other_constants_are_refused_and_a_broken_part_is_mined_again(r
     done = run("STAGE=mine", f"OUTPUT_DIR={out}", "GROUP_SIZE=5")
     assert (
         done.returncode == 2
-        and "was mined with GROUP_SIZE = 6, it is 5 now" in done.stderr
+        and "was mined with GROUP_SIZE = 6; it is 5 now" in done.stderr
         and "Traceback" not in done.stderr
     )
     os.truncate(out / "candidates_round_1.parts/00000000.parquet", 100)
@@ -983,7 +996,7 @@ def test_candidates_changed_under_a_run_are_refused(run, tmp_path):
     path = out / "candidates_round_1.parquet"
     path.write_bytes(path.read_bytes() + b" ")
     done = run(*words(out, ROUNDS=1, MAX_STEPS=3))
-    assert done.returncode == 2 and "is not the file this run was trained on" in done.stderr
+    assert done.returncode == 2 and "is not the file that this run was trained on" in done.stderr
 
 
 def test_more_rounds_go_on_from_a_finished_run(unbroken, run, tmp_path):
@@ -1028,7 +1041,7 @@ def test_data_without_answers_is_said_to_need_them(rce):
     data = [{"path": str(TINY / "train.jsonl"), "type": "jsonl", "input": "problem"}]
     script = rce(TRAIN_DATASETS=data, EVAL_DATASETS=[])
     with pytest.raises(script.UserError, match="CHEAP_SIGNAL = 'gt_prob' needs gold answers"):
-        script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2])
+        script.RCETrainer().mine_chunk(script.RCETrainer().train_rows[:2])
     script = rce(
         TRAIN_DATASETS=data,
         EVAL_DATASETS=[],
@@ -1039,7 +1052,7 @@ def test_data_without_answers_is_said_to_need_them(rce):
     )
     assert all(
         c["gt_prob"] is None and c["hard"] in (0, 1)
-        for c in script.RCETrainer().mine_part(script.RCETrainer().train_rows[:2])
+        for c in script.RCETrainer().mine_chunk(script.RCETrainer().train_rows[:2])
     )
 
 
@@ -1152,7 +1165,7 @@ def test_a_mark_of_characters_of_several_tokens_is_whole_in_the_working(rce, mon
 
 def test_a_log_probability_of_exactly_zero_is_the_likeliest(rce):
     certain = candidate(1, logprob=0.0)
-    assert rce().own_pick([candidate(0, logprob=-0.5), certain, candidate(0, logprob=None)]) == 1
+    assert rce().policy_pick([candidate(0, logprob=-0.5), certain, candidate(0, logprob=None)]) == 1
 
 
 def flat_rng(script):
@@ -1255,7 +1268,7 @@ def test_at_another_temperature_the_loss_is_of_the_tempered_policy(step):
 
 def test_at_another_temperature_a_candidates_logprob_is_of_the_tempered_policy(rce):
     trainer = rce(TEMPERATURE=0.7, GROUP_SIZE=2, BEAMS=0, SAMPLE_TEMPERATURES=[1.0]).RCETrainer()
-    for c in trainer.mine_part(trainer.train_rows[:2]):
+    for c in trainer.mine_chunk(trainer.train_rows[:2]):
         before, ids = trainer.rows[c["prompt_id"]]["ids"], c["token_ids"]
         with torch.no_grad():
             logits = trainer.actor(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1]
@@ -1293,7 +1306,7 @@ def test_so_many_others_are_verified_at_random(rce):
         VERIFY_TOP=1, VERIFY_RANDOM=2, GREEDY=False, BEAMS=0, GROUP_SIZE=8, SAMPLE_TEMPERATURES=[1.5]
     ).RCETrainer()
     trainer.verify = lambda candidates, by_id: None  # so that no second look adds to those chosen
-    records, ranks = trainer.mine_part(trainer.train_rows[:4]), set()
+    records, ranks = trainer.mine_chunk(trainer.train_rows[:4]), set()
     for row in trainer.train_rows[:4]:
         group = sorted((c for c in records if c["prompt_id"] == row["id"]), key=lambda c: -c["gt_prob"])
         verified = [i for i, c in enumerate(group) if c["eval_mode"] == "verified"]
@@ -1340,7 +1353,7 @@ def test_where_the_verified_are_all_wrong_the_others_are_verified_too(rce):
 
     trainer.propose, trainer.score_gold = propose, score_gold
     trainer.sequence_logprobs = lambda prompts, responses: [-1.0] * len(responses)
-    records = trainer.mine_part(rows)
+    records = trainer.mine_chunk(rows)
     assert [c["hard"] for c in records] == [1, 0, None, 0, 0, 1]
     assert [c["eval_mode"] for c in records] == [
         "verified",
@@ -1434,12 +1447,11 @@ def test_every_proposal_goes_to_its_own_prompt(rce, monkeypatch):
     trainer = script.RCETrainer()
 
     def respond(model, tokenizer, prompts, uniform, group_size=1, temperature=None):
-        ids = torch.tensor([[10 + i, 1] for i in range(len(prompts)) for _ in range(group_size)])
-        lengths = torch.full((len(ids),), 2)
-        columns = {"response_ids": ids.tolist()}
-        return SimpleNamespace(
-            response_ids=ids, response_lengths=lengths, logprobs=torch.zeros(ids.shape), columns=columns
-        )
+        ids = [[10 + i, 1] for i in range(len(prompts)) for _ in range(group_size)]
+        batch = script.make_batch([prompt for prompt in prompts for _ in range(group_size)], ids, "cpu")
+        batch.logprobs = script.batch_logprobs(model, batch, script.full_logprobs)
+        batch.columns = {"response_ids": ids}
+        return batch
 
     def beam_search(model, prompts, eos, pad_id):
         return [[30 + i, beam, 1] for i in range(len(prompts)) for beam in (2, 3)]
@@ -1579,8 +1591,8 @@ def test_rewards_are_flat_only_where_they_are_equal():
 def test_the_check_ups_pick_is_the_greedy_response_else_the_likeliest(rce):
     greedy = candidate(1, source=["greedy"], temperature=[None], logprob=-3.0)
     groups = [[candidate(0, logprob=-0.5), greedy], [candidate(0, logprob=-4.0), candidate(1, logprob=-2.0)]]
-    assert [rce().own_pick(group) for group in groups] == [1, 1]
-    assert rce().own_pick([candidate(0, logprob=-1.0), candidate(0, logprob=-2.0, beam_score=-2.0)]) == 1
+    assert [rce().policy_pick(group) for group in groups] == [1, 1]
+    assert rce().policy_pick([candidate(0, logprob=-1.0), candidate(0, logprob=-2.0, beam_score=-2.0)]) == 1
 
 
 def test_failed_candidates_are_neither_trained_nor_validated_on(rce, tmp_path):

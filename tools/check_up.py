@@ -125,7 +125,7 @@ def shaped_rewards(candidates, constants):
     return shaped
 
 
-def own_pick(candidates):
+def policy_pick(candidates):
     """The number of the policy's own: its greedy response, else its best beam, else the likeliest."""
 
     def preference(c):
@@ -147,7 +147,7 @@ def check_up(groups, proposed, constants):
     verified = [c for group in good for c in group]
     right = [sum(c["hard"] for c in group) for group in good]
     shaped = [shaped_rewards(group, constants) for group in good]
-    picks = [own_pick(group) for group in good]
+    picks = [policy_pick(group) for group in good]
     gaps = [max(r) - r[i] for r, i in zip(shaped, picks)]
     figures = {
         "prompts": len(groups),
