@@ -57,8 +57,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "for key in (HYBRID_SCORE, SIMILARITY))",
-        "for key in (SIMILARITY, HYBRID_SCORE))",
+        "    hybrid_score = HYBRID_SCORE\n",
+        "    hybrid_score = SIMILARITY\n",
         TEST + "hybrid_and_similarity_name_parts_of_their_own",
     ),
     (

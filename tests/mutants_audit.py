@@ -167,14 +167,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        "[base, ids])) for ids in forms)",
-        "[base, ids])) for ids in forms[:1])",
+        "[mark_ids, ids])) for ids in gold_ids)",
+        "[mark_ids, ids])) for ids in gold_ids[:1])",
         IN_RCE + "the_working_ends_where_the_gold_ids_begin",
     ),
     (
         RCE,
-        "    return base[:border], weights\n",
-        "    return base, weights\n",
+        "    return mark_ids[:border], weights\n",
+        "    return mark_ids, weights\n",
         IN_RCE + "the_working_ends_where_the_gold_ids_begin",
     ),
     (
@@ -183,11 +183,11 @@ MUTANTS = [
         "    texts = [text + mark, *(head",
         IN_RCE + "the_working_ends_where_the_gold_ids_begin",
     ),
-    (RCE, 'else text + "\\n"\n', "else text\n", IN_RCE + "the_working_ends_where_the_gold_ids_begin"),
+    (RCE, 'head = text + "\\n"\n', "head = text\n", IN_RCE + "the_working_ends_where_the_gold_ids_begin"),
     (
         RCE,
-        "(-math.inf if x is None else x for x in scores)",
-        "(x or -math.inf for x in scores)",
+        "scores.append(-math.inf if score is None else score)",
+        "scores.append(score or -math.inf)",
         IN_RCE + "a_log_probability_of_exactly_zero_is_the_likeliest",
     ),
 ]

@@ -83,14 +83,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        "                for source, path in self.to_copy.items():",
-        "                for source, path in ():",
+        "        for source, path in self.to_copy.items():",
+        "        for source, path in ():",
         ELSEWHERE,
     ),
     (
         RCE,
-        "archive_old_run(given_up + replaced, OUTPUT_DIR",
-        "archive_old_run(given_up, OUTPUT_DIR",
+        "        archived += [path for path in self.to_copy.values() if path.exists()]\n",
+        "",
         ELSEWHERE,
     ),
     (

@@ -56,8 +56,8 @@ MUTANTS = [
     (GRPO, "return scores.to(self.device) + OVERLONG", "return scores + OVERLONG", TEST + "grpo"),
     (
         RCE,
-        "batch.weights = torch.tensor(kept, device=self.device)",
-        "batch.weights = torch.tensor(kept)",
+        "batch.weights = torch.tensor(row_weights, device=self.device)",
+        "batch.weights = torch.tensor(row_weights)",
         TEST + "rce",
     ),
     (

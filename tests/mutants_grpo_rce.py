@@ -324,14 +324,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        "row, c = batch.rows[i], batch.candidates[i]",
-        "row, c = batch.rows[i], batch.candidates[0]",
+        "row, candidate = batch.rows[i], batch.candidates[i]",
+        "row, candidate = batch.rows[i], batch.candidates[0]",
         IN_RCE + "each_line_of_samples_is_of_one_candidate_and_metrics_are_means",
     ),
     (
         RCE,
-        '                    **{key: c.get(key) for key in ("source", "hard", "soft", "gt_prob")},\n',
-        '                    **{key: c.get("hard") for key in ("source", "hard", "soft", "gt_prob")},\n',
+        '"soft": candidate.get("soft"),',
+        '"soft": candidate.get("hard"),',
         IN_RCE + "each_line_of_samples_is_of_one_candidate_and_metrics_are_means",
     ),
     (
@@ -784,39 +784,39 @@ MUTANTS = [
     # RCE: weights and loss
     (
         RCE,
-        "return (r / tau).softmax(0)",
-        "return (r / tau).softmax(0).requires_grad_()",
+        "return (shaped / tau).softmax(0)",
+        "return (shaped / tau).softmax(0).requires_grad_()",
         IN_RCE + "weights_sum_to_one_and_a_constant_changes_nothing",
     ),
     (
         RCE,
-        "return (r / tau).softmax(0)",
-        "return (r * tau).softmax(0)",
+        "return (shaped / tau).softmax(0)",
+        "return (shaped * tau).softmax(0)",
         IN_RCE + "a_small_tau_takes_the_best_alone_and_a_large_one_all_alike",
     ),
     (
         RCE,
-        "return (r / tau).softmax(0)",
-        "return r.softmax(0)",
+        "return (shaped / tau).softmax(0)",
+        "return shaped.softmax(0)",
         IN_RCE + "weights_sum_to_one_and_a_constant_changes_nothing",
     ),
     (
         RCE,
-        "r.std() + 1e-4",
-        "r.std(correction=0) + 1e-4",
+        "shaped.std() + 1e-4",
+        "shaped.std(correction=0) + 1e-4",
         IN_RCE + "zscore_normalises_once_by_the_prompts_own_deviation",
     ),
-    (RCE, "r.std() + 1e-4", "1", IN_RCE + "zscore_normalises_once_by_the_prompts_own_deviation"),
+    (RCE, "shaped.std() + 1e-4", "1", IN_RCE + "zscore_normalises_once_by_the_prompts_own_deviation"),
     (
         RCE,
-        "torch.tensor(kept, device=self.device)  # (rows,)",
-        "torch.tensor(kept, device=self.device).softmax(0) * len(chosen)",
+        "torch.tensor(row_weights, device=self.device)  # (rows,)",
+        "torch.tensor(row_weights, device=self.device).softmax(0) * len(chosen)",
         IN_RCE + "the_loss_is_the_mean_over_prompts_of_the_weighted_cross_entropy[0.3-False]",
     ),
     (
         RCE,
-        "parts += [(row, c, reward, weight) for",
-        "parts += [(row, c, reward, weight / len(own)) for",
+        "row_weights.append(weight)",
+        "row_weights.append(weight / len(weights))",
         IN_RCE + "facts_of_the_weights",
     ),
     (
@@ -849,17 +849,17 @@ MUTANTS = [
         'rce_weights(row["rewards"], tau)',
         IN_RCE + "weights_can_be_of_scaled_rewards",
     ),
-    (RCE, "/ max(1, total - 1))", "/ total)", IN_RCE + "tau_moves_by_equal_factors_to_its_end"),
+    (RCE, "/ max(1, total - 1)\n", "/ total\n", IN_RCE + "tau_moves_by_equal_factors_to_its_end"),
     (
         RCE,
-        "return TAU * ((TAU_END or TAU) / TAU) ** (",
-        "return TAU + ((TAU_END or TAU) - TAU) * (",
+        "return TAU * ((TAU_END or TAU) / TAU) ** progress",
+        "return TAU + ((TAU_END or TAU) - TAU) * progress",
         IN_RCE + "tau_moves_by_equal_factors_to_its_end",
     ),
     (
         RCE,
-        "torch.special.entr(own).sum().exp().item()",
-        "(1 / own.max()).item()",
+        "torch.special.entr(weights).sum().exp().item()",
+        "(1 / weights.max()).item()",
         IN_RCE + "facts_of_the_weights",
     ),
     (
@@ -871,8 +871,8 @@ MUTANTS = [
     # RCE: gt_prob
     (
         RCE,
-        "sum(w * math.exp(x) for x, w in zip(logprobs, weights))",
-        "sum(w * math.exp(x / 2) for x, w in zip(logprobs, weights))",
+        "sum(weight * math.exp(logprob) for",
+        "sum(weight * math.exp(logprob / 2) for",
         IN_RCE + "gold_answers_weigh_by_their_count_and_never_reach_above_one",
     ),
     (
@@ -883,14 +883,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        "            sums = [next(logprobs)[len(before) : len(before) + len(ids)].sum().item() for ids, _ in golds]\n",
-        "            sums = [next(logprobs)[len(before) : len(before) + len(ids)].mean().item() for ids, _ in golds]\n",
+        "[start : start + len(ids)].sum().item()",
+        "[start : start + len(ids)].mean().item()",
         IN_RCE + "gt_prob_of_a_toy_model_by_enumeration",
     ),
     (
         RCE,
-        "            sums = [next(logprobs)[len(before) : len(before) + len(ids)].sum().item() for ids, _ in golds]\n",
-        "            sums = [next(logprobs)[: len(before) + len(ids)].sum().item() for ids, _ in golds]\n",
+        "[start : start + len(ids)].sum().item()",
+        "[: start + len(ids)].sum().item()",
         IN_RCE + "gt_prob_of_a_toy_model_by_enumeration",
     ),
     (
@@ -903,14 +903,14 @@ MUTANTS = [
     # RCE: mining
     (
         RCE,
-        "setdefault(tuple(ids), {",
-        "setdefault(tuple(ids[:-1]), {",
+        "                tuple(ids),\n",
+        "                tuple(ids[:-1]),\n",
         IN_RCE + "candidates_that_differ_in_their_last_token_stay_two",
     ),
     (
         RCE,
-        'record["source"].append(source)',
-        'record["source"] = [source]',
+        'candidate["source"].append(source)',
+        'candidate["source"] = [source]',
         IN_RCE + "equal_candidates_merge_and_keep_every_source",
     ),
     (
@@ -957,8 +957,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "return [ids for ids in every if len(ids) <= MAX_NEW_TOKENS]",
-        "return every",
+        "            if len(ids) <= MAX_NEW_TOKENS:\n",
+        "            if True:\n",
         IN_RCE + "the_datas_own_solution_is_a_candidate_when_wanted",
     ),
     (
@@ -969,7 +969,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        "model.generation_config = own",
+        "model.generation_config = models_config",
         "pass",
         IN_RCE + "a_beam_is_one_of_the_likeliest_and_no_filter_of_the_model_touches_it",
     ),
@@ -988,7 +988,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        "self.verify(lacking, by_id)",
+        "self.verify(unverified, by_id)",
         "pass",
         IN_RCE + "where_the_verified_are_all_wrong_the_others_are_verified_too",
     ),
@@ -1006,8 +1006,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "mean <= (1e-3 if DTYPE",
-        "mean <= (1e3 if DTYPE",
+        "tolerance = 1e-3 if DTYPE",
+        "tolerance = 1e3 if DTYPE",
         IN_RCE + "a_model_that_scores_otherwise_than_it_answers_is_refused",
     ),
     (
@@ -1037,7 +1037,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        "rows = [row for row, free in zip(rows, is_free) if free]",
+        'rows = [row for row in rows if as_text(row["prompt"]) not in self.held_back]',
         "pass",
         IN_RCE + "later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out",
     ),
@@ -1049,26 +1049,26 @@ MUTANTS = [
     ),
     (
         RCE,
-        'if as_text(row["prompt"]) not in self.held_back and len(candidates) > 1:',
-        "if len(candidates) > 1:",
+        'if as_text(row["prompt"]) in self.held_back or len(candidates) < 2:',
+        "if len(candidates) < 2:",
         IN_RCE + "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on",
     ),
     (
         RCE,
-        "            candidates = usable(candidates)\n",
-        '            candidates = [c for c in candidates if c["hard"] is not None]\n',
+        "            candidates = usable(candidates)\n            if as_text",
+        '            candidates = [c for c in candidates if c["hard"] is not None]\n            if as_text',
         IN_RCE + "failed_candidates_are_neither_trained_nor_validated_on",
     ),
     (
         RCE,
-        "[(row, usable(candidates)) for row, candidates in held_back if",
-        "[(row, candidates) for row, candidates in held_back if",
+        "            candidates = usable(candidates)\n            if candidates and",
+        "            if candidates and",
         IN_RCE + "failed_candidates_are_neither_trained_nor_validated_on",
     ),
     (
         RCE,
-        "                if not is_flat(shaped):\n",
-        "                if True:\n",
+        "            if not is_flat(shaped):\n",
+        "            if True:\n",
         IN_RCE + "flat_prompts_are_skipped_and_two_with_one_difference_are_not",
     ),
     (
@@ -1098,27 +1098,27 @@ MUTANTS = [
     ),
     (
         RCE,
-        "next(logprobs) / n for n in tokens",
-        "next(logprobs) for n in tokens",
+        '                    score /= len(candidate["token_ids"])',
+        "                    pass",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
     # RCE: the check-up
     (
         RCE,
-        '"prompts with flat reward": [is_flat(',
-        '"prompts with flat reward": [not is_flat(',
+        '"prompts with flat reward": is_flat(',
+        '"prompts with flat reward": not is_flat(',
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     (
         RCE,
-        'return "greedy" in c["source"], *(',
-        "return False, *(",
+        'return ("greedy" in candidate["source"], *scores)',
+        "return (False, *scores)",
         IN_RCE + "the_check_ups_pick_is_the_greedy_response_else_the_likeliest",
     ),
     (
         RCE,
-        '"accuracy of the oracle": [any(hard)',
-        '"accuracy of the oracle": [all(hard)',
+        '"accuracy of the oracle": any(hard)',
+        '"accuracy of the oracle": all(hard)',
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     (

@@ -79,8 +79,8 @@ MUTANTS = [
     # the maths
     (
         ICL,
-        "        r = (r - r.mean()) / (r.std() + 1e-4)\n    return (r / tau).softmax(0)",
-        "        r = r - r.mean()\n    return (r / tau).softmax(0)",
+        "        shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)\n",
+        "        shaped = shaped - shaped.mean()\n",
         IN_ICL + "rce_weights_by_hand_and_zscored_once",
     ),
     (
@@ -115,8 +115,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "(min(step, total - 1) /",
-        "(step /",
+        "progress = min(step, total - 1) /",
+        "progress = step /",
         IN_ICL + "tau_goes_to_its_end_by_equal_factors_over_the_epochs",
     ),
     (
@@ -342,9 +342,8 @@ MUTANTS = [
     # the test's texts and worths before the test, figures, an earlier policy, weights of hard and soft
     (
         ICL,
-        "        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n",
-        '        queries = self.splits["test"]\n'
-        "        similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n",
+        "            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n",
+        '            queries = self.splits["test"]\n            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n',
         BEFORE,
     ),
     (ICL, "return VoteReader(self.demos)", 'return VoteReader(self.demos + self.splits["test"])', BEFORE),
@@ -494,8 +493,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        '            raise UserError(f"{path} was mined with {change}:',
-        '            say(f"{path} was mined with {change}:',
+        '            raise UserError(\n                f"{path} was mined with',
+        '            print(\n                f"{path} was mined with',
         IN_ICL + "a_changed_setting_never_joins_parts_that_were_mined_under_another",
     ),
     # RCE, GRPO, runs

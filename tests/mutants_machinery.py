@@ -77,14 +77,14 @@ MUTANTS = [
     (RCE, 'row["rewards"], tau, WEIGHT_REWARDS)', 'row["rewards"], TAU, WEIGHT_REWARDS)', IN_RCE + FORMULAS),
     (
         RCE,
-        "rewards.shape_wrong(shaped, hard, grades, SIMILARITY_WEIGHT)",
+        "rewards.shape_wrong(shaped, hard, similarities, SIMILARITY_WEIGHT)",
         "rewards.shape_wrong(shaped, hard, hard, SIMILARITY_WEIGHT)",
         IN_RCE + FORMULAS,
     ),
     (
         RCE,
-        "for key in (HYBRID_SCORE, SIMILARITY))",
-        "for key in (HYBRID_SCORE, HYBRID_SCORE))",
+        'similarities = [c.get(f"reward/{SIMILARITY}")',
+        'similarities = [c.get(f"reward/{HYBRID_SCORE}")',
         IN_RCE + FORMULAS,
     ),
     (RCE, "order[:VERIFY_RANDOM]", "order[:VERIFY_TOP]", IN_RCE + BY_ITSELF + "[VERIFY_RANDOM]"),
@@ -122,8 +122,8 @@ MUTANTS = [
     (GRPO, "seed_everything(SEED)", "seed_everything(1)", IN_GRPO + EVALUATION),
     (
         RCE,
-        'words = f"{SEED} {self',
-        'words = f"{self',
+        'seed = f"{SEED} {self',
+        'seed = f"{self',
         IN_RCE + "each_prompt_round_and_use_has_a_random_stream_of_its_own",
     ),
     # schedules

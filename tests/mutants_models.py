@@ -27,8 +27,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        'mean <= (1e-3 if DTYPE == "float32" else 0.05)',
-        'mean <= (1e-3 if DTYPE == "float32" else 5.0)',
+        'tolerance = 1e-3 if DTYPE == "float32" else 0.05',
+        'tolerance = 1e-3 if DTYPE == "float32" else 5.0',
         IN_MODELS + "in_bfloat16_mining_ends_where_greedy_responses_score_otherwise",
     ),
     # configs, tokenizers, positions

@@ -12,8 +12,8 @@ MUTANTS = [
     (PPO, "        number = first + rank()", "        number = first", f"{ANY}[ppo/ppo.py-2]"),
     (
         "rce/rce.py",
-        "    for i in range(0, len(rows), size * world_size()):",
-        "    for i in range(0, len(rows), size):",
+        "    for start in range(0, len(rows), rows_at_a_time):",
+        "    for start in range(0, len(rows), chunk_size):",
         f"{ANY}[rce/rce.py-2]",
     ),
     (
