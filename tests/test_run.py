@@ -1827,11 +1827,11 @@ def test_rce_goes_on_in_another_folder_with_the_candidates_of_the_first(rce_run,
     [
         (
             lambda path: path.unlink(),
-            "is gone, but this run was trained on it: put it back, or use RESUME=no",
+            "is gone, but this run was trained on it: put it back, or start afresh with RESUME=no",
         ),
         (
             lambda path: path.write_bytes(b"PAR1"),
-            "is not the file this run was trained on: put it back, or use",
+            "is not the file that this run was trained on: put it back, or start afresh",
         ),
     ],
 )
