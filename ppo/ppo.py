@@ -52,6 +52,7 @@ import operator
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,9 @@ from types import SimpleNamespace
 from weakref import WeakSet
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n_VALID_RANGES")[0])
+    sys.exit()
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
@@ -220,6 +224,15 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants w
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
 }
 
+_TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what another model wants
+    "MAX_STEPS": (50, "None: NUM_EPOCHS alone ends the run"),
+    "MAX_PROMPT_TOKENS": (256, "longer prompts are left out"),
+    "MAX_NEW_TOKENS": (64, "worked solutions need 256 to 1024"),
+    "LEARNING_RATE": (1e-4, "1e-6 for whole pretrained models, 1e-5 for LoRA"),
+    "CRITIC_LEARNING_RATE": (5e-4, "1e-5 for whole pretrained models"),
+    "REWARD_MODEL": (f"{ROOT}/data/tiny/reward_model", "it knows the shipped problems alone: None, or yours"),
+    "OUTPUT_DIR": (f"{ROOT}/checkpoints/ppo", "the shipped model's run; give yours a folder of its own"),
+}
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
 _MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS")  # a resumed run does not report these
 
@@ -380,7 +393,7 @@ class PPOTrainer:
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         run = self.run
         # session: lock, logs and signals; saves at the end
-        with run.session(run_summary(run, self.actor, self.train_rows, self.eval_rows)):
+        with run.session(run_summary(self, GROUP_EPOCHS * MINI_BATCHES)):
             if run.needs_first_evaluation():
                 run.log_evaluation(self.evaluate())
             while run.next_step():
@@ -1509,11 +1522,13 @@ def check_first_ratio(metrics, step):
 def load_rows(datasets, constant, limit=None):
     """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
     "columns": the whole record}."""
-    known = {"path", "type", "input", "output", "name", "split"}
+    known = ["path", "type", "input", "output", "name", "split"]
     file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
     rows = []
     for spec in datasets:
-        if not {"path", "type", "input"} <= spec.keys() <= known:
+        for key in spec.keys() - set(known):
+            raise UserError(f"{constant}: unknown key {key!r} in {spec!r}{did_you_mean(key, known)}")
+        if not {"path", "type", "input"} <= spec.keys():
             keys = "a data set needs path, type, input and may have output, name, split"
             raise UserError(f"{constant}: {keys}: {spec!r}")
         count_before = len(rows)
@@ -1790,19 +1805,66 @@ def parameter_counts(model):
     return text
 
 
-def run_summary(run, actor, train_rows, eval_rows):
-    """Returns the first line of a run on the terminal."""
+def run_summary(trainer, optimizer_steps):
+    """Returns the first lines of a run on the terminal. optimizer_steps: their number per training step."""
+    run, actor = trainer.run, trainer.actor
     precision = DTYPE
     fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
     if DTYPE == "bfloat16" and actor.device.type == "cpu" and not fast_bfloat16:
         precision += " (slower than float32 on this processor)"
     name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    responses = f"{BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS} x {GROUP_SIZE} responses each"
+    end = "NUM_EPOCHS"
+    if MAX_STEPS and run.total_steps >= MAX_STEPS:
+        end = "MAX_STEPS"
+    prompts = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+    lines = [
+        f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; writing to {OUTPUT_DIR}",
+        f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
+        f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {prompts} x {GROUP_SIZE} "
+        f"responses and {optimizer_steps} optimizer steps of the policy",
+        memory_summary(trainer),
+        *unsuited_constants(),
+    ]
+    return "\n".join(lines)
+
+
+def memory_summary(trainer):
+    """Returns how much memory the models take, as text: weights and, where they are trained, their gradients
+    and AdamW's two moments."""
+    models = [*trainer.models_by_constant.values(), getattr(trainer, "reward_model", None)]
+    used = 0
+    for model in filter(None, models):
+        for parameter in model.parameters():
+            number = parameter.numel() // (world_size() if is_sharded() else 1)
+            used += number * (parameter.element_size() + 12 * parameter.requires_grad)
+    device = trainer.device
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[1]
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (
-        f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; "
-        f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out; "
-        f"steps {run.step} to {run.total_steps}, {responses}; writing to {OUTPUT_DIR}"
+        f"Weights, gradients and optimizer state take {used / 2**30:.2f} GiB of the {available / 2**30:.1f} "
+        f"GiB of {device}; activations and the responses' caches come on top"
     )
+
+
+def is_shipped(path):
+    """Returns whether a path is in the repository's data/."""
+    return Path(path).resolve().is_relative_to(Path(ROOT, "data"))
+
+
+def unsuited_constants():
+    """Returns a line about the constants that still have the value tuned for the shipped model and data,
+    though the run uses others; an empty list if there is none."""
+    if is_shipped(ACTOR_MODEL) and all(is_shipped(spec["path"]) for spec in TRAIN_DATASETS):
+        return []
+    hints = []
+    for name, (tuned, hint) in _TUNED_FOR_TINY.items():
+        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and "RATE" in name):
+            hints.append(f"{name} = {tuned!r} ({hint})")
+    if not hints:
+        return []
+    return ["NOTE: tuned for the shipped model and data, perhaps not for yours: " + "; ".join(hints)]
 
 
 # ---------------------------------------------------------------- LoRA
@@ -2995,8 +3057,7 @@ def apply_overrides(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
         if not equals or key not in known:
-            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
         default = globals()[key]
         allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
@@ -3004,6 +3065,12 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def did_you_mean(word, known):
+    """Returns "; did you mean ...?" with the nearest known word, or "" if none is near."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_value(text, allowed):
@@ -3018,7 +3085,13 @@ def read_value(text, allowed):
 
 
 def check_constants():
-    """Refuses numbers out of range and unknown words before anything is loaded or written."""
+    """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
+    that nothing in this file reads, such as NUM_EPOCHES = 3 pasted at its top."""
+    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    for key in constants():
+        if names_in_file[key] < 2 and rank() == 0:
+            hint = did_you_mean(key, constants().keys() - {key})
+            print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]
