@@ -1,0 +1,111 @@
+"""A user's own model and data: what the first lines of a run say of them, and what a misspelt name gets."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, load_script
+
+
+def own_data(folder):
+    file = folder / "questions.jsonl"
+    file.write_text("\n".join(json.dumps({"q": f"What is {i} + 1?", "a": str(i + 1)}) for i in range(8)))
+    return [{"path": str(file), "type": "jsonl", "input": "q", "output": "a"}]
+
+
+def notes(started, path, *words):
+    """The NOTE among the first lines of a run; "" if there is none."""
+    run = started(path, *words)
+    assert run.returncode == 0, run.stderr
+    return next((line for line in run.stdout.splitlines() if line.startswith("NOTE")), "")
+
+
+def test_a_run_of_the_shipped_model_and_data_has_no_note(started, path, tmp_path):
+    assert notes(started, path, f"OUTPUT_DIR={tmp_path / 'run'}") == ""
+
+
+def test_another_model_is_told_which_constants_were_tuned_for_the_shipped_one(started, path, tmp_path):
+    shutil.copytree(TINY / "policy", tmp_path / "mine")
+    note = notes(started, path, f"OUTPUT_DIR={tmp_path / 'run'}", f"ACTOR_MODEL={tmp_path / 'mine'}")
+    assert "LEARNING_RATE = 0.000" in note and "MAX_PROMPT_TOKENS = 256" in note
+    assert "MAX_NEW_TOKENS" not in note and "OUTPUT_DIR" not in note, "these were set by the command"
+    changed = ("LEARNING_RATE=1e-6", "MAX_PROMPT_TOKENS=128")
+    if path == "ppo/ppo.py":
+        changed += ("CRITIC_LEARNING_RATE=1e-5",)
+    note = notes(
+        started, path, f"OUTPUT_DIR={tmp_path / 'run2'}", f"ACTOR_MODEL={tmp_path / 'mine'}", *changed
+    )
+    assert note == ""
+
+
+def test_other_data_alone_leave_the_learning_rate_out_of_the_note(started, path, tmp_path):
+    words = (f"OUTPUT_DIR={tmp_path / 'run'}", f"TRAIN_DATASETS={own_data(tmp_path)}", "EVAL_DATASETS=[]")
+    if path == "rce/rce.py":
+        words += ("EVAL_DATASETS=" + str(own_data(tmp_path)),)
+    note = notes(started, path, *words)
+    assert "MAX_PROMPT_TOKENS = 256" in note and "LEARNING_RATE" not in note
+
+
+def test_the_note_names_only_constants_of_the_file_with_their_values_as_they_stand_there(path):
+    script = load_script(path)
+    for name, (tuned, hint) in script._TUNED_FOR_TINY.items():
+        assert getattr(script, name) == tuned, f"{name} has another default now"
+        assert hint
+    assert {"OUTPUT_DIR", "LEARNING_RATE", "MAX_NEW_TOKENS"} <= script._TUNED_FOR_TINY.keys()
+
+
+@pytest.mark.parametrize("max_steps, end", [(2, "MAX_STEPS"), (None, "NUM_EPOCHS"), (100, "NUM_EPOCHS")])
+def test_the_first_lines_say_what_ends_the_run(each, max_steps, end):
+    module, trainer_class = each(MAX_STEPS=max_steps, NUM_EPOCHS=1)
+    trainer = trainer_class()
+    summary = module.run_summary(trainer, 3)
+    assert f"where {end} ends the run" in summary
+    assert "each has 4 x 2 responses and 3 optimizer steps" in summary
+
+
+def test_the_memory_of_the_models_is_counted(ppo):
+    """Actor and critic have weights, gradients and two moments, 16 bytes per parameter; others 4."""
+    module = ppo(KL_COEF=0.1, REWARD_MODEL=f"{TINY}/reward_model")
+    trainer = module.PPOTrainer()
+    count = {name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()}
+    frozen = sum(p.numel() for m in (trainer.reference, trainer.reward_model) for p in m.parameters())
+    total = 16 * sum(count.values()) + 4 * frozen
+    assert f"take {total / 2**30:.2f} GiB of the" in module.memory_summary(trainer)
+    trainer.critic.requires_grad_(False)
+    module.world_size = lambda: 2  # whole models: each process has all of it
+    fewer = total - 12 * count["critic"]
+    assert f"take {fewer / 2**30:.2f} GiB" in module.memory_summary(trainer)
+
+
+def test_help_prints_the_docstring_and_every_constant(path):
+    command = [sys.executable, str(ROOT / path), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    script = load_script(path)
+    assert script.__doc__.strip() in text
+    for name in script.constants():
+        assert re.search(rf"^{name}\b.* = ", text, re.M), name
+    assert "_VALID_RANGES = " not in text and "def " not in text
+
+
+def test_a_misspelt_key_of_a_data_set_names_the_nearest_one(started, path, tmp_path):
+    data = own_data(tmp_path)
+    data[0]["inputs"] = data[0].pop("input")
+    run = started(path, f"TRAIN_DATASETS={data}", f"OUTPUT_DIR={tmp_path / 'run'}")
+    assert run.returncode == 2
+    assert "unknown key 'inputs'" in run.stderr and "did you mean input?" in run.stderr
+
+
+def test_a_constant_that_nothing_reads_is_warned_of(each, capsys):
+    module, trainer_class = each()
+    module.NUM_EPOCHES = 3
+    trainer_class()
+    assert "nothing reads the constant NUM_EPOCHES; did you mean NUM_EPOCHS?" in capsys.readouterr().out
+
+
+def test_no_constant_of_the_file_itself_is_warned_of(each, capsys):
+    module, _ = each()
+    module.check_constants()
+    assert "WARNING" not in capsys.readouterr().out
