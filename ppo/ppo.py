@@ -105,6 +105,10 @@ import rewards
 
 # ================================================================ constants
 
+STAGE = "train"  # train | evaluate: score EVALUATE_POLICY on EVAL_DATASETS, write eval_<name>.json, and end
+EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or any model: a folder or a hub name
+EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pass@k and majority@k
+
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
 CRITIC_MODEL: str | None = None  # None: the actor's weights. The value head starts at zero
@@ -214,11 +218,12 @@ PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS DUAL_CLIP": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KL_HORIZON": (1, 1e12),
-    "KEEP_LAST_N_CHECKPOINTS MICRO_BATCH_ROWS": (1, 1e12),
+    "KEEP_LAST_N_CHECKPOINTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF KL_TARGET MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
     "GAMMA LAM CRITIC_LAM": (0, 1),
+    "STAGE": ["train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -234,7 +239,7 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
     "OUTPUT_DIR": (f"{ROOT}/checkpoints/ppo", "the shipped model's run; give yours a folder of its own"),
 }
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()  # when resuming
 
 # ================================================================ the maths of PPO
 
@@ -576,26 +581,32 @@ class PPOTrainer:
 
     def evaluate(self, prompts=None, answers=None):
         """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours. The samples have a random stream of their own, so that evaluating
-        never changes the training."""
+        ones). Override it to add yours."""
         rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            ids = [row["ids"] for row in rows]
-            generator = torch.Generator().manual_seed(SEED + 1)
-            uniform = torch.rand(len(rows), MAX_NEW_TOKENS, generator=generator)
-            greedy = respond(self.actor, self.tokenizer, ids, None)
-            sampled = respond(self.actor, self.tokenizer, ids, uniform)
-            greedy.rows = sampled.rows = rows
+            greedy, sampled = self.respond_to(rows, 1)
             metrics = {}
             if all(row["answer"] is not None for row in rows):
                 metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
                 metrics["accuracy_sampled"] = self.accuracy(sampled).mean().item()
             scores, _, reward_parts = self.score_responses(sampled)
         return {**metrics, **response_metrics(sampled, scores, reward_parts)}
+
+    def respond_to(self, rows, num_samples):
+        """Returns two batches: a greedy response to each row, and num_samples sampled ones. These have a
+        random generator of their own, so that evaluating never changes the training."""
+        ids = [row["ids"] for row in rows]
+        generator = torch.Generator().manual_seed(SEED + 1)
+        uniform = torch.rand(len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)
+        greedy = respond(self.actor, self.tokenizer, ids, None)
+        sampled = respond(self.actor, self.tokenizer, ids, uniform, num_samples)
+        greedy.rows = rows
+        sampled.rows = [row for row in rows for _ in range(num_samples)]
+        return greedy, sampled
 
     def accuracy(self, batch):
         """Returns whether each response of a batch is correct, (rows,), in float64."""
@@ -1867,6 +1878,96 @@ def unsuited_constants():
     return ["NOTE: tuned for the shipped model and data, perhaps not for yours: " + "; ".join(hints)]
 
 
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
+    responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
+    name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
+    global ACTOR_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    folder = Path(OUTPUT_DIR)
+    ACTOR_MODEL = EVALUATE_POLICY
+    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
+        ACTOR_MODEL = str(folder / EVALUATE_POLICY / "policy")
+        if not Path(ACTOR_MODEL).exists():
+            hint = "train first, or give the folder of a model"
+            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {ACTOR_MODEL}: {hint}")
+    # The policy alone is loaded, and no data to train on
+    LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL = 0, 0.0, None, None
+    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
+    trainer = trainer_class(resume_from_checkpoint="no")
+    by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
+    figures = {}
+    for figure, values in by_prompt.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
+    facts = {"policy": ACTOR_MODEL, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
+    facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
+    name = re.sub(r"[^\w.-]+", "", "_".join(names))
+    if rank() == 0:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+        write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
+    trainer.run.log(f"{counts}; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+def policy_scores(trainer, greedy, sampled):
+    """Returns {figure: its value for each prompt, (prompts,)} of greedy and sampled responses, and a record
+    of each prompt with its responses."""
+    scores = trainer.score_responses(sampled)[0].view(-1, EVALUATE_SAMPLES).cpu()
+    by_prompt = {"reward": scores.double().mean(1)}
+    correct = None
+    if all(row["answer"] is not None for row in greedy.rows):
+        correct = trainer.accuracy(sampled).view(-1, EVALUATE_SAMPLES)
+        by_prompt |= {"accuracy_greedy": trainer.accuracy(greedy), "pass@1": correct.mean(1)}
+        by_prompt[f"pass@{EVALUATE_SAMPLES}"] = correct.amax(1)
+        votes = majority_votes(trainer, sampled)
+        if votes is not None:
+            by_prompt[f"majority@{EVALUATE_SAMPLES}"] = correct.gather(1, votes[:, None]).squeeze(1)
+    records = []
+    for i, row in enumerate(greedy.rows):
+        responses = sampled.responses[i * EVALUATE_SAMPLES : (i + 1) * EVALUATE_SAMPLES]
+        record = {"id": row["id"], "prompt": as_text(row["prompt"]), "answer": row["answer"]}
+        record |= {"greedy": greedy.responses[i], "sampled": responses, "rewards": scores[i].tolist()}
+        if correct is not None:
+            record["greedy_correct"] = by_prompt["accuracy_greedy"][i].item()
+            record["sampled_correct"] = correct[i].tolist()
+        records.append(record)
+    return by_prompt, records
+
+
+def majority_votes(trainer, batch):
+    """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
+    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
+    of no two."""
+    votes = []
+    can_compare = False
+    for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
+        responses = batch.responses[start : start + EVALUATE_SAMPLES]
+        prompts = [batch.rows[start]["prompt"]] * len(responses)
+        agreement = torch.zeros(len(responses))
+        for response in responses:
+            answers = [response] * len(responses)
+            agreement += call_reward(
+                "ACCURACY_FUNCTION", trainer.accuracy_function, prompts, responses, answers
+            )
+        can_compare = can_compare or agreement.any().item()
+        votes.append(agreement.argmax().item())
+    return torch.tensor(votes) if can_compare else None
+
+
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
+
+
 # ---------------------------------------------------------------- LoRA
 # Small matrices are trained beside a model's frozen weights (2106.09685).
 
@@ -2589,7 +2690,14 @@ class Run:
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.old_files = ["logs", "step_*", "best", "training_*", f"{name}_*.png"]  # moved by a new run
+        self.old_files = [
+            "logs",
+            "step_*",
+            "best",
+            "training_*",
+            "eval_*",
+            f"{name}_*.png",
+        ]  # moved by a new run
         self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
         self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
@@ -2980,9 +3088,7 @@ def run_main(trainer_class):
     first to fail prints it."""
     try:
         apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+        code = run_stage(trainer_class)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
         code = 130
     except Exception as error:
@@ -3000,6 +3106,17 @@ def run_main(trainer_class):
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def run_stage(trainer_class):
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
+    trainer = trainer_class()
+    trainer.train()
+    return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
 
 
 def user_message(error):

@@ -1,4 +1,5 @@
-"""A user's own model and data: what the first lines of a run say of them, and what a misspelt name gets."""
+"""A user's own model and data: what the first lines of a run say of them, what a misspelt name gets, and how a
+trained policy is scored (STAGE=evaluate)."""
 
 import json
 import re
@@ -7,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, load_script
+from conftest import ROOT, TINY, load_script, read, reward_batch
 
 
 def own_data(folder):
@@ -109,3 +110,60 @@ def test_no_constant_of_the_file_itself_is_warned_of(each, capsys):
     module, _ = each()
     module.check_constants()
     assert "WARNING" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+def digests(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_policy_is_scored_with_every_response_beside_the_figures(started, path, tmp_path):
+    words = (f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate", f"EVALUATE_POLICY={TINY / 'policy'}")
+    run = started(path, *words, "EVALUATE_SAMPLES=3", "MAX_EVAL_PROMPTS=6")
+    assert run.returncode == 0, run.stderr
+    facts = json.loads((tmp_path / "eval_tiny_policy_test.json").read_text())
+    records = read(tmp_path / "eval_tiny_policy_test.jsonl")
+    assert facts["prompts"] == len(records) == 6 and facts["samples"] == 3
+    means = {name: figure["mean"] for name, figure in facts["figures"].items()}
+    marks = [record["sampled_correct"] for record in records]
+    assert all(len(record["sampled"]) == len(record["rewards"]) == 3 for record in records)
+    assert means["pass@1"] == pytest.approx(sum(map(sum, marks)) / 18)
+    assert means["pass@3"] == pytest.approx(sum(map(max, marks)) / 6)
+    assert means["accuracy_greedy"] == pytest.approx(sum(r["greedy_correct"] for r in records) / 6)
+    assert means["reward"] == pytest.approx(sum(sum(r["rewards"]) for r in records) / 18)
+    for figure in facts["figures"].values():
+        assert figure["low"] <= figure["mean"] <= figure["high"]
+    for record in records:
+        assert record["answer"].split()[-1] in record["answer"] and record["prompt"]
+    assert not (tmp_path / "logs").exists() and not list(tmp_path.glob("step_*"))
+
+
+def test_evaluating_best_changes_no_file_of_the_run(started, path, tmp_path):
+    words = (f"OUTPUT_DIR={tmp_path}", "MAX_EVAL_PROMPTS=4")
+    assert started(path, *words).returncode == 0
+    before = digests(tmp_path)
+    run = started(path, *words, "STAGE=evaluate", "EVALUATE_SAMPLES=2")
+    assert run.returncode == 0, run.stderr
+    after = digests(tmp_path)
+    assert {p.name for p in after.keys() - before.keys()} == {"eval_best_test.json", "eval_best_test.jsonl"}
+    assert all(after[p] == text for p, text in before.items())
+    assert "95% interval" in run.stdout and "eval_best_test.json" in run.stdout
+
+
+def test_without_a_trained_policy_the_evaluation_says_what_to_do(started, path, tmp_path):
+    run = started(path, f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate")
+    assert run.returncode == 2
+    assert "EVALUATE_POLICY = 'best': there is no" in run.stderr and "train first" in run.stderr
+
+
+def test_the_majority_is_the_answer_that_most_responses_state(each, monkeypatch):
+    module, trainer_class = each(EVALUATE_SAMPLES=4)
+    trainer = trainer_class()
+    first = ["#### 5", "#### 7", "so #### 7", "nothing"]
+    second = ["#### 1", "#### 2", "#### 3", "#### 3.0"]
+    batch = reward_batch(["a"] * 4 + ["b"] * 4, first + second, ["#### 7"] * 8)
+    assert module.majority_votes(trainer, batch).tolist() == [1, 2]
+    trainer.accuracy_function = lambda prompts, responses, answers: [0.0] * len(responses)
+    assert module.majority_votes(trainer, batch) is None, "a function that cannot compare two responses"
