@@ -1,5 +1,5 @@
-"""A user's own model and data: what the first lines of a run say of them, what a misspelt name gets, and how a
-trained policy is scored (STAGE=evaluate)."""
+"""A user's own model and data: what the first lines of a run say of them, what a misspelt name gets, and how
+a trained policy is scored (STAGE=evaluate)."""
 
 import json
 import re
