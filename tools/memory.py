@@ -124,7 +124,9 @@ def update_bytes(config, c):
     layers = config.num_hidden_layers * layer
     if c.GRADIENT_CHECKPOINTING:
         layers = layer + config.num_hidden_layers * tokens * number * config.hidden_size
-    return layers + 5 * rows * c.MAX_NEW_TOKENS * config.vocab_size * FLOAT
+    # Log-probabilities, their gradients, and what the entropy computes again; then the embedding's gradient
+    logits = 8 * rows * c.MAX_NEW_TOKENS * config.vocab_size * FLOAT
+    return layers + logits + config.hidden_size * config.vocab_size * FLOAT
 
 
 def estimate(trainer, c):
