@@ -31,9 +31,9 @@ MODES = {
     "FSDP2, 4 cards": "SHARD=fsdp2 PROCESSES=4",
     "FSDP2, 8 cards": "SHARD=fsdp2 PROCESSES=8",
 }
-CARD_WORDS = (
-    "MAX_PROMPT_TOKENS=512 MAX_NEW_TOKENS=512 DTYPE=bfloat16 BATCH_SIZE=8 GROUP_SIZE=8 REWARD_MODEL=None"
-)
+CARDS = (8, 12, 16, 24, 40, 48, 80)  # GiB
+CARD_WORDS = "MAX_PROMPT_TOKENS=512 MAX_NEW_TOKENS=512 BATCH_SIZE=8 GROUP_SIZE=8 REWARD_MODEL=None "
+CARD_WORDS += "DTYPE=bfloat16 MICRO_BATCH_ROWS=2 GRADIENT_CHECKPOINTING=True"
 
 spec = importlib.util.spec_from_file_location("memory_tool", ROOT / "tools/memory.py")
 memory = importlib.util.module_from_spec(spec)
