@@ -1750,7 +1750,7 @@ class Generator:
         inputs = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
         inputs = inputs.to(device)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-        gpus = [device] if device.type == "cuda" else []  # fork_rng() without a list forks every GPU's
+        gpus = [device] if device.type == "cuda" else []  # without a list fork_rng() takes all GPUs
         with torch.random.fork_rng(gpus):
             torch.manual_seed(seed)
             tokens = self.model.generate(**inputs, **sampling)
@@ -1772,13 +1772,10 @@ class QASystem:
         self.generator = Generator(GENERATOR, device)
         self.vocabulary = set(words_of(" ".join(map(paragraph_text, corpus))))
 
-    def paragraphs(self, ids):
-        return [self.corpus[i] for i in ids]
-
     def observe(self, question):
         """Returns the observation of a question, (len(OBSERVATION),)."""
         ids, scores = self.retriever.search(question, 20)
-        entries = observe(question, scores, self.paragraphs(ids), self.vocabulary)
+        entries = observe(question, scores, [self.corpus[i] for i in ids], self.vocabulary)
         return torch.tensor(list(entries.values()), dtype=torch.float32)
 
     def ranked(self, question, rerank):
@@ -1787,14 +1784,14 @@ class QASystem:
         if not rerank:
             return self.retriever.search(question, depth)[0]
         ids, _ = self.retriever.search(question, max(depth, RERANK_DEPTH))
-        best = torch.tensor(ids[:RERANK_DEPTH])
-        texts = list(map(paragraph_text, self.paragraphs(best)))
-        order = self.reranker.scores(question, texts).argsort(descending=True, stable=True)
-        return (best[order].tolist() + ids[RERANK_DEPTH:])[:depth]
+        best = ids[:RERANK_DEPTH]
+        scores = self.reranker.scores(question, [paragraph_text(self.corpus[i]) for i in best])
+        order = scores.argsort(descending=True, stable=True)
+        return (torch.tensor(best)[order].tolist() + ids[RERANK_DEPTH:])[:depth]
 
     def prompt(self, question, ids, top_k):
         """Returns (prompt, number of the first top_k paragraphs in it)."""
-        return self.generator.prompt(question, self.paragraphs(ids[:top_k]))
+        return self.generator.prompt(question, [self.corpus[i] for i in ids[:top_k]])
 
     def answer(self, question, action):
         """Returns the answer to one question under (top_k, temperature, rerank)."""
@@ -1840,9 +1837,9 @@ def check_choices():
 
 def read_question(record, where):
     """Returns {"id", "question", "answer", "type"} of a file's record; of several answers the best counts."""
-    answer = look_up(record, "answer", where)
     row = {"id": where.rsplit("/", 1)[-1], "type": str(record.get("type") or "")}
     row["question"] = cell_text(look_up(record, "question", where), f"{where}: 'question'")
+    answer = look_up(record, "answer", where)
     answers = cell_texts(answer, f"{where}: 'answer'")
     row["answer"] = answers if isinstance(answer, list) else answers[0]
     for key, texts in (("question", [row["question"]]), ("answer", answers)):
@@ -1949,11 +1946,8 @@ def model_digest(name):
     """Returns what a model is: its files' digests for a folder, its name for the hub."""
     if not name or not Path(name).is_dir():
         return [str(name)]
-    digests = []
-    for path in sorted(Path(name).rglob("*")):
-        if path.is_file():
-            digests.append((str(path.relative_to(name)), file_digest(path)["sha256"]))
-    return digests
+    files = sorted(filter(Path.is_file, Path(name).rglob("*")))
+    return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
 
 
 # differs: what is replaced in this trainer
@@ -2017,7 +2011,8 @@ def answer_block(qa, questions, missing):
         ranking_seconds[rerank] = time.perf_counter() - started
     records = []
     for action in missing:
-        top_k, temperature, rerank, draw = action
+        top_k, temperature, rerank, _ = action
+        pairs = rerank * min(RERANK_DEPTH, len(qa.corpus))  # that the reranker read
         prompts, counts = zip(*map(partial(qa.prompt, top_k=top_k), questions, rankings[rerank]))
         key = json.dumps([questions, *action]).encode()
         seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
@@ -2025,17 +2020,10 @@ def answer_block(qa, questions, missing):
         answers = qa.generator.answers(list(prompts), temperature, seed)
         seconds = (time.perf_counter() - started + ranking_seconds[rerank]) / len(questions)
         for question, ids, count, (text, tokens) in zip(questions, rankings[rerank], counts, answers):
-            records.append(
-                {
-                    **dict(zip(KEYS, (question, *action))),
-                    "response": text,
-                    "tokens": tokens,
-                    "pairs": rerank * min(RERANK_DEPTH, len(qa.corpus)),
-                    "paragraphs": ids[:top_k],
-                    "left_out": len(ids[:top_k]) - count,
-                    "seconds": seconds,
-                }
-            )
+            record = dict(zip(KEYS, (question, *action)))
+            record |= {"response": text, "tokens": tokens, "pairs": pairs, "seconds": seconds}
+            record |= {"paragraphs": ids[:top_k], "left_out": len(ids[:top_k]) - count}
+            records.append(record)
     return records
 
 
@@ -2188,10 +2176,6 @@ def baseline_figures(table):
     return figures
 
 
-def metrics_text(table, metrics):
-    return "  ".join(f"{name} {metrics[name]:.3f}" for name in table.shown)
-
-
 # differs: the figures of this trainer
 def table_lines(table, figures, names):
     """Returns lines for the terminal: recall, mean reward by type and action, baselines."""
@@ -2222,7 +2206,7 @@ def table_lines(table, figures, names):
     lines.append("Baselines on the test questions:")
     for name in names:
         action = tuple(figures[name].get("action", {}).values()) or ""
-        metrics = metrics_text(table, figures[name]["test"])
+        metrics = "  ".join(f"{key} {figures[name]['test'][key]:.3f}" for key in table.shown)
         lines.append(f"  {name.replace('_', ' '):14}{metrics}  {action}")
     return lines
 
@@ -2251,7 +2235,7 @@ def test_figures(table, rows, actions, figures):
 # differs: the figures of this trainer
 def test_lines(table, figures):
     """Yields lines for the terminal."""
-    metrics = metrics_text(table, figures["policy"])
+    metrics = "  ".join(f"{key} {figures['policy'][key]:.3f}" for key in table.shown)
     yield f"Test: {metrics}; oracle {figures['oracle']['reward']:.3f} after the fact"
     for name, gain in figures["gains"].items():
         interval = "{:+.3f} to {:+.3f}".format(*gain["interval"])
