@@ -90,53 +90,53 @@ import rewards
 
 # ================================================================ constants
 
-# Data: a folder with corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type};
-# HotpotQA's json file (distractor format); or {"path": "hotpotqa/hotpot_qa", "type": "hub", "name":
-# "distractor", "split": "validation"}
+# Data. folder: has corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type}; hotpotqa:
+# HotpotQA's JSON file (distractor format); hub: such as {"path": "hotpotqa/hotpot_qa", "type": "hub",
+# "name": "distractor", "split": "validation"}
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
-SAMPLE: int | None = None  # questions drawn from it; None: all
+SAMPLE: int | None = None  # number of questions drawn from it; None: all
 VALIDATION_QUESTIONS = 200  # for best/ and early stopping
-TEST_QUESTIONS = 400  # seen once, at the end
-SPLIT_SEED = 0  # which questions are drawn and in which split they are, whatever SEED is
+TEST_QUESTIONS = 400  # used once, at the end
+SPLIT_SEED = 0  # decides which questions are drawn, and their splits; SEED does not
 
-# The QA system: folders or hub names; each part is a class below that you may replace
+# The QA system. Models are folders or hub names; each part is a class below that you may replace
 GENERATOR = f"{ROOT}/data/rag/reader"  # any seq2seq or causal model
 RERANKER: str | None = "lexical"  # lexical: character trigrams | a cross-encoder of one label | None
-TITLE_WEIGHT = 2  # how often BM25 counts a title's words
-RERANK_DEPTH = 20  # of BM25's best, how many the reranker sorts
+TITLE_WEIGHT = 2  # times that BM25 counts a title's words
+RERANK_DEPTH = 20  # number of BM25's best paragraphs that the reranker sorts
 PROMPT = (
     "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.\n"
     "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
 )
 PARAGRAPH = "[{n}] {title}: {text}"
-CHAT_TEMPLATE = True  # the prompt is a user's message to a generator that has a template; False: a text
-MAX_PROMPT_TOKENS = 4096  # paragraphs that do not fit, or not into the generator, are left out and counted
+CHAT_TEMPLATE = True  # sends the prompt as a user's message if the generator has a template; False: as text
+MAX_PROMPT_TOKENS = 4096  # paragraphs beyond this or the generator's own limit are left out and counted
 MAX_NEW_TOKENS = 16
 DTYPE = "float32"  # float32 | bfloat16, of generator and reranker
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
-QUESTIONS_AT_ONCE = 16  # answered together; a kill while the cache fills loses at most these
+QUESTIONS_AT_ONCE = 16  # answered in one batch; if the program is killed, only these are lost
 CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
 
 # Actions: all combinations
 TOP_KS = (1, 2, 4, 8)  # paragraphs that the generator reads
 TEMPERATURES = (0.0, 0.7)  # 0: greedy
 RERANKS = (0, 1)  # 1: the reranker sorts the RERANK_DEPTH best before the first top_k are taken
-DRAWS = 1  # answers kept of each action with a temperature above 0
+DRAWS = 1  # answers sampled for each action with a temperature above 0
 
 # Reward
 EM_WEIGHT = 1.0
 F1_WEIGHT = 0.5
 ROUGE_WEIGHT = 0.0
 COST_WEIGHT = 0.05
-COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, never the same
-COST_TOKENS = 100.0  # tokens that the generator reads and writes at a cost of 1
-COST_PAIRS = 4.0  # pairs that the reranker reads at a cost of 1
-REWARD_CLIP = 100.0  # rewards are clipped to minus this and this
-REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
+COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, varies
+COST_TOKENS = 100.0  # tokens, read or written by the generator, that cost 1
+COST_PAIRS = 4.0  # question-paragraph pairs, read by the reranker, that cost 1
+REWARD_CLIP = 100.0  # rewards are clipped to the range from -REWARD_CLIP to REWARD_CLIP
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: no limit
 
 # Baselines
 FIXED_ACTION = (4, 0.7, 0)  # top_k, temperature, rerank of the baseline "fixed"
-BASELINE_ONLY = False  # table and baselines alone, without training
+BASELINE_ONLY = False  # True: only the table and the baselines, no training
 
 # Optimisation
 LEARNING_RATE = 3e-4
@@ -146,12 +146,12 @@ USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0) | plateau (halves)
 PLATEAU_PATIENCE = 5  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
-HIDDEN_SIZE = 64  # of both layers of the network
+HIDDEN_SIZE = 64  # units in each of the two layers
 
 # Algorithm
-N_STEPS = 256  # episodes, each of one step, between updates
-BATCH_SIZE = 64  # episodes an optimizer step
-GROUP_EPOCHS = 4  # passes over the episodes
+N_STEPS = 256  # episodes per update; each has one step
+BATCH_SIZE = 64  # episodes per optimizer step
+GROUP_EPOCHS = 4  # passes over the episodes per update
 CLIP_RANGE = 0.2  # > 0
 VALUE_CLIP_RANGE = 0.0  # 0: values are not clipped
 VALUE_LOSS_COEF = 0.5
@@ -165,7 +165,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # episodes a step written to samples.jsonl, with question and answer; N_STEPS: all of them
+LOG_SAMPLES = 4  # episodes per update written to samples.jsonl; N_STEPS: all of them
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
 SEED = 1
@@ -192,20 +192,21 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR")  # a resumed run does not report these
 
 
 def whiten(x):
-    """Mean 0 and variance 1, (episodes,); equal numbers become zeros."""
+    """Returns x scaled to mean 0 and variance 1, (episodes,); equal numbers become zeros."""
     if (x == x[0]).all():  # their float32 mean is often another number, which would be scaled up
         return torch.zeros_like(x)
     return (x - x.mean()) * torch.rsqrt(x.var(unbiased=False) + 1e-8)
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_range):
-    """Clipped surrogate of each episode, (episodes,). Source: arXiv 1707.06347, equation 7."""
+    """Returns the clipped surrogate of each episode, (episodes,). Source: arXiv 1707.06347, equation 7."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
 
 
 def value_loss(values, old_values, returns, clip_range):
-    """Half the squared error of each episode, clipped around the rollout's value; 0: not clipped."""
+    """Returns half the squared error of each episode, (episodes,), clipped around the rollout's value if
+    clip_range > 0."""
     clipped = values
     if clip_range > 0:
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
