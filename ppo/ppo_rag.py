@@ -241,7 +241,7 @@ def observe(question, scores, paragraphs, vocabulary):
     for word in question.replace("?", " ").split()[1:]:
         if word[:1].isupper():
             names += words_of(word)
-    s = np.zeros(20)
+    s = np.zeros(20)  # scores of the 20 best, or fewer
     s[: len(scores)] = scores[:20]
     best_score = max(s[0], 1e-9)
     entries = {
@@ -270,7 +270,7 @@ def observe(question, scores, paragraphs, vocabulary):
     return entries
 
 
-OBSERVATION = tuple(observe("", [], [], set()))  # the names of its entries
+OBSERVATION = tuple(observe("", [], [], set()))  # names of the entries: observe() accepts no paragraphs too
 ACTION = ("top_k", "temperature", "rerank")
 
 
@@ -2053,7 +2053,10 @@ def fill_table(questions, qa, log):
     blocks = []
     for n in range(0, len(texts), QUESTIONS_AT_ONCE):
         block = texts[n : n + QUESTIONS_AT_ONCE]
-        missing = [key for key in wanted if any((text, *key) not in known for text in block)]
+        missing = []
+        for key in wanted:
+            if any((text, *key) not in known for text in block):
+                missing.append(key)
         if missing:
             blocks.append((block, missing))
     if blocks:
@@ -2194,7 +2197,8 @@ def table_lines(table, figures, names):
     line = " " * 16
     for a in columns:
         top_k, _, rerank = table.actions[a]
-        line += f"{f'k={top_k} rerank' if rerank else f'k={top_k}':>12}"
+        name = f"k={top_k} rerank" if rerank else f"k={top_k}"
+        line += f"{name:>12}"
     lines.append(line)
     mean = table.rewards.double().mean(2)
     train = np.array(table.splits["train"])
