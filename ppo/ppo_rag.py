@@ -1,21 +1,21 @@
-"""PPO over retrieval, in one file: top_k, temperature and reranking chosen question by question.
+"""PPO over retrieval, in one file: it chooses top_k, temperature and reranking for each question.
 
-A question is an episode of one step. The observation s is the question and what BM25 says of it; the action
-a is one of TOP_KS x TEMPERATURES x RERANKS: how many paragraphs the generator reads, how warm it answers,
-whether a reranker sorts the paragraphs first. The answer gives the reward, PPO (Schulman et al. 2017,
-arXiv 1707.06347) learns from it; with one step an episode there is no GAE and no bootstrapping:
+An episode has one step. The observation s describes the question and what BM25 finds for it; the action a is
+one of TOP_KS x TEMPERATURES x RERANKS: how many paragraphs the generator reads, its temperature, and whether
+a reranker sorts the paragraphs first. The answer gives the reward, from which PPO (Schulman et al. 2017,
+arXiv 1707.06347) learns; with one step per episode there is no GAE and no bootstrapping:
 
     r   = EM_WEIGHT EM + F1_WEIGHT F1 + ROUGE_WEIGHT ROUGE-L - COST_WEIGHT cost
-    A   = r - V(s), whitened over the step's episodes
+    A   = r - V(s), whitened over the episodes of the update
     rho = pi(a|s) / pi_old(a|s)
     L   = -mean min(rho A, clip(rho, 1 - CLIP_RANGE, 1 + CLIP_RANGE) A)
           + VALUE_LOSS_COEF mean 1/2 max((V - r)^2, (clip(V, V_old +- VALUE_CLIP_RANGE) - r)^2)
           - ENTROPY_COEF mean H(pi)
 
 Deliberate deviations:
-- every (question, action, draw) is answered once, before training, and kept in CACHE_DIR: PPO then trains in
-  seconds, a resumed run repeats, and changing a reward's weight costs nothing;
-- the cost counts what is read, tokens and reranked pairs, so that runs repeat; COST="seconds" is the clock's;
+- every (question, action, draw) is answered once, before training, and cached in CACHE_DIR: PPO then trains
+  in seconds, a resumed run repeats exactly, and changing a weight of the reward costs nothing;
+- the cost counts tokens and reranked pairs, so that runs repeat; COST="seconds" measures the time instead;
 - actor and critic are one small network with two heads, and one optimizer.
 
     python ppo/ppo_rag.py                                 # edit the constants below, or override: KEY=VALUE
@@ -24,15 +24,15 @@ Deliberate deviations:
         'DATASET={"path": "hotpot_dev_distractor_v1.json", "type": "hotpotqa"}' 'TOP_KS=(5, 10, 20, 50)' \\
         'TEMPERATURES=(0.0, 0.3, 0.7, 1.0)' 'FIXED_ACTION=(20, 0.7, 0)' COST_TOKENS=1000
 
-Writes into OUTPUT_DIR: eval_baseline_*.json, logs/ (metrics.jsonl, samples.jsonl, training_*.log), step_N/
-checkpoints, best/policy/, eval_test.json, and the pictures rag_learning.png, training_metrics_detailed.png
+It writes into OUTPUT_DIR: eval_baseline_*.json, logs/ (metrics.jsonl, samples.jsonl, training_*.log), step_N/
+checkpoints, best/policy/, eval_test.json, and the plots rag_learning.png, training_metrics_detailed.png
 and ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and observation.
 
-To change      see
-the loss       policy_loss, value_loss, update       the data       DATASET; load_questions
-the reward     EM_WEIGHT ...; compute_rewards        a metric       RAGTrainer.record, evaluate
-the actions    TOP_KS, TEMPERATURES, RERANKS         a plot         self.run.panels; draw_learning
-what is seen   OBSERVATION, observe                  a part of QA   Retriever, Reranker, Generator
+To change         see
+the loss          policy_loss, value_loss, update       the data    DATASET; load_questions
+the reward        EM_WEIGHT ...; compute_rewards        a metric    RAGTrainer.record, evaluate
+the actions       TOP_KS, TEMPERATURES, RERANKS         a plot      self.run.panels; draw_learning
+the observation   observe                               QA parts    Retriever, Reranker, Generator
 """
 
 import ast
@@ -42,11 +42,13 @@ import faulthandler
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import string
@@ -56,10 +58,12 @@ import textwrap
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,53 +90,53 @@ import rewards
 
 # ================================================================ constants
 
-# Data: a folder with corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type};
-# HotpotQA's json file (distractor format); or {"path": "hotpotqa/hotpot_qa", "type": "hub", "name":
-# "distractor", "split": "validation"}
+# Data. folder: has corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type}; hotpotqa:
+# HotpotQA's JSON file (distractor format); hub: such as {"path": "hotpotqa/hotpot_qa", "type": "hub",
+# "name": "distractor", "split": "validation"}
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
-SAMPLE: int | None = None  # questions drawn from it; None: all
+SAMPLE: int | None = None  # number of questions drawn from it; None: all
 VALIDATION_QUESTIONS = 200  # for best/ and early stopping
-TEST_QUESTIONS = 400  # seen once, at the end
-SPLIT_SEED = 0  # which questions are drawn and in which split they are, whatever SEED is
+TEST_QUESTIONS = 400  # used once, at the end
+SPLIT_SEED = 0  # decides which questions are drawn, and their splits; SEED does not
 
-# The QA system: folders or hub names; each part is a class below that you may replace
+# The QA system. Models are folders or hub names; each part is a class below that you may replace
 GENERATOR = f"{ROOT}/data/rag/reader"  # any seq2seq or causal model
 RERANKER: str | None = "lexical"  # lexical: character trigrams | a cross-encoder of one label | None
-TITLE_WEIGHT = 2  # how often BM25 counts a title's words
-RERANK_DEPTH = 20  # of BM25's best, how many the reranker sorts
+TITLE_WEIGHT = 2  # times that BM25 counts a title's words
+RERANK_DEPTH = 20  # number of BM25's best paragraphs that the reranker sorts
 PROMPT = (
     "Answer ONLY with the correct answer, as a short phrase, based strictly on the provided CONTEXTS.\n"
     "CONTEXTS:\n{contexts}\nQUESTION: {question}\nANSWER:"
 )
 PARAGRAPH = "[{n}] {title}: {text}"
-CHAT_TEMPLATE = True  # the prompt is a user's message to a generator that has a template; False: a text
-MAX_PROMPT_TOKENS = 4096  # paragraphs that do not fit, or not into the generator, are left out and counted
+CHAT_TEMPLATE = True  # sends the prompt as a user's message if the generator has a template; False: as text
+MAX_PROMPT_TOKENS = 4096  # paragraphs beyond this or the generator's own limit are left out and counted
 MAX_NEW_TOKENS = 16
 DTYPE = "float32"  # float32 | bfloat16, of generator and reranker
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
-QUESTIONS_AT_ONCE = 16  # answered together; a kill while the cache fills loses at most these
+QUESTIONS_AT_ONCE = 16  # answered in one batch; if the program is killed, only these are lost
 CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
 
 # Actions: all combinations
 TOP_KS = (1, 2, 4, 8)  # paragraphs that the generator reads
 TEMPERATURES = (0.0, 0.7)  # 0: greedy
 RERANKS = (0, 1)  # 1: the reranker sorts the RERANK_DEPTH best before the first top_k are taken
-DRAWS = 1  # answers kept of each action with a temperature above 0
+DRAWS = 1  # answers sampled for each action with a temperature above 0
 
 # Reward
 EM_WEIGHT = 1.0
 F1_WEIGHT = 0.5
 ROUGE_WEIGHT = 0.0
 COST_WEIGHT = 0.05
-COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, never the same
-COST_TOKENS = 100.0  # tokens that the generator reads and writes at a cost of 1
-COST_PAIRS = 4.0  # pairs that the reranker reads at a cost of 1
-REWARD_CLIP = 100.0  # rewards are clipped to minus this and this
-REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: any
+COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, varies
+COST_TOKENS = 100.0  # tokens, read or written by the generator, that cost 1
+COST_PAIRS = 4.0  # question-paragraph pairs, read by the reranker, that cost 1
+REWARD_CLIP = 100.0  # rewards are clipped to the range from -REWARD_CLIP to REWARD_CLIP
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring the whole table may take; None: no limit
 
 # Baselines
 FIXED_ACTION = (4, 0.7, 0)  # top_k, temperature, rerank of the baseline "fixed"
-BASELINE_ONLY = False  # table and baselines alone, without training
+BASELINE_ONLY = False  # True: only the table and the baselines, no training
 
 # Optimisation
 LEARNING_RATE = 3e-4
@@ -142,12 +146,12 @@ USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0) | plateau (halves)
 PLATEAU_PATIENCE = 5  # evaluations without a better reward before plateau halves
 WARMUP_STEPS = 0
-HIDDEN_SIZE = 64  # of both layers of the network
+HIDDEN_SIZE = 64  # units in each of the two layers
 
 # Algorithm
-N_STEPS = 256  # episodes, each of one step, between updates
-BATCH_SIZE = 64  # episodes an optimizer step
-GROUP_EPOCHS = 4  # passes over the episodes
+N_STEPS = 256  # episodes per update; each has one step
+BATCH_SIZE = 64  # episodes per optimizer step
+GROUP_EPOCHS = 4  # passes over the episodes per update
 CLIP_RANGE = 0.2  # > 0
 VALUE_CLIP_RANGE = 0.0  # 0: values are not clipped
 VALUE_LOSS_COEF = 0.5
@@ -161,7 +165,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # episodes a step written to samples.jsonl, with question and answer; N_STEPS: all of them
+LOG_SAMPLES = 4  # episodes per update written to samples.jsonl; N_STEPS: all of them
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
 SEED = 1
@@ -188,20 +192,21 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR")  # a resumed run does not report these
 
 
 def whiten(x):
-    """Mean 0 and variance 1, (episodes,); equal numbers become zeros."""
+    """Returns x scaled to mean 0 and variance 1, (episodes,); equal numbers become zeros."""
     if (x == x[0]).all():  # their float32 mean is often another number, which would be scaled up
         return torch.zeros_like(x)
     return (x - x.mean()) * torch.rsqrt(x.var(unbiased=False) + 1e-8)
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_range):
-    """Clipped surrogate of each episode, (episodes,). Source: arXiv 1707.06347, equation 7."""
+    """Returns the clipped surrogate of each episode, (episodes,). Source: arXiv 1707.06347, equation 7."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
 
 
 def value_loss(values, old_values, returns, clip_range):
-    """Half the squared error of each episode, clipped around the rollout's value; 0: not clipped."""
+    """Returns half the squared error of each episode, (episodes,), clipped around the rollout's value if
+    clip_range > 0."""
     clipped = values
     if clip_range > 0:
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
@@ -210,117 +215,97 @@ def value_loss(values, old_values, returns, clip_range):
 
 # ================================================================ what the policy sees and does
 
-SIGNS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
-YES_NO = "is are was were do does did has have had can could".split()
-OBSERVATION = (  # entry by entry; scores are BM25's of the question's best paragraphs, s1 the highest
-    "words",
-    "capitalised",
-    "unknown",
-    "commas",  # of the question; share of words that no paragraph has
-    *("has_" + word for word in SIGNS),
-    "yes_no",  # 1 where it has the word; where it begins with one
-    "s1",
-    "s1_per_word",
-    "s2/s1",
-    "s3/s1",
-    "s4/s1",
-    "s8/s1",
-    "s20/s1",
-    "gap",  # gap: (s1 - s2) / s1
-    "spread",
-    "near",  # of the 20 best: deviation over mean; how many have at least .9 of s1
-    "overlap1",
-    "overlap2",
-    "overlap4",  # share of the question's words in the best 1, 2, 4 paragraphs
-    "names1",
-    "names2",
-    "names4",  # share of its capitalised words in them
-    "title1",
-    "title2",  # share of the best, second best paragraph's title words in the question
-)
+KEYWORDS = "who what when where which how of or and".split()  # a choice has "or", a chain often "of"
+AUXILIARIES = "is are was were do does did has have had can could".split()  # they begin a yes-no question
 
 
 def words_of(text):
-    """Lower-case words, without punctuation."""
-    return "".join(c.lower() if c.isalnum() else " " for c in text).split()
+    """Returns the lower-case words, without punctuation."""
+    return re.sub(r"[\W_]+", " ", text).lower().split()
 
 
-def share(words, found):
-    """How many of the words are found, 0 to 1; 0 where there are none."""
-    return sum(word in found for word in words) / len(words) if words else 0.0
+def paragraph_text(paragraph):
+    return f"{paragraph['title']}: {paragraph['text']}"
+
+
+def fraction_found(items, collection):
+    """Returns the fraction of the items that the collection contains; 0 if there are no items."""
+    return sum(map(collection.__contains__, items)) / max(1, len(items))
 
 
 def observe(question, scores, paragraphs, vocabulary):
-    """The observation of a question, (len(OBSERVATION),), from its best paragraphs [{"title", "text"}] and
-    their scores, best first. Nothing of the answer and nothing that costs."""
+    """Returns the observation of a question, {name: number}: of its words, and of the paragraphs [{"title",
+    "text"}] that BM25 finds with these scores, best first. It uses no answer and costs nothing."""
     words = words_of(question)
-    names = [word.lower() for word in question.replace("?", " ").split()[1:] if word[:1].isupper()]
-    names = [word for name in names for word in words_of(name)]
-    s = np.zeros(20)
-    s[: min(20, len(scores))] = scores[:20]
-    top = max(s[0], 1e-9)
-    texts = [set(words_of(f"{p['title']} {p['text']}")) for p in paragraphs[:4]]
-    titles = [words_of(p["title"]) for p in paragraphs[:2]] + [[], []]
-    seen = [set().union(*texts[:n]) for n in (1, 2, 4)]
-    return np.array(
-        [
-            len(words),
-            len(names),
-            1 - share(words, vocabulary),
-            question.count(","),
-            *(sign in words for sign in SIGNS),
-            bool(words) and words[0] in YES_NO,
-            s[0],
-            s[0] / max(1, len(words)),
-            *(s[n] / top for n in (1, 2, 3, 7, 19)),
-            (s[0] - s[1]) / top,
-            s.std() / max(s.mean(), 1e-9),
-            (s >= 0.9 * top).sum(),
-            *(share(words, found) for found in seen),
-            *(share(names, found) for found in seen),
-            share(titles[0], words),
-            share(titles[1], words),
-        ],
-        dtype=np.float32,
-    )
+    names = []  # capitalised words after the first
+    for word in question.replace("?", " ").split()[1:]:
+        if word[:1].isupper():
+            names += words_of(word)
+    s = np.zeros(20)  # scores of the 20 best, or fewer
+    s[: len(scores)] = scores[:20]
+    best_score = max(s[0], 1e-9)
+    entries = {
+        "words": len(words),
+        "capitalised": len(names),
+        "unknown": 1 - fraction_found(words, vocabulary),  # fraction of the words that no paragraph has
+        "commas": question.count(","),
+    }
+    for keyword in KEYWORDS:
+        entries[f"has_{keyword}"] = keyword in words
+    entries["yes_no"] = bool(words) and words[0] in AUXILIARIES
+    entries["s1"] = s[0]  # s1 is the highest score
+    entries["s1_per_word"] = s[0] / max(1, len(words))
+    for n in (2, 3, 4, 8, 20):
+        entries[f"s{n}/s1"] = s[n - 1] / best_score
+    entries["gap"] = (s[0] - s[1]) / best_score
+    entries["spread"] = s.std() / max(s.mean(), 1e-9)
+    entries["near"] = (s >= 0.9 * best_score).sum()  # paragraphs with at least 0.9 of the highest score
+    for name, question_words in (("overlap", words), ("names", names)):
+        for n in (1, 2, 4):  # fraction of these words that stand in the best n paragraphs
+            texts = " ".join(map(paragraph_text, paragraphs[:n]))
+            entries[f"{name}{n}"] = fraction_found(question_words, set(words_of(texts)))
+    entries |= {"title1": 0.0, "title2": 0.0}
+    for n, paragraph in enumerate(paragraphs[:2], 1):  # fraction of the title's words that the question has
+        entries[f"title{n}"] = fraction_found(words_of(paragraph["title"]), words)
+    return entries
 
 
+OBSERVATION = tuple(observe("", [], [], set()))  # names of the entries: observe() accepts no paragraphs too
 ACTION = ("top_k", "temperature", "rerank")
 
 
 def all_actions():
-    """[(top_k, temperature, rerank)], the joint action space in order."""
-    return [(k, t, r) for k in TOP_KS for t in TEMPERATURES for r in RERANKS]
+    """Returns [(top_k, temperature, rerank)], all combinations in order."""
+    return list(itertools.product(TOP_KS, TEMPERATURES, RERANKS))
 
 
 class Policy(PreTrainedModel):
-    """Actor and critic: two layers, then a logit an action and a value. config has inputs, hidden_size and
-    the actions; policy/ loads with Policy.from_pretrained()."""
+    """Actor and critic: two shared layers, then one logit per action, and a value. config holds inputs,
+    hidden_size and the actions; Policy.from_pretrained() loads a saved one."""
 
     config_class = PretrainedConfig
 
     def __init__(self, config):
         super().__init__(config)
-        hidden = config.hidden_size
         self.register_buffer("mean", torch.zeros(config.inputs))  # of the training questions' observations
         self.register_buffer("scale", torch.ones(config.inputs))
-        self.first = torch.nn.Linear(config.inputs, hidden)
-        self.second = torch.nn.Linear(hidden, hidden)
-        self.actor = torch.nn.Linear(hidden, len(config.actions))
-        self.critic = torch.nn.Linear(hidden, 1)
+        self.first = torch.nn.Linear(config.inputs, config.hidden_size)
+        self.second = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        self.actor = torch.nn.Linear(config.hidden_size, len(config.actions))
+        self.critic = torch.nn.Linear(config.hidden_size, 1)
         self.post_init()
 
     def _init_weights(self, module):
-        """Orthogonal; the actor's so small that every action is as likely at first (2006.05990)."""
+        """Orthogonal; the actor's are small, so that all actions begin about equally likely (2006.05990)."""
         if isinstance(module, torch.nn.Linear):
             gain = {self.actor: 0.01, self.critic: 1.0}.get(module, math.sqrt(2))
             torch.nn.init.orthogonal_(module.weight, gain)
             torch.nn.init.zeros_(module.bias)
 
     def forward(self, observations):
-        """Log-probabilities (episodes, actions) and values (episodes,)."""
-        hidden = ((observations - self.mean) / self.scale).clamp(-5, 5)
-        hidden = torch.tanh(self.second(torch.tanh(self.first(hidden))))
+        """Returns log-probabilities (episodes, actions) and values (episodes,)."""
+        inputs = ((observations - self.mean) / self.scale).clamp(-5, 5)
+        hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
         return self.actor(hidden).log_softmax(-1), self.critic(hidden).squeeze(-1)
 
 
@@ -328,20 +313,21 @@ class Policy(PreTrainedModel):
 
 
 class RAGTrainer:
-    """Questions, table of answers, policy and the algorithm; self.run has the files. resume_from_checkpoint
-    overrides the constant RESUME: a path, "ask", "yes" or "no"."""
+    """Questions, the table of answers, the policy and the algorithm; self.run writes the files.
+    resume_from_checkpoint overrides the constant RESUME: a path, "ask", "yes" or "no"."""
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
         check_choices()
         self.device = find_device()
-        resume = "no" if BASELINE_ONLY else resume_from_checkpoint
-        self.run = Run("ppo_rag", resume, self.device)
+        if BASELINE_ONLY:
+            resume_from_checkpoint = "no"
+        self.run = Run("ppo_rag", resume_from_checkpoint, self.device)
         self.run.old_files += ["rag_*.png", "eval_test.json"]
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
-        self.run.panels = [(name, [name]) for name in [*names.split(), "top_k", "temperature", "rerank"]]
+        self.run.panels = [(name, [name]) for name in (*names.split(), *ACTION)]
         questions, corpus = load_questions(self.run.log)
         self.qa = QASystem(corpus, self.device)
         self.table = fill_table(questions, self.qa, self.run.log)
@@ -349,52 +335,48 @@ class RAGTrainer:
         self.load_policy()
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
-        models = {"policy": self.policy}
-        self.run.register(self.state, models, {"policy": self.optimizer}, tokenizer=None)
-        self.best = self.best_so_far(math.inf)  # the policy of best/, from a finished or a resumed run
+        self.run.register(self.state, {"policy": self.policy}, {"policy": self.optimizer}, tokenizer=None)
+        self.best = self.load_best(math.inf)  # the policy of best/, from a finished or a resumed run
         self.run.total_steps = MAX_STEPS
 
     def load_policy(self):
-        """From the checkpoint when there is one; else new, its observations scaled by the training
-        questions' alone."""
-        actions = [list(action) for action in self.table.actions]  # as JSON has them
-        if self.run.checkpoint:
-            self.policy = load_pretrained(Policy, str(self.run.checkpoint / "policy"), "RESUME")
+        """Loads the policy of the checkpoint, or makes one that scales by the training observations."""
+        checkpoint = self.run.checkpoint
+        actions = list(map(list, self.table.actions))  # as JSON has them
+        if checkpoint:
+            self.policy = load_pretrained(Policy, str(checkpoint / "policy"), "RESUME")
+            config = self.policy.config
+            if (config.inputs, config.actions) != (len(OBSERVATION), actions):
+                trained = f"was trained with {config.inputs} observed numbers and actions {config.actions}"
+                raise UserError(f"{checkpoint} {trained}: take those, or RESUME=no")
         else:
             sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
             self.policy = Policy(PretrainedConfig(**sizes, actions=actions))
-            seen = self.table.observations[self.table.splits["train"]]
-            self.policy.mean.copy_(seen.mean(0))
-            self.policy.scale.copy_(seen.std(0, unbiased=False) + 1e-3)
-        if self.policy.config.inputs != len(OBSERVATION):
-            other = f"sees {self.policy.config.inputs} numbers, OBSERVATION has {len(OBSERVATION)}"
-            raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
-        if self.policy.config.actions != actions:
-            other = "was trained on other actions, TOP_KS x TEMPERATURES x RERANKS"
-            raise UserError(f"{self.run.checkpoint} {other}: take those, or RESUME=no")
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
-        )
+            observations = self.table.observations[self.table.splits["train"]]
+            self.policy.mean.copy_(observations.mean(0))
+            self.policy.scale.copy_(observations.std(0, unbiased=False) + 1e-3)
+        weights = self.policy.parameters()
+        self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
-    def best_so_far(self, step):
-        """The policy of best/ beside the checkpoint; None where there is none, or it is of a later step."""
+    def load_best(self, last_step):
+        """Returns the policy of best/ beside the checkpoint; None if there is none up to last_step."""
         if not self.run.checkpoint:
             return None
         folder = self.run.checkpoint.parent / "best"
-        if not folder.is_dir() or json.loads((folder / "metrics.json").read_text())["step"] > step:
+        if not folder.is_dir() or json.loads((folder / "metrics.json").read_text())["step"] > last_step:
             return None
         return load_pretrained(Policy, str(folder / "policy"), "RESUME")
 
     def train(self):
-        """Ask, act, compare, update; then the questions of the test. Returns the last evaluation."""
+        """Trains the policy, then tests it. Returns the metrics of the last evaluation."""
         if BASELINE_ONLY:
             self.baselines()
             return self.figures
         run = self.run
-        sizes = [f"{len(rows)} {split}" for split, rows in self.table.splits.items()]
-        to_do = f"{len(self.table.actions)} actions, {MAX_STEPS} updates of {N_STEPS} episodes"
-        with run.session(f"{', '.join(sizes)} questions, {to_do}"):  # lock, logs, signals; saves at the end
-            self.best = self.best_so_far(run.step)
+        updates = f"{MAX_STEPS} updates of {N_STEPS} episodes"
+        summary = f"{self.state.prompts} training questions, {len(self.table.actions)} actions, {updates}"
+        with run.session(summary):  # lock, logs, signals; saves at the end
+            self.best = self.load_best(run.step)
             self.baselines()
             if run.needs_first_evaluation():
                 run.log_evaluation(self.evaluate())
@@ -414,7 +396,7 @@ class RAGTrainer:
 
     @torch.no_grad()
     def rollout(self):
-        """N_STEPS questions in the order of this epoch's permutation, an action and its reward for each."""
+        """Samples an action for each of the next N_STEPS training questions and looks up its reward."""
         with self.run.timed("rollout"):
             rows = []
             while len(rows) < N_STEPS:  # on into the next epoch
@@ -424,84 +406,88 @@ class RAGTrainer:
             logprobs, values = self.policy(observations)
             actions = torch.multinomial(logprobs.exp(), 1)[:, 0]
             draws = torch.randint(DRAWS, (N_STEPS,))
-            parts = {key: part[rows, actions, draws] for key, part in self.table.parts.items()}
-            return SimpleNamespace(
+            metrics = {name: x[rows, actions, draws] for name, x in self.table.metrics.items()}
+            return SimpleNamespace(  # all (episodes,) but the observations
                 rows=rows,
                 observations=observations,
                 actions=actions,
                 draws=draws,
-                reward_parts=parts,
-                rewards=parts["reward"],
+                metrics=metrics,
+                rewards=metrics["reward"],
                 values=values,
                 logprobs=logprobs.gather(1, actions[:, None])[:, 0],
             )
 
     def score(self):
-        """table.parts of every answer, (questions, actions, draws): reward, em, f1, cost, seconds, action."""
+        """Fills table.rewards and table.metrics, {name: (questions, actions, draws)}."""
         table = self.table
-        shape = (len(table.questions), len(table.actions), DRAWS)
-        texts = [text for row in table.responses for draws in row for text in draws]
-        asked = [row for row in table.questions for _ in range(shape[1] * shape[2])]
-        prompts, answers = ([row[key] for row in asked] for key in ("question", "answer"))
+        rows = np.repeat(table.questions, len(table.actions) * DRAWS)
+        prompts = list(map(itemgetter("question"), rows))
+        answers = list(map(itemgetter("answer"), rows))
+        responses = list(itertools.chain(*itertools.chain(*table.responses)))
         self.reward_parts = {}
         with time_limit():
-            scores = call_reward("compute_rewards", self.compute_rewards, prompts, texts, answers)
-        parts = {}
-        for key, part in self.reward_parts.items():
-            if key in ("reward", "cost", "seconds", *ACTION):
-                taken = f"the name {key!r} belongs to a metric of the trainer"
+            scores = call_reward("compute_rewards", self.compute_rewards, prompts, responses, answers)
+        shape = table.seconds.shape
+        reward_parts = {}
+        for name, values in self.reward_parts.items():
+            if name in ("reward", "cost", "seconds", *ACTION):
+                taken = f"the name {name!r} belongs to a metric of the trainer"
                 raise UserError(f"compute_rewards: reward_parts: {taken}: give the part another name")
-            parts[key] = check_scores(f"reward_parts[{key!r}]", part, len(texts)).view(shape)
+            values = check_scores(f"reward_parts[{name!r}]", values, len(responses))
+            reward_parts[name] = values.view(shape)
         cost = table.seconds if COST == "seconds" else table.read
-        table.rewards = (scores.view(shape) - COST_WEIGHT * cost).clamp(-REWARD_CLIP, REWARD_CLIP)
-        table.parts = {"reward": table.rewards, **parts, "cost": cost, "seconds": table.seconds}
-        table.shown = ["reward", *parts, "cost"]  # in lines on the terminal; an own reward has other parts
-        for key, values in zip(ACTION, zip(*table.actions)):
-            table.parts[key] = torch.tensor(values, dtype=torch.float)[:, None].expand(shape)
+        scores = scores.view(shape) - COST_WEIGHT * cost
+        self.table.rewards = scores.clamp(-REWARD_CLIP, REWARD_CLIP)
+        self.table.shown = ["reward", *reward_parts, "cost"]  # in the lines on the terminal
+        self.table.metrics = {"reward": table.rewards, **reward_parts, "cost": cost, "seconds": table.seconds}
+        for name, values in zip(ACTION, torch.tensor(table.actions, dtype=torch.float).T):
+            table.metrics[name] = values[:, None].expand(shape)
 
     def compute_rewards(self, questions, responses, answers):
-        """What each answer is worth before its cost, (rows,); edit or override freely. self.reward_parts is
-        what is logged."""
-        parts = {"em": (EM_WEIGHT, rewards.em), "f1": (F1_WEIGHT, rewards.f1)}
+        """Returns what each answer is worth before its cost, (rows,); edit or override it freely.
+        self.reward_parts is what is logged."""
+        weighted = {"em": (EM_WEIGHT, rewards.em), "f1": (F1_WEIGHT, rewards.f1)}
         if ROUGE_WEIGHT:
-            parts["rouge_l"] = (ROUGE_WEIGHT, rewards.rouge_l)
+            weighted["rouge_l"] = (ROUGE_WEIGHT, rewards.rouge_l)
         total = torch.zeros(len(responses))
-        for name, (weight, function) in parts.items():
+        for name, (weight, function) in weighted.items():
             self.reward_parts[name] = call_reward(name, function, questions, responses, answers)
             total += weight * self.reward_parts[name]
         return total
 
     def compute_advantages(self, batch):
-        """One step an episode: the return is the reward."""
+        """Subtracts the values from the returns. An episode has one step: its return is its reward."""
         batch.advantages = batch.rewards - batch.values
         if WHITEN_ADVANTAGES:
             batch.advantages = whiten(batch.advantages)
 
     def update(self, batch):
-        """GROUP_EPOCHS passes over the episodes in optimizer steps of BATCH_SIZE; returns the means."""
+        """Passes GROUP_EPOCHS times over the episodes, BATCH_SIZE per step; returns mean metrics."""
         run = self.run
         steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * scale
-        steps = []
+        step_metrics = defaultdict(list)  # {name: one value per optimizer step}
         with run.timed("update"):
             for _ in range(GROUP_EPOCHS):
                 for chunk in torch.randperm(N_STEPS).split(BATCH_SIZE):
-                    steps.append(self.optimizer_step(batch, chunk))
-        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
-        return {
-            **metrics,
-            "first_ratio_deviation": steps[0]["max_ratio_deviation"],
-            "learning_rate": LEARNING_RATE * scale,
-        }
+                    for name, value in self.optimizer_step(batch, chunk).items():
+                        step_metrics[name].append(value)
+        metrics = {name: sum(values) / len(values) for name, values in step_metrics.items()}
+        metrics["max_ratio_deviation"] = max(step_metrics["max_ratio_deviation"])
+        metrics["first_ratio_deviation"] = step_metrics["max_ratio_deviation"][0]
+        metrics["learning_rate"] = LEARNING_RATE * scale
+        return metrics
 
     def optimizer_step(self, batch, chunk):
-        old_logprobs, advantages = batch.logprobs[chunk], batch.advantages[chunk]
-        every, values = self.policy(batch.observations[chunk])
-        logprobs = every.gather(1, batch.actions[chunk, None])[:, 0]
-        entropy = -(every.exp() * every).sum(-1)  # (episodes,)
+        """Makes one step with the episodes of the chunk (indices). Returns its metrics."""
+        old_logprobs = batch.logprobs[chunk]
+        advantages = batch.advantages[chunk]
+        all_logprobs, values = self.policy(batch.observations[chunk])  # of all actions
+        logprobs = all_logprobs.gather(1, batch.actions[chunk, None])[:, 0]
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)  # (episodes,)
         policy_losses = policy_loss(logprobs, old_logprobs, advantages, CLIP_RANGE)
         value_losses = value_loss(values, batch.values[chunk], batch.rewards[chunk], VALUE_CLIP_RANGE)
         loss = (policy_losses + VALUE_LOSS_COEF * value_losses - ENTROPY_COEF * entropy).mean()
@@ -516,34 +502,33 @@ class RAGTrainer:
         log_ratio = logprobs.detach() - old_logprobs
         ratio = log_ratio.exp()
         clipped = (ratio - 1) * advantages.sign() > CLIP_RANGE
-        means = {
-            "policy_loss": policy_losses,
-            "value_loss": value_losses,
-            "entropy": entropy,
-            "approx_kl": ratio - 1 - log_ratio,
-            "clip_fraction": clipped.float(),
+        return {
+            "policy_loss": policy_losses.mean().item(),
+            "value_loss": value_losses.mean().item(),
+            "entropy": entropy.mean().item(),
+            "approx_kl": (ratio - 1 - log_ratio).mean().item(),
+            "clip_fraction": clipped.float().mean().item(),
+            "max_ratio_deviation": (ratio - 1).abs().max().item(),
+            "grad_norm": norm.item(),
         }
-        metrics = {key: x.detach().mean().item() for key, x in means.items()}
-        return {**metrics, "max_ratio_deviation": (ratio - 1).abs().max().item(), "grad_norm": norm.item()}
 
     # ------------------------------------------------------------ evaluation and what is logged
 
     @torch.no_grad()
     def choose(self, rows, generator=None, policy=None):
-        """The likeliest action for each question, (rows,), or with a generator a sampled one; of the policy
-        as it is now, or of another."""
+        """Returns the most likely action for each question, (rows,), or with a generator a sampled one."""
         logprobs, _ = (policy or self.policy)(self.table.observations[rows])
         if generator is None:
             return logprobs.argmax(1)
         return torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
 
     def measure(self, rows, actions):
-        """Means over questions, and over the draws of an action, of what these actions (rows,) bring."""
-        return {key: part[rows, actions].double().mean().item() for key, part in self.table.parts.items()}
+        """Returns the metrics of these actions (rows,), means over questions and draws."""
+        return {name: x[rows, actions].double().mean().item() for name, x in self.table.metrics.items()}
 
     def evaluate(self):
-        """Metrics of the greedy policy on the validation questions, and sampled_reward, the sampling one's,
-        whose samples have their own random stream. Override to add yours."""
+        """Returns metrics of the greedy policy on the validation questions, and sampled_reward, that of
+        sampled actions, which have their own random stream. Override it to add yours."""
         with self.run.timed("evaluate"):
             rows = self.table.splits["validation"]
             sampled = self.choose(rows, torch.Generator().manual_seed(SEED + 1))
@@ -551,62 +536,64 @@ class RAGTrainer:
             return {**self.measure(rows, self.choose(rows)), "sampled_reward": sampled_reward}
 
     def record(self, batch, metrics):
-        """The step's metrics, LOG_SAMPLES of its episodes and its line on the terminal."""
-        parts = {key: part.double().mean().item() for key, part in batch.reward_parts.items()}
+        """Logs the step's metrics and LOG_SAMPLES of its episodes, and prints its line."""
         errors = batch.rewards - batch.values
         unexplained = errors.var() / (batch.rewards.var() + 1e-8)
+        means = {name: values.double().mean().item() for name, values in batch.metrics.items()}
         metrics = {
             "epoch": self.state.epoch,
             **metrics,
-            **parts,
+            **means,
             "advantage_mean": errors.mean().item(),
             "explained_variance": (1 - unexplained).item(),
             "timesteps": self.run.step * N_STEPS,
-            "wall_seconds": time.perf_counter() - self.run.clock[0],
-        }  # since this start of the run
+            "wall_seconds": time.perf_counter() - self.run.clock[0],  # since this start of the run
+        }
         samples = []
         for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
-            asked = {key: self.table.questions[row][key] for key in ("id", "question", "answer")}
-            response = self.table.responses[row][batch.actions[n]][batch.draws[n]]
-            scores = {key: round(part[n].item(), 6) for key, part in batch.reward_parts.items()}
-            samples.append({**asked, "response": response, **scores})
-        names = {"reward": "R", "em": "EM", "f1": "F1"}
-        shown = " ".join(f"{names.get(key, key)}:{parts[key]:.3f}" for key in self.table.shown)
-        line = shown + " PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}".format(**metrics)
+            question = self.table.questions[row]
+            sample = {"id": question["id"], "question": question["question"], "answer": question["answer"]}
+            sample["response"] = self.table.responses[row][batch.actions[n]][batch.draws[n]]
+            scores = {name: round(values[n].item(), 6) for name, values in batch.metrics.items()}
+            samples.append({**sample, **scores})
+        short_names = {"reward": "R", "em": "EM", "f1": "F1"}
+        line = ""
+        for name in self.table.shown:
+            line += f"{short_names.get(name, name)}:{metrics[name]:.3f} "
+        line += "PL:{policy_loss:.4f} VL:{value_loss:.4f} E:{entropy:.3f}".format(**metrics)
         self.run.log_step(metrics, N_STEPS, samples, line, unit="episodes")
 
     def baselines(self):
-        """What needs no training, each on every split, printed and written: see baseline_figures."""
+        """Computes, prints and writes what needs no training, on every split: see baseline_figures()."""
         self.figures = baseline_figures(self.table)
         Path(OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
+        for name, figures in self.figures.items():
+            write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", figures)
         names = ["fixed", "random", "best_fixed", "best_by_type", "tree", "oracle_greedy", "oracle"]
-        for name in [*names, "every_action"]:
-            write_json(Path(OUTPUT_DIR) / f"eval_baseline_{name}.json", self.figures[name])
         for text in table_lines(self.table, self.figures, names):
             self.run.log(text)
 
     def test(self):
-        """The policy of best/ on the test questions: three of them shown, then all, beside the baselines. The
-        last policy stays what it is: a checkpoint is still to be made of it."""
+        """Tests the policy of best/, shows three answers; self.policy is saved later and does not change."""
         best = self.run.folder / "best/policy"
-        if best.is_dir():  # it is not where a finished run goes on in another folder
+        if best.is_dir():  # it is missing where a finished run goes on in another folder
             self.best = load_pretrained(Policy, str(best), "OUTPUT_DIR")
         rows = self.table.splits["test"]
         actions = self.choose(rows, policy=self.best)
         for row, action in zip(rows[:3], actions.tolist()):
-            asked = self.table.questions[row]
-            did = ", ".join(f"{key} {value}" for key, value in zip(ACTION, self.table.actions[action]))
+            question = self.table.questions[row]
+            chosen = "top_k {}, temperature {}, rerank {}".format(*self.table.actions[action])
             response = self.table.responses[row][action][0]
-            self.run.log(f"{asked['question']}  [{did}]  {response!r}, right: {asked['answer']!r}")
-        found = {"policy": self.measure(rows, actions)}
-        found |= test_figures(self.table, rows, actions, self.figures)
-        write_json(self.run.folder / "eval_test.json", found)
-        for text in test_lines(self.table, found):
+            self.run.log(f"{question['question']}  [{chosen}]  {response!r}, right: {question['answer']!r}")
+        figures = {"policy": self.measure(rows, actions)}
+        figures |= test_figures(self.table, rows, actions, self.figures)
+        write_json(self.run.folder / "eval_test.json", figures)
+        for text in test_lines(self.table, figures):
             self.run.log(text)
 
     def answer(self, question):
-        """(answer, (top_k, temperature, rerank)) of one question text, retrieved and answered now: after
-        train() and in a resumed run by the policy of best/, before by the policy as it is."""
+        """Returns (answer, (top_k, temperature, rerank)) for the text of a question, retrieved and answered
+        now. The policy of best/ chooses, or the current one if there is no best/ yet."""
         observation = self.qa.observe(question)
         with torch.no_grad():
             logprobs, _ = (self.best or self.policy)(observation[None])
@@ -629,15 +616,6 @@ def load_pretrained(auto_class, path, constant, **options):
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
-
-
-# ---------------------------------------------------------------- checking models when they are loaded
-
-
-# ---------------------------------------------------------------- batches and micro-batches
-
-
-# ---------------------------------------------------------------- sampling
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
@@ -669,29 +647,6 @@ def shared_prompt_attention(
 
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
 AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-
-
-# ---------------------------------------------------------------- scoring
-
-
-# ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
-# check_models() must not name it.
-
-
-# ---------------------------------------------------------------- the optimizer step
-
-
-# ---------------------------------------------------------------- prompts and responses
-
-
-# ---------------------------------------------------------------- LoRA
-# Small matrices are trained beside a model's frozen weights (2106.09685).
-
-
-# ---------------------------------------------------------------- sharding
-# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
-# (FSDP2).
 
 
 # ---------------------------------------------------------------- records
@@ -1692,48 +1647,42 @@ class Retriever:
         self.index.index(words, show_progress=False)
 
     def search(self, question, count):
-        """(ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. A question
-        without a word that BM25 counts scores 0 with each."""
+        """Returns (ids, scores) of the `count` best paragraphs, best first; of equal ones the earlier. If a
+        question has no word that BM25 counts, all paragraphs score 0."""
         (words,) = self.tokenize([question])
         scores = self.index.get_scores(words) if words else np.zeros(self.size, dtype=np.float32)
         ids = np.argsort(-scores, kind="stable")[:count]
         return ids.tolist(), scores[ids]
 
 
-def paragraph_text(paragraph):
-    """What a reranker reads of it."""
-    return f"{paragraph['title']}: {paragraph['text']}"
-
-
 class Reranker:
     """A cross-encoder: one score for a question and a paragraph read together."""
 
     def __init__(self, name, device):
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        self.tokenizer = load_pretrained(AutoTokenizer, name, "RERANKER")
-        model = load_pretrained(AutoModelForSequenceClassification, name, "RERANKER", dtype=DTYPE)
+        self.tokenizer = load_pretrained(transformers.AutoTokenizer, name, "RERANKER")
+        auto_class = transformers.AutoModelForSequenceClassification
+        model = load_pretrained(auto_class, name, "RERANKER", dtype=DTYPE)
         self.model = model.to(device).eval()
-        config = model.config
+        config = self.model.config
         if config.num_labels != 1:
             raise UserError(f"RERANKER = {name!r} has {config.num_labels} labels: it takes one of one label")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        config.pad_token_id = self.tokenizer.pad_token_id
-        room = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
-        self.limit = min(512, room, self.tokenizer.model_max_length)
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
+        self.limit = min(512, max_positions, self.tokenizer.model_max_length)
 
     @torch.no_grad()
     def scores(self, question, texts):
-        """A score of each paragraph's text, (texts,)."""
+        """Returns a score for each paragraph's text, (texts,)."""
         limit = {"truncation": "longest_first", "max_length": self.limit}
-        asked = [question] * len(texts)
-        read = self.tokenizer(asked, texts, padding=True, return_tensors="pt", **limit)
-        return self.model(**read.to(self.model.device)).logits[:, 0].float().cpu()
+        questions = [question] * len(texts)
+        inputs = self.tokenizer(questions, texts, padding=True, return_tensors="pt", **limit)
+        return self.model(**inputs.to(self.model.device)).logits[:, 0].float().cpu()
 
 
 class Trigrams:
-    """A reranker without a model: the trigrams of characters that a question shares with a paragraph, by
-    their rarity in the corpus. It finds old spellings and inflected words, which BM25's whole words miss."""
+    """A reranker without a model: it compares the character trigrams of question and paragraph, weighted by
+    rarity in the corpus, and so finds old spellings and inflected words, which BM25's whole words miss."""
 
     def __init__(self, corpus):
         from sklearn.feature_extraction.text import TfidfVectorizer
@@ -1741,78 +1690,75 @@ class Trigrams:
         def plain(text):
             return " ".join(words_of(text))
 
-        # of each word with a blank at both ends
+        # char_wb: of each word with a blank at both ends
         self.grams = TfidfVectorizer(preprocessor=plain, analyzer="char_wb", ngram_range=(3, 3), binary=True)
         self.grams.fit(map(paragraph_text, corpus))
 
     def scores(self, question, texts):
-        """The question's cosine with each paragraph's text, (texts,)."""
-        asked = self.grams.transform([question])
-        return torch.from_numpy((self.grams.transform(texts) @ asked.T).toarray()[:, 0])
+        """Returns the question's cosine with each paragraph's text, (texts,)."""
+        question_vector = self.grams.transform([question])
+        return torch.from_numpy((self.grams.transform(texts) @ question_vector.T).toarray()[:, 0])
 
 
 class Generator:
     """Short answers by any seq2seq or causal model of transformers."""
 
     def __init__(self, name, device):
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoModelForSeq2SeqLM,
-            AutoTokenizer,
-            GenerationConfig,
-        )
-
-        config = load_pretrained(AutoConfig, name, "GENERATOR")
-        self.reads_apart = config.is_encoder_decoder  # the prompt stands in the encoder
-        kind = AutoModelForSeq2SeqLM if self.reads_apart else AutoModelForCausalLM
-        self.tokenizer = load_pretrained(AutoTokenizer, name, "GENERATOR", padding_side="left")
-        self.model = load_pretrained(kind, name, "GENERATOR", dtype=DTYPE).to(device).eval()
+        config = load_pretrained(transformers.AutoConfig, name, "GENERATOR")
+        self.is_encoder_decoder = config.is_encoder_decoder  # the prompt stands in the encoder
+        auto_class = transformers.AutoModelForCausalLM
+        if self.is_encoder_decoder:
+            auto_class = transformers.AutoModelForSeq2SeqLM
+        self.tokenizer = load_pretrained(transformers.AutoTokenizer, name, "GENERATOR", padding_side="left")
+        self.model = load_pretrained(auto_class, name, "GENERATOR", dtype=DTYPE).to(device).eval()
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"GENERATOR = {name!r} has a tokenizer without EOS: no answer would end")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        own = self.model.generation_config
-        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
+        loaded = self.model.generation_config
+        no_eos = loaded.eos_token_id is None
         # The model's own top-k, top-p and penalties stay out: a temperature means what it says
-        self.model.generation_config = GenerationConfig(
-            eos_token_id=ends,
+        self.model.generation_config = transformers.GenerationConfig(
+            eos_token_id=self.tokenizer.eos_token_id if no_eos else loaded.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
             max_new_tokens=MAX_NEW_TOKENS,
-            decoder_start_token_id=own.decoder_start_token_id,
-            bos_token_id=own.bos_token_id,
+            decoder_start_token_id=loaded.decoder_start_token_id,
+            bos_token_id=loaded.bos_token_id,
         )
-        room = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
-        room = room if self.reads_apart else max(0, room - MAX_NEW_TOKENS)
-        self.limit = min(MAX_PROMPT_TOKENS, room, self.tokenizer.model_max_length)
+        max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+        if not self.is_encoder_decoder:
+            max_positions = max(0, max_positions - MAX_NEW_TOKENS)
+        self.limit = min(MAX_PROMPT_TOKENS, max_positions, self.tokenizer.model_max_length)
 
     def prompt(self, question, paragraphs):
-        """(prompt, how many of the paragraphs stand in it): as many as fit, in order."""
-        for fit in range(len(paragraphs), -1, -1):
-            contexts = [PARAGRAPH.format(n=n, **p) for n, p in enumerate(paragraphs[:fit], 1)]
-            prompt = PROMPT.format(contexts="\n".join(contexts), question=question)
+        """Returns (prompt, number of the paragraphs in it): as many as fit, in order."""
+        contexts = [PARAGRAPH.format(n=n, **paragraph) for n, paragraph in enumerate(paragraphs, 1)]
+        for count in range(len(paragraphs), -1, -1):
+            prompt = PROMPT.format(contexts="\n".join(contexts[:count]), question=question)
             if CHAT_TEMPLATE and self.tokenizer.chat_template:
                 chat = [{"role": "user", "content": prompt}]
                 prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             length = len(self.tokenizer(prompt)["input_ids"])
             if length <= self.limit:
-                return prompt, fit
+                return prompt, count
         takes = f"takes {length} tokens in PROMPT without any paragraph"
         limit = f"GENERATOR and MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS} allow {self.limit}"
         raise UserError(f"the question {question[:80]!r} {takes}, {limit}")
 
     @torch.no_grad()
     def answers(self, prompts, temperature, seed):
-        """[(text, tokens read and written)] of the prompts; sampled from the seed above temperature 0."""
+        """Returns [(answer, tokens read and written)]; above temperature 0 it samples, from the seed."""
         device = self.model.device
-        read = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-        read = read.to(device)
-        heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # by default every GPU
+        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        inputs = inputs.to(device)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
+        gpus = [device] if device.type == "cuda" else []  # without a list fork_rng() takes all GPUs
+        with torch.random.fork_rng(gpus):
             torch.manual_seed(seed)
-            wrote = self.model.generate(**read, **heat)
-        wrote = wrote[:, 1 if self.reads_apart else read["input_ids"].shape[1] :]
-        lengths = (wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)
-        texts = self.tokenizer.batch_decode(wrote, skip_special_tokens=True)
+            tokens = self.model.generate(**inputs, **sampling)
+        start = 1 if self.is_encoder_decoder else inputs["input_ids"].shape[1]
+        written = tokens[:, start:]  # (prompts, new tokens)
+        lengths = (written != self.tokenizer.pad_token_id).sum(1) + inputs["attention_mask"].sum(1)
+        texts = self.tokenizer.batch_decode(written, skip_special_tokens=True)
         return [(text.strip().split("\n")[0].strip(), n) for text, n in zip(texts, lengths.tolist())]
 
 
@@ -1825,31 +1771,31 @@ class QASystem:
         if 1 in RERANKS:
             self.reranker = Trigrams(corpus) if RERANKER == "lexical" else Reranker(RERANKER, device)
         self.generator = Generator(GENERATOR, device)
-        self.vocabulary = {word for p in corpus for word in words_of(paragraph_text(p))}
+        self.vocabulary = set(words_of(" ".join(map(paragraph_text, corpus))))
 
     def observe(self, question):
-        """The observation of a question, a tensor (len(OBSERVATION),)."""
+        """Returns the observation of a question, (len(OBSERVATION),)."""
         ids, scores = self.retriever.search(question, 20)
-        paragraphs = [self.corpus[i] for i in ids]
-        return torch.from_numpy(observe(question, scores, paragraphs, self.vocabulary))
+        entries = observe(question, scores, [self.corpus[i] for i in ids], self.vocabulary)
+        return torch.tensor(list(entries.values()), dtype=torch.float32)
 
     def ranked(self, question, rerank):
-        """Ids of the question's paragraphs, best first, as many as the largest action may read."""
+        """Returns ids of the question's paragraphs, best first, as many as the largest action may read."""
         depth = max(TOP_KS)
         if not rerank:
             return self.retriever.search(question, depth)[0]
         ids, _ = self.retriever.search(question, max(depth, RERANK_DEPTH))
-        head, tail = ids[:RERANK_DEPTH], ids[RERANK_DEPTH:]
-        scores = self.reranker.scores(question, [paragraph_text(self.corpus[i]) for i in head])
-        order = scores.argsort(descending=True, stable=True).tolist()
-        return ([head[n] for n in order] + tail)[:depth]
+        best = ids[:RERANK_DEPTH]
+        scores = self.reranker.scores(question, [paragraph_text(self.corpus[i]) for i in best])
+        order = scores.argsort(descending=True, stable=True)
+        return (torch.tensor(best)[order].tolist() + ids[RERANK_DEPTH:])[:depth]
 
     def prompt(self, question, ids, top_k):
-        """(prompt, how many of the first top_k paragraphs stand in it)."""
+        """Returns (prompt, number of the first top_k paragraphs in it)."""
         return self.generator.prompt(question, [self.corpus[i] for i in ids[:top_k]])
 
     def answer(self, question, action):
-        """The answer to one question under (top_k, temperature, rerank)."""
+        """Returns the answer to one question under (top_k, temperature, rerank)."""
         top_k, temperature, rerank = action
         prompt, _ = self.prompt(question, self.ranked(question, rerank), top_k)
         return self.generator.answers([prompt], temperature, SEED)[0][0]
@@ -1860,108 +1806,113 @@ class QASystem:
 
 # differs: the constants of this trainer
 def check_choices():
-    """Refuse actions, a DATASET, PROMPT or PARAGRAPH that cannot be, before anything is read."""
-    for key, least, kinds in (("TOP_KS", 1, int), ("TEMPERATURES", 0, (int, float)), ("RERANKS", 0, int)):
-        values = globals()[key]
-        numbers = all(isinstance(value, kinds) and math.isfinite(value) for value in values)
-        if not values or not numbers or min(values) < least or len(set(values)) < len(values):
-            whole = "whole numbers" if kinds is int else "numbers"
-            raise UserError(f"{key} = {values!r}: it takes different {whole} from {least}, such as (1,)")
+    """Refuses constants that cannot be used, before anything is read."""
+    for key, values, least, number_type, numbers in (
+        ("TOP_KS", TOP_KS, 1, int, "whole numbers"),
+        ("TEMPERATURES", TEMPERATURES, 0, (int, float), "numbers"),
+        ("RERANKS", RERANKS, 0, int, "whole numbers"),
+    ):
+        valid = {x for x in values if isinstance(x, number_type) and least <= x < math.inf}
+        if not valid or len(valid) < len(values):
+            raise UserError(f"{key} = {values!r}: it takes different {numbers} from {least}, such as (1,)")
     if WHITEN_ADVANTAGES and N_STEPS == 1:
         raise UserError("N_STEPS = 1: whitening makes one advantage 0: raise it, or WHITEN_ADVANTAGES=False")
-    if not set(RERANKS) <= {0, 1} or (1 in RERANKS and not RERANKER):
+    if max(RERANKS) > 1 or (1 in RERANKS and not RERANKER):
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
     if not isinstance(DATASET.get("path"), str) or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
         raise UserError(f"DATASET = {DATASET!r}: {takes}")
-    for constant, needs, may in (
-        ("PROMPT", ["contexts", "question"], []),
-        ("PARAGRAPH", ["text"], ["n", "title"]),
+    for key, pattern, required, optional in (
+        ("PROMPT", PROMPT, ["contexts", "question"], []),
+        ("PARAGRAPH", PARAGRAPH, ["text"], ["n", "title"]),
     ):
-        pattern = globals()[constant]
-        names = {"a lone brace"}
+        names = ["a lone brace"]
         with suppress(ValueError):
-            names = {name for _, name, *_ in string.Formatter().parse(pattern) if name is not None}
-        if not set(needs) <= names <= {*needs, *may}:
-            takes = f"it takes {', '.join(f'{{{name}}}' for name in needs + may)}"
-            raise UserError(f"{constant} = {pattern!r}: {takes}; a brace itself is written twice")
+            _, names, *_ = zip(*string.Formatter().parse(pattern))
+        if not {*required} <= {*names} - {None} <= {*required, *optional}:
+            takes = "{" + "}, {".join(required + optional) + "}"
+            raise UserError(f"{key} = {pattern!r}: it takes {takes}; a brace itself is written twice")
 
 
 def read_question(record, where):
-    """A row {"id", "question", "answer", "type"} of a file's record; of several answers the best counts."""
+    """Returns {"id", "question", "answer", "type"} of a file's record; of several answers the best counts."""
     row = {"id": where.rsplit("/", 1)[-1], "type": str(record.get("type") or "")}
-    for key in ("question", "answer"):
-        value = look_up(record, key, where)
-        read_cell = cell_text
-        if key == "answer" and isinstance(value, list):
-            read_cell = cell_texts
-        row[key] = read_cell(value, f"{where}: {key!r}")
-        texts = row[key] if isinstance(row[key], list) else [row[key]]
-        if not all(text.strip() for text in texts):
-            raise UserError(f"{where}: its {key} is empty; mend or delete the line")
+    row["question"] = cell_text(look_up(record, "question", where), f"{where}: 'question'")
+    answer = look_up(record, "answer", where)
+    answers = cell_texts(answer, f"{where}: 'answer'")
+    row["answer"] = answers if isinstance(answer, list) else answers[0]
+    for key, texts in (("question", [row["question"]]), ("answer", answers)):
+        if "" in map(str.strip, texts):
+            raise UserError(f"{where}: its {key} is empty; correct or delete the line")
     return row
 
 
 def from_hotpot(records, where):
-    """(questions, corpus) of numbered records in HotpotQA's format, of the file or of the hub. Gold
-    paragraphs that are not in a record's own context (fullwiki) do not count."""
+    """Returns (questions, {(title, text): paragraph id}) of numbered records in HotpotQA's format, the
+    file's or the hub's. Gold paragraphs that are not in a record's own context (fullwiki) do not count."""
     questions = []
-    corpus = {}  # (title, text): row id
+    corpus = {}
     for number, record in records:
         line = f"{where} record {number}"
+        gold = []
         try:
             context = record["context"]
             if isinstance(context, dict):  # the hub's columns
-                context = list(zip(context["title"], context["sentences"]))
+                context = zip(context["title"], context["sentences"])
             facts = record["supporting_facts"]
-            gold_titles = set(facts["title"] if isinstance(facts, dict) else [title for title, _ in facts])
-            told = [(title, "".join(sentences).strip()) for title, sentences in context]
-            if not all(isinstance(title, str) for title, _ in told):
-                raise ValueError("a title is no text")
+            gold_titles = facts["title"] if isinstance(facts, dict) else dict(facts)
+            for title, sentences in context:
+                if not isinstance(title, str):
+                    raise ValueError("a title is no text")
+                paragraph = (title, "".join(sentences).strip())
+                paragraph_id = corpus.setdefault(paragraph, len(corpus))
+                if title in gold_titles:
+                    gold.append(paragraph_id)
         except (KeyError, TypeError, ValueError):
-            form = "question, answer, context, supporting_facts"
-            raise UserError(f"{line} is not HotpotQA's format ({form})") from None
-        rows = [corpus.setdefault(paragraph, len(corpus)) for paragraph in told]
-        gold = [row for row, (title, _) in zip(rows, told) if title in gold_titles]
+            fields = "question, answer, context, supporting_facts"
+            raise UserError(f"{line} is not HotpotQA's format ({fields})") from None
         questions.append({**read_question(record, line), "gold_docs": gold})
     return questions, corpus
 
 
 def from_folder(folder):
-    """(questions, corpus) of corpus.jsonl and questions.jsonl."""
+    """Returns (questions, {(title, text): paragraph id}) of corpus.jsonl and questions.jsonl."""
 
-    def lines(name):
+    def read_lines(name):
         where = f"DATASET: {folder}/{name}"
         for number, record in read_records({"path": f"{folder}/{name}", "type": "jsonl"}, where):
             yield f"{where} line {number}", record
 
-    corpus = {}  # (title, text): row id
-    titles = {}  # title: row ids
-    for line, record in lines("corpus.jsonl"):
-        values = [(key, look_up(record, key, line)) for key in ("title", "text")]
-        title, text = (cell_text(value, f"{line}: {key!r}") for key, value in values)
-        titles.setdefault(title, set()).add(corpus.setdefault((title, text), len(corpus)))
+    corpus = {}
+    ids_by_title = defaultdict(set)
+    for line, record in read_lines("corpus.jsonl"):
+        title = cell_text(look_up(record, "title", line), f"{line}: 'title'")
+        text = cell_text(look_up(record, "text", line), f"{line}: 'text'")
+        ids_by_title[title].add(corpus.setdefault((title, text), len(corpus)))
     questions = []
-    for line, record in lines("questions.jsonl"):
-        wanted = cell_texts(record["gold"], f"{line}: 'gold'") if record.get("gold") else []
-        missing = [title for title in wanted if title not in titles]
-        if missing:
-            raise UserError(f"{line}: its gold paragraph {missing[0]!r} is not in corpus.jsonl")
-        gold = sorted(set().union(*(titles[title] for title in wanted)))
-        questions.append({**read_question(record, line), "gold_docs": gold})
+    for line, record in read_lines("questions.jsonl"):
+        titles = []
+        if record.get("gold"):
+            titles = cell_texts(record["gold"], f"{line}: 'gold'")
+        gold = set()
+        for title in titles:
+            if title not in ids_by_title:
+                raise UserError(f"{line}: its gold paragraph {title!r} is not in corpus.jsonl")
+            gold |= ids_by_title[title]
+        questions.append({**read_question(record, line), "gold_docs": sorted(gold)})
     return questions, corpus
 
 
-def load_questions(say):
-    """(questions with their split, corpus) of DATASET. A question asked twice counts once, so that none of
-    the test's is trained on."""
-    kind, path = DATASET["type"], DATASET["path"]
+def load_questions(log):
+    """Returns (questions with their split, corpus) of DATASET. A question asked twice counts once, so that no
+    test question is trained on."""
+    path = DATASET["path"]
     where = f"DATASET: {path}"
-    if kind == "folder":
+    if DATASET["type"] == "folder":
         questions, corpus = from_folder(path)
-    elif kind == "hub":
+    elif DATASET["type"] == "hub":
         questions, corpus = from_hotpot(read_records(DATASET, where), where)
     else:
         try:
@@ -1971,84 +1922,73 @@ def load_questions(say):
         if not isinstance(records, list):
             raise UserError(f"{where} is not HotpotQA's format: it takes a list of records")
         questions, corpus = from_hotpot(enumerate(records, 1), where)
-    for text in [*(row["question"] for row in questions), *(text for both in corpus for text in both)]:
+    for text in itertools.chain(map(itemgetter("question"), questions), *corpus):
         if text != text.encode(errors="ignore").decode():
-            raise UserError(f"{where}: {text[:60]!r} has half a surrogate: mend or delete it")
-    same = {" ".join(words_of(row["question"])) or row["question"]: row for row in reversed(questions)}
-    questions = list(same.values())[::-1]
+            raise UserError(f"{where}: {text[:60]!r} has half a surrogate: correct or delete it")
+    unique = {}
+    for row in reversed(questions):
+        unique[" ".join(words_of(row["question"])) or row["question"]] = row
+    questions = list(unique.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
-    least = VALIDATION_QUESTIONS + TEST_QUESTIONS
-    if len(order) <= least:
-        held_out = f"the {least} of VALIDATION_QUESTIONS and TEST_QUESTIONS"
+    splits = ["test"] * TEST_QUESTIONS + ["validation"] * VALIDATION_QUESTIONS
+    if len(order) <= len(splits):
+        held_out = f"the {len(splits)} of VALIDATION_QUESTIONS and TEST_QUESTIONS"
         raise UserError(f"{len(order)} questions leave none to train on beside {held_out}")
-    questions = [questions[i] for i in order]
-    for number, row in enumerate(questions):
-        row["split"] = "test" if number < TEST_QUESTIONS else "validation" if number < least else "train"
-    say(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
+    splits += ["train"] * (len(order) - len(splits))
+    questions = [{**questions[i], "split": split} for i, split in zip(order, splits)]
+    log(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
     return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
 # ---------------------------------------------------------------- the table: every question x action x draw
 
 
-def part_digest(name):
-    """What a model is: its files' digests for a folder, its name for the hub."""
-    if name and Path(name).is_dir():
-        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
-        return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
-    return [str(name)]
+def model_digest(name):
+    """Returns what a model is: its files' digests for a folder, its name for the hub."""
+    if not name or not Path(name).is_dir():
+        return [str(name)]
+    files = sorted(filter(Path.is_file, Path(name).rglob("*")))
+    return [(str(path.relative_to(name)), file_digest(path)["sha256"]) for path in files]
 
 
 # differs: what is replaced in this trainer
-def source_of(part):
-    """The program text of an object's methods, without comments: a class that is replaced has another."""
-    texts = []
-    for parent in type(part).__mro__[:-1]:  # the last is object
+def source_of(component):
+    """Returns the source of an object's methods, without comments: a class that is replaced has another."""
+    sources = []
+    for parent in type(component).__mro__[:-1]:  # the last is object
         for name, method in sorted(vars(parent).items()):
             if inspect.isfunction(method):
-                text = method.__qualname__
+                source = method.__qualname__
                 with suppress(OSError, SyntaxError):  # of a lambda there is a piece of a line
-                    text = inspect.getsource(method)
-                    text = ast.unparse(ast.parse(textwrap.dedent(text)))
-                texts.append((name, text))
-    return texts
+                    source = inspect.getsource(method)
+                    source = ast.unparse(ast.parse(textwrap.dedent(source)))
+                sources.append((name, source))
+    return sources
 
 
 def cache_path(qa):
-    """The jsonl file of answers; its name changes with all that an answer depends on."""
+    """Returns the jsonl file of answers; its name changes with all that an answer depends on."""
     commit = getattr(qa.generator.model.config, "_commit_hash", None)
-    parts = [qa, qa.retriever, qa.generator, getattr(qa, "reranker", None)]
-    facts = [
-        part_digest(GENERATOR),
-        commit,
-        part_digest(RERANKER),
-        qa.corpus,
-        PROMPT,
-        PARAGRAPH,
-        CHAT_TEMPLATE,
-        TITLE_WEIGHT,
-        RERANK_DEPTH,
-        MAX_PROMPT_TOKENS,
-        MAX_NEW_TOKENS,
-        DTYPE,
-        [source_of(part) for part in parts],
-    ]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    models = [model_digest(GENERATOR), commit, model_digest(RERANKER), DTYPE]
+    prompt = [PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
+    components = [qa, qa.retriever, qa.generator, getattr(qa, "reranker", None)]
+    sources = list(map(source_of, components))
+    facts = json.dumps([models, prompt, qa.corpus, TITLE_WEIGHT, RERANK_DEPTH, sources])
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
 
 
-KEYS = ("question", "top_k", "temperature", "rerank", "draw")
+KEYS = ("question", *ACTION, "draw")
 
 
 def read_cache(path):
-    """{(question, top_k, temperature, rerank, draw): record} of what was answered before. A line is a block;
-    one that a kill left half written is answered again."""
+    """Returns {(question, top_k, temperature, rerank, draw): record} of earlier answers. A line holds a
+    block; if a kill left it half written, it is answered again."""
     known = {}
-    if not path.exists():
-        return known
-    for line in path.read_text().splitlines():
-        with suppress(ValueError):
-            known |= {tuple(record[key] for key in KEYS): record for record in json.loads(line)}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):
+                known |= {itemgetter(*KEYS)(record): record for record in json.loads(line)}
     return known
 
 
@@ -2063,101 +2003,106 @@ def add_to_cache(path, records):
 
 
 def answer_block(qa, questions, missing):
-    """Records of the missing (top_k, temperature, rerank, draw) of a few questions, a batch each."""
-    ranked = {}
-    rank_seconds = {}
-    for rerank in sorted({rerank for _, _, rerank, _ in missing}):
+    """Returns records of a few questions' answers to the missing (top_k, temperature, rerank, draw)."""
+    rankings = {}
+    ranking_seconds = {}
+    for rerank in set(map(itemgetter(2), missing)):
         started = time.perf_counter()
-        ranked[rerank] = [qa.ranked(question, rerank) for question in questions]
-        rank_seconds[rerank] = time.perf_counter() - started
+        rankings[rerank] = [qa.ranked(question, rerank) for question in questions]
+        ranking_seconds[rerank] = time.perf_counter() - started
     records = []
     for action in missing:
-        top_k, temperature, rerank, draw = action
-        read = [qa.prompt(question, ids, top_k) for question, ids in zip(questions, ranked[rerank])]
+        top_k, temperature, rerank, _ = action
+        pairs = rerank * min(RERANK_DEPTH, len(qa.corpus))  # that the reranker read
+        prompts, counts = zip(*map(partial(qa.prompt, top_k=top_k), questions, rankings[rerank]))
         key = json.dumps([questions, *action]).encode()
         seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
         started = time.perf_counter()
-        answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)
-        seconds = (time.perf_counter() - started + rank_seconds[rerank]) / len(questions)
-        for question, ids, (_, fit), (text, tokens) in zip(questions, ranked[rerank], read, answers):
-            records.append(
-                {
-                    **dict(zip(KEYS, (question, *action))),
-                    "response": text,
-                    "tokens": tokens,
-                    "pairs": min(RERANK_DEPTH, len(qa.corpus)) if rerank else 0,
-                    "paragraphs": ids[:top_k],
-                    "left_out": len(ids[:top_k]) - fit,
-                    "seconds": seconds,
-                }
-            )
+        answers = qa.generator.answers(list(prompts), temperature, seed)
+        seconds = (time.perf_counter() - started + ranking_seconds[rerank]) / len(questions)
+        for question, ids, count, (text, tokens) in zip(questions, rankings[rerank], counts, answers):
+            record = dict(zip(KEYS, (question, *action)))
+            record |= {"response": text, "tokens": tokens, "pairs": pairs, "seconds": seconds}
+            record |= {"paragraphs": ids[:top_k], "left_out": len(ids[:top_k]) - count}
+            records.append(record)
     return records
 
 
-def warn_of_unknown_words(questions, qa, say):
-    """Say what share of the words of questions and paragraphs (the first 1,000) the generator's tokenizer
+def warn_of_unknown_words(questions, qa, log):
+    """Logs what fraction of the words of questions and paragraphs (the first 1,000) the generator's tokenizer
     does not know, if that is more than 1%."""
     tokenizer = qa.generator.tokenizer
-    texts = [row["question"] for row in questions[:1000]] + [paragraph_text(p) for p in qa.corpus[:1000]]
-    tokens = [token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids]
-    unknown = tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
+    texts = list(map(itemgetter("question"), questions[:1000]))
+    texts += map(paragraph_text, qa.corpus[:1000])
+    tokens = np.concatenate(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    unknown = np.count_nonzero(tokens == tokenizer.unk_token_id) / max(1, len(tokens))
     if unknown > 0.01:
         words = f"{unknown:.0%} of the words of DATASET (data/rag/reader is for data/rag alone)"
-        say(f"WARNING: GENERATOR = {GENERATOR!r} reads {tokenizer.unk_token} in place of {words}")
+        log(f"WARNING: GENERATOR = {GENERATOR!r} reads {tokenizer.unk_token} in place of {words}")
 
 
-def fill_table(questions, qa, say):
-    """Every question x action x draw, answered once: what is missing in the cache is answered now, in blocks
-    that depend on nothing but the questions, each saved before the next begins."""
+def fill_table(questions, qa, log):
+    """Returns the table, every question x action x draw. What the cache lacks is answered now, in blocks that
+    depend on nothing but the questions; each is saved before the next begins."""
     path = cache_path(qa)
     known = read_cache(path)
-    warn_of_unknown_words(questions, qa, say)
-    wanted = [(*action, draw) for action in all_actions() for draw in range(DRAWS if action[1] > 0 else 1)]
-    todo = []
-    for n in range(0, len(questions), QUESTIONS_AT_ONCE):
-        block = [row["question"] for row in questions[n : n + QUESTIONS_AT_ONCE]]
-        missing = [key for key in wanted if any((text, *key) not in known for text in block)]
-        todo += [(block, missing)] if missing else []
-    if todo:
-        for row in questions:  # before hours of answers
-            qa.generator.prompt(row["question"], [])
-        say(f"Answering {len(questions)} questions, {len(wanted)} times each, once; kept in {path}")
-    for block, missing in progress(todo, "blocks"):
+    warn_of_unknown_words(questions, qa, log)
+    wanted = itertools.product(TOP_KS, TEMPERATURES, RERANKS, range(DRAWS))
+    wanted = [key for key in wanted if key[1] > 0 or key[3] == 0]  # at temperature 0 all draws are equal
+    texts = list(map(itemgetter("question"), questions))
+    blocks = []
+    for n in range(0, len(texts), QUESTIONS_AT_ONCE):
+        block = texts[n : n + QUESTIONS_AT_ONCE]
+        missing = []
+        for key in wanted:
+            if any((text, *key) not in known for text in block):
+                missing.append(key)
+        if missing:
+            blocks.append((block, missing))
+    if blocks:
+        for text in texts:  # raises for one that is too long, before hours of answers
+            qa.generator.prompt(text, [])
+        log(f"Answering {len(texts)} questions, {len(wanted)} times each, once; kept in {path}")
+    for block, missing in progress(blocks, "blocks"):
         records = answer_block(qa, block, missing)
-        if not any(record["response"] for record in records):
+        if not any(map(itemgetter("response"), records)):
             hint = "does it fit PROMPT, and does it write within MAX_NEW_TOKENS?"
             raise UserError(f"GENERATOR = {GENERATOR!r} answered none of {len(records)} prompts: {hint}")
         add_to_cache(path, records)
-        known |= {tuple(record[key] for key in KEYS): record for record in records}
-    return collect(questions, qa, known, say)
+        known |= {itemgetter(*KEYS)(record): record for record in records}
+    return make_table(questions, qa, known, log)
 
 
-def collect(questions, qa, known, say):
-    """The table: questions, actions, rows of each split, observations (questions, len(OBSERVATION)), and as
-    (questions, actions, draws) responses, the cost of what was read, seconds."""
+def make_table(questions, qa, known, log):
+    """Returns the table: questions and their types, actions, rows of each split, observations (questions,
+    len(OBSERVATION)), and (questions, actions, draws) responses, cost of what was read and seconds."""
     actions = all_actions()
-    records = []
-    for row in questions:
-        draws = [[(*a, d if a[1] > 0 else 0) for d in range(DRAWS)] for a in actions]
-        records.append([[known[row["question"], *key] for key in keys] for keys in draws])
-        for (top_k, _, rerank), answered in zip(actions, records[-1]):
+    records = np.empty((len(questions), len(actions), DRAWS), dtype=object)
+    splits = {"train": [], "validation": [], "test": []}
+    observations = []
+    for q, row in enumerate(questions):
+        splits[row["split"]].append(q)
+        observations.append(qa.observe(row["question"]))
+        for (a, action), draw in itertools.product(enumerate(actions), range(DRAWS)):
+            top_k, temperature, rerank = action
+            record = known[row["question"], *action, draw if temperature > 0 else 0]
+            records[q, a, draw] = record
             if top_k == max(TOP_KS):
-                row[f"ranked_{rerank}"] = answered[0]["paragraphs"]
+                row[f"ranked_{rerank}"] = record["paragraphs"]
 
-    def column(key):
-        return [[[record[key] for record in draws] for draws in row] for row in records]
+    def column(key, dtype=np.float32):
+        return np.vectorize(itemgetter(key), otypes=[dtype])(records)
 
-    if left_out := (torch.tensor(column("left_out")) > 0).sum().item():
-        which = f"{left_out} of {len(questions) * len(actions) * DRAWS} prompts"
-        say(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
-    names = ("train", "validation", "test")
-    splits = {name: [q for q, row in enumerate(questions) if row["split"] == name] for name in names}
+    if left_out := np.count_nonzero(column("left_out")):
+        which = f"{left_out} of {records.size} prompts"
+        log(f"WARNING: {which} left out paragraphs that do not fit {qa.generator.limit} tokens")
     return SimpleNamespace(
         questions=questions,
+        types=np.array(list(map(itemgetter("type"), questions))),
         actions=actions,
         splits=splits,
-        responses=column("response"),
-        observations=torch.stack([qa.observe(row["question"]) for row in questions]),
+        responses=column("response", object).tolist(),
+        observations=torch.stack(observations),
         read=torch.tensor(column("tokens")) / COST_TOKENS + torch.tensor(column("pairs")) / COST_PAIRS,
         seconds=torch.tensor(column("seconds")),
     )
@@ -2167,60 +2112,69 @@ def collect(questions, qa, known, say):
 
 
 def recall_at(questions, rerank, top_k):
-    """Share of the gold paragraphs among the first top_k, mean over the questions that name some."""
-    ranked = [(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]) for row in questions if row["gold_docs"]]
-    return sum(share(gold, ids) for gold, ids in ranked) / len(ranked) if ranked else math.nan
+    """Returns the fraction of gold paragraphs among the first top_k, mean over the questions with any."""
+    recalls = []
+    for row in questions:
+        if row["gold_docs"]:
+            recalls.append(fraction_found(row["gold_docs"], row[f"ranked_{rerank}"][:top_k]))
+    return sum(recalls) / len(recalls) if recalls else math.nan
 
 
 def rules(table):
-    """{name: an action for each question, (questions,)}, of the whole table of the training questions, of
-    which PPO sees one action at a time: the best action, the best of each type, the best of each leaf of a
-    regression tree on what is observed, with as many leaves as are best on the validation questions."""
+    """Returns {name: an action for each question, (questions,)}: the best action; the best of each type; the
+    best of each leaf of a regression tree on the observations, with as many leaves as are best on validation.
+    The rules see all actions' rewards on the training questions, PPO one action at a time."""
     from sklearn.tree import DecisionTreeRegressor
 
     mean = table.rewards.double().mean(2)  # (questions, actions)
-    train, validation = table.splits["train"], table.splits["validation"]
-    fixed = mean[train].mean(0).argmax()
-    types = [row["type"] for row in table.questions]
-    rows = {kind: [q for q in train if types[q] == kind] for kind in types}
-    best = {kind: mean[rows[kind]].mean(0).argmax() if rows[kind] else fixed for kind in rows}
-    seen = table.observations.numpy()
-    trees = []
+    train = np.array(table.splits["train"])
+    validation = table.splits["validation"]
+    best_fixed = mean[train].mean(0).argmax().expand(len(mean))
+    by_type = best_fixed.clone()
+    for name in np.unique(table.types[train]):
+        best = mean[train[table.types[train] == name]].mean(0).argmax()
+        by_type[torch.from_numpy(table.types == name)] = best
+    observations = table.observations.numpy()
+    best_reward = -math.inf
     for leaves in (2, 3, 4, 6, 8, 12, 16, 24, 32):
         tree = DecisionTreeRegressor(max_leaf_nodes=leaves, min_samples_leaf=5, random_state=0)
-        found = tree.fit(seen[train], mean[train]).predict(seen).reshape(mean.shape)  # of one action: flat
-        actions = torch.from_numpy(found.argmax(1))
-        trees.append((mean[validation, actions[validation]].mean(), -leaves, actions))
-    by_type = torch.stack([best[kind] for kind in types])
-    return {"best_fixed": fixed.expand(len(types)), "best_by_type": by_type, "tree": max(trees)[2]}
+        predicted = tree.fit(observations[train], mean[train]).predict(observations)
+        actions = torch.from_numpy(predicted.reshape(mean.shape).argmax(1))  # one action alone comes out flat
+        reward = mean[validation, actions[validation]].mean()
+        if reward > best_reward:
+            best_reward = reward
+            by_tree = actions
+    return {"best_fixed": best_fixed, "best_by_type": by_type, "tree": by_tree}
 
 
 def split_means(table, actions):
-    """{split: {reward, em, ...}} where each question gets actions[q], an action or, (questions, actions),
-    weights of all that sum to 1."""
+    """Returns {split: {"questions": their number, metric: mean}}. actions: one per question, (questions,), or
+    weights of all that sum to 1, (questions, actions)."""
     if actions.ndim == 1:
         actions = torch.eye(len(table.actions), dtype=torch.float64)[actions]
-    found = {split: {"questions": len(rows)} for split, rows in table.splits.items()}
-    for key, part in table.parts.items():
-        means = (part.double().mean(2) * actions).sum(1)  # (questions,)
-        for split, rows in table.splits.items():
-            found[split][key] = means[rows].mean().item()
-    return found
+    figures = {}
+    for split, rows in table.splits.items():
+        figures[split] = {"questions": len(rows)}
+        for name, values in table.metrics.items():
+            per_question = (values.double().mean(2) * actions).sum(1)
+            figures[split][name] = per_question[rows].mean().item()
+    return figures
 
 
 def baseline_figures(table):
-    """What needs no training: every action, FIXED_ACTION, a random action, the rules, and the best action of
-    each question after the fact, of the greedy ones or of all, where the luckiest sample counts."""
+    """Returns {name: split_means()} of what needs no training: a random action, the rules, FIXED_ACTION,
+    every action, and each question's best action after the fact, of the greedy ones or of all."""
     mean = table.rewards.double().mean(2)  # (questions, actions)
-    greedy = mean.clone()
-    greedy[:, [temperature > min(TEMPERATURES) for _, temperature, _ in table.actions]] = -math.inf
+    temperatures = torch.tensor(table.actions, dtype=torch.float64)[:, 1]
+    greedy = mean.masked_fill(temperatures > min(TEMPERATURES), -math.inf)
     chosen = {**rules(table), "oracle_greedy": greedy.argmax(1), "oracle": mean.argmax(1)}
     figures = {"random": split_means(table, torch.full_like(mean, 1 / len(table.actions)))}
-    figures |= {name: split_means(table, actions) for name, actions in chosen.items()}
-    figures["every_action"] = [
-        {"action": dict(zip(ACTION, action)), **split_means(table, torch.tensor(a).expand(len(mean)))}
-        for a, action in enumerate(table.actions)
-    ]
+    for name, actions in chosen.items():
+        figures[name] = split_means(table, actions)
+    figures["every_action"] = []
+    for a, action in enumerate(table.actions):
+        means_of_action = split_means(table, torch.full((len(mean),), a))
+        figures["every_action"].append({"action": dict(zip(ACTION, action)), **means_of_action})
     figures["best_fixed"]["action"] = figures["every_action"][chosen["best_fixed"][0]]["action"]
     figures["fixed"] = figures["every_action"][table.actions.index(tuple(FIXED_ACTION))]
     return figures
@@ -2228,29 +2182,37 @@ def baseline_figures(table):
 
 # differs: the figures of this trainer
 def table_lines(table, figures, names):
-    """Lines for the terminal: recall, mean reward of type x action at the lowest temperature, baselines."""
+    """Returns lines for the terminal: recall, mean reward by type and action, baselines."""
     lines = []
-    has_gold = any(row["gold_docs"] for row in table.questions)
     for rerank in RERANKS:
-        if not has_gold:
-            break
-        shares = "  ".join(f"@{k} {recall_at(table.questions, rerank, k):.3f}" for k in TOP_KS)
-        lines.append(f"Recall of the gold paragraphs, {'reranked' if rerank else 'BM25':8}  {shares}")
-    cold = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == min(TEMPERATURES)]
-    heads = [f"k={table.actions[a][0]}{' rerank' if table.actions[a][2] else ''}" for a in cold]
-    lines.append(f"Mean reward at temperature {min(TEMPERATURES)}, training questions, by type:")
-    lines.append(" " * 16 + "".join(f"{head:>12}" for head in heads))
+        recalls = list(map(partial(recall_at, table.questions, rerank), TOP_KS))
+        if not math.isnan(recalls[0]):
+            line = f"Recall of the gold paragraphs, {'reranked' if rerank else 'BM25':8}"
+            for top_k, recall in zip(TOP_KS, recalls):
+                line += f"  @{top_k} {recall:.3f}"
+            lines.append(line)
+    lowest = min(TEMPERATURES)
+    lines.append(f"Mean reward at temperature {lowest}, training questions, by type:")
+    columns = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature == lowest]
+    line = " " * 16
+    for a in columns:
+        top_k, _, rerank = table.actions[a]
+        name = f"k={top_k} rerank" if rerank else f"k={top_k}"
+        line += f"{name:>12}"
+    lines.append(line)
     mean = table.rewards.double().mean(2)
-    train = table.splits["train"]
-    for kind in sorted({table.questions[q]["type"] for q in train}):
-        means = mean[[q for q in train if table.questions[q]["type"] == kind]].mean(0)[cold].tolist()
-        cells = [f"{value:.3f}{'*' if value == max(means) else ' '}" for value in means]
-        lines.append(f"  {kind or 'all':14}" + "".join(f"{cell:>12}" for cell in cells))
+    train = np.array(table.splits["train"])
+    for name in np.unique(table.types[train]):
+        means = mean[train[table.types[train] == name]].mean(0)[columns].tolist()
+        line = f"  {name or 'all':14}"
+        for value in means:
+            line += f"{value:11.3f}" + ("*" if value == max(means) else " ")
+        lines.append(line)
     lines.append("Baselines on the test questions:")
     for name in names:
         action = tuple(figures[name].get("action", {}).values()) or ""
-        values = [f"{key} {figures[name]['test'][key]:.3f}" for key in table.shown]
-        lines.append(f"  {name.replace('_', ' '):14}{'  '.join(values)}  {action}")
+        metrics = "  ".join(f"{key} {figures[name]['test'][key]:.3f}" for key in table.shown)
+        lines.append(f"  {name.replace('_', ' '):14}{metrics}  {action}")
     return lines
 
 
@@ -2264,24 +2226,25 @@ def bootstrap_interval(values):
 
 # differs: the figures of this trainer
 def test_figures(table, rows, actions, figures):
-    """{baseline: its means on the test questions, "gains": {rule: mean gain over it, and its 95% interval}}
-    of the actions (rows,) for the test questions (rows,)."""
+    """Returns {baseline: its means on the test questions, "gains": {rule: mean gain over it, and its 95%
+    interval}} of the actions (rows,) for the test questions (rows,)."""
     mean = table.rewards.double().mean(2)
-    found = {name: figure["test"] for name, figure in figures.items() if name != "every_action"}
-    found["gains"] = {}
+    test = {name: baseline["test"] for name, baseline in figures.items() if name != "every_action"}
+    test["gains"] = {}
     for name, chosen in rules(table).items():
-        gained = mean[rows, actions] - mean[rows, chosen[rows]]
-        found["gains"][name] = {"gain": gained.mean().item(), "interval": bootstrap_interval(gained)}
-    return found
+        gains = mean[rows, actions] - mean[rows, chosen[rows]]
+        test["gains"][name] = {"gain": gains.mean().item(), "interval": bootstrap_interval(gains)}
+    return test
 
 
 # differs: the figures of this trainer
-def test_lines(table, found):
-    values = "  ".join(f"{key} {found['policy'][key]:.3f}" for key in table.shown)
-    yield f"Test: {values}; oracle {found['oracle']['reward']:.3f} after the fact"
-    for name, gain in found["gains"].items():
+def test_lines(table, figures):
+    """Yields lines for the terminal."""
+    metrics = "  ".join(f"{key} {figures['policy'][key]:.3f}" for key in table.shown)
+    yield f"Test: {metrics}; oracle {figures['oracle']['reward']:.3f} after the fact"
+    for name, gain in figures["gains"].items():
         interval = "{:+.3f} to {:+.3f}".format(*gain["interval"])
-        rule = f"{name.replace('_', ' '):12}  {found[name]['reward']:.3f}"
+        rule = f"{name.replace('_', ' '):12}  {figures[name]['reward']:.3f}"
         yield f"  {rule}, gain over it {gain['gain']:+.3f} (95% interval {interval})"
 
 
@@ -2291,8 +2254,7 @@ def write_json(path, value):
 
 # differs: the figures of this trainer
 def draw_learning(folder, title, table, figures):
-    """rag_learning.png, from the logs: rewards, answers and actions over the updates with baselines and
-    oracle as dashed lines; recall."""
+    """Draws rag_learning.png: metrics over the updates, baselines as dashed lines; and recall."""
     records = read_metrics(folder / "logs/metrics.jsonl")
     figure = Figure(figsize=(16, 11), layout="constrained")
     figure.suptitle(title)
@@ -2301,14 +2263,14 @@ def draw_learning(folder, title, table, figures):
         plot_metric(axis, records, "train", key, "C0", "sampled, training questions")
         plot_metric(axis, records, "eval", key, "C6", "greedy, validation questions")
         for number, name in enumerate(("random", "fixed", "best_fixed", "best_by_type", "tree"), 1):
-            level = figures.get(name, {}).get("validation", {}).get(key)
+            level = figures[name]["validation"].get(key)
             if level is not None:
                 axis.axhline(level, linestyle="--", color=f"C{number}", label=name.replace("_", " "))
         axis.set(xlabel="update", ylabel=key)
         axis.grid(alpha=0.3)
     for rerank in RERANKS:
-        shares = [recall_at(table.questions, rerank, k) for k in TOP_KS]
-        last.plot(TOP_KS, shares, "o-", label="reranked" if rerank else "BM25")
+        recalls = list(map(partial(recall_at, table.questions, rerank), TOP_KS))
+        last.plot(TOP_KS, recalls, "o-", label="reranked" if rerank else "BM25")
     last.set(xlabel="k", ylabel="recall@k of the gold paragraphs", ylim=(0, 1.02))
     last.grid(alpha=0.3)
     last.legend()

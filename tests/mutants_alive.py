@@ -168,8 +168,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "old_logprobs, advantages = batch.logprobs[chunk],",
-        "old_logprobs, advantages = batch.logprobs[: len(chunk)],",
+        "old_logprobs = batch.logprobs[chunk]\n",
+        "old_logprobs = batch.logprobs[: len(chunk)]\n",
         RAG_STEP,
     ),
     (

@@ -104,7 +104,7 @@ MUTANTS = [
         "        pass\n",
         TEST + "rce_icl[0.3]",
     ),
-    (RAG, 'fork_rng([device] if device.type == "cuda" else [])', "fork_rng()", TEST + "ppo_rag"),
+    (RAG, "fork_rng(gpus)", "fork_rng()", TEST + "ppo_rag"),
     # kinds of numbers
     (
         PPO,

@@ -67,26 +67,26 @@ MUTANTS = [
     # what is read and answered
     (
         RAG,
-        "[self.corpus[i] for i in ids[:top_k]]",
-        "[self.corpus[i] for i in ids]",
+        "question, [self.corpus[i] for i in ids[:top_k]]",
+        "question, [self.corpus[i] for i in ids]",
         IN_RAG + "top_k_decides_how_many_paragraphs_the_generator_reads",
     ),
     (
         RAG,
-        "[self.corpus[i] for i in ids[:top_k]]",
-        "[self.corpus[i] for i in ids[:3]]",
+        "question, [self.corpus[i] for i in ids[:top_k]]",
+        "question, [self.corpus[i] for i in ids[:3]]",
         IN_RAG + "top_k_decides_how_many_paragraphs_the_generator_reads",
     ),
     (
         RAG,
-        "for fit in range(len(paragraphs), -1, -1):",
-        "for fit in range(len(paragraphs), 0, -1):",
+        "for count in range(len(paragraphs), -1, -1):",
+        "for count in range(len(paragraphs), 0, -1):",
         IN_RAG + "a_prompt_has_the_most_paragraphs_that_fit_and_says_how_many",
     ),
     (
         RAG,
-        '"left_out": len(ids[:top_k]) - fit,',
-        '"left_out": 0,',
+        '"left_out": len(ids[:top_k]) - count}',
+        '"left_out": 0}',
         IN_RAG + "prompts_that_do_not_fit_are_counted_and_said",
     ),
     (
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     (
         RAG,
-        'with torch.random.fork_rng([device] if device.type == "cuda" else []):',
+        "with torch.random.fork_rng(gpus):",
         "if True:",
         IN_RAG + "sampling_for_the_table_leaves_the_runs_random_numbers_alone",
     ),
@@ -115,8 +115,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        '(wrote != self.tokenizer.pad_token_id).sum(1) + read["attention_mask"].sum(1)',
-        'wrote.shape[1] + read["attention_mask"].sum(1)',
+        '(written != self.tokenizer.pad_token_id).sum(1) + inputs["attention_mask"].sum(1)',
+        'written.shape[1] + inputs["attention_mask"].sum(1)',
         IN_RAG + "answers_of_unequal_length_end_where_they_end[t5-before1]",
     ),
     (
@@ -152,7 +152,7 @@ MUTANTS = [
     # data
     (
         RAG,
-        "    questions = list(same.values())[::-1]\n",
+        "    questions = list(unique.values())[::-1]\n",
         "",
         IN_RAG + "no_question_of_the_test_is_trained_on",
     ),
@@ -162,7 +162,7 @@ MUTANTS = [
         "self.table.observations\n            self.policy.mean",
         IN_RAG + "only_the_training_questions_scale_the_observation",
     ),
-    (RAG, "if title in gold_titles]", "if title]", IN_RAG + "hotpots_own_file_is_read_its_paragraphs_once"),
+    (RAG, "if title in gold_titles:", "if title:", IN_RAG + "hotpots_own_file_is_read_its_paragraphs_once"),
     # table and reward
     (
         RAG,
@@ -184,20 +184,20 @@ MUTANTS = [
     ),
     (
         RAG,
-        "        MAX_NEW_TOKENS,\n",
-        "",
+        "MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]",
+        "MAX_PROMPT_TOKENS]",
         IN_RAG + "what_an_answer_depends_on_is_in_the_caches_name[MAX_NEW_TOKENS-3]",
     ),
     (
         RAG,
-        "        PARAGRAPH,\n",
-        "",
+        "prompt = [PROMPT, PARAGRAPH,",
+        "prompt = [PROMPT,",
         IN_RAG + "what_an_answer_depends_on_is_in_the_caches_name[PARAGRAPH-{title} {text}]",
     ),
     (
         RAG,
-        "        CHAT_TEMPLATE,\n",
-        "",
+        "PARAGRAPH, CHAT_TEMPLATE, MAX",
+        "PARAGRAPH, MAX",
         IN_RAG + "what_an_answer_depends_on_is_in_the_caches_name[CHAT_TEMPLATE-False]",
     ),
     (
@@ -221,8 +221,8 @@ MUTANTS = [
     # figures
     (
         RAG,
-        "fixed = mean[train].mean(0)",
-        'fixed = mean[table.splits["test"]].mean(0)',
+        "best_fixed = mean[train].mean(0)",
+        'best_fixed = mean[table.splits["test"]].mean(0)',
         IN_RAG + "baselines_and_oracle_by_hand",
     ),
     (
@@ -233,8 +233,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "gained = mean[rows, actions] - mean[rows, chosen[rows]]",
-        "gained = mean[rows, actions] - mean[rows].mean(1)",
+        "gains = mean[rows, actions] - mean[rows, chosen[rows]]",
+        "gains = mean[rows, actions] - mean[rows].mean(1)",
         IN_RAG + "the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions",
     ),
     (
@@ -245,8 +245,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        'row[f"ranked_{rerank}"][:top_k]) for row',
-        'row[f"ranked_{rerank}"][:1]) for row',
+        'row[f"ranked_{rerank}"][:top_k]',
+        'row[f"ranked_{rerank}"][:1]',
         IN_RAG + "recall_by_hand",
     ),
     # runs
@@ -286,8 +286,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY\n",
-        "            self.policy.parameters(), lr=LEARNING_RATE, weight_decay=VALUE_CLIP_RANGE\n",
+        "lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)",
+        "lr=LEARNING_RATE, weight_decay=VALUE_CLIP_RANGE)",
         STEP,
     ),
     (RAG, "        if WHITEN_ADVANTAGES:\n", "        if True:\n", STEP),
@@ -338,8 +338,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "return ([head[n] for n in order] + tail)[:depth]",
-        "return [head[n] for n in order][:depth]",
+        "(torch.tensor(best)[order].tolist() + ids[RERANK_DEPTH:])",
+        "torch.tensor(best)[order].tolist()",
         DEPTH,
     ),
     (
@@ -352,8 +352,8 @@ MUTANTS = [
     (RAG, "key = json.dumps([questions, *action])", "key = json.dumps([questions, *action[1:]])", BLOCKS),
     (
         RAG,
-        "seen = [set().union(*texts[:n]) for n in (1, 2, 4)]",
-        "seen = [set().union(*texts[:n]) for n in (1, 2, 3)]",
+        "map(paragraph_text, paragraphs[:n])",
+        "map(paragraph_text, paragraphs[: min(n, 3)])",
         IN_RAG + "the_observation_entry_by_entry",
     ),
     # figures
@@ -363,30 +363,40 @@ MUTANTS = [
         "np.quantile(means, (0.05, 0.95))",
         IN_RAG + "the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions",
     ),
-    (RAG, 'found = {name: figure["test"] for', 'found = {name: figure["validation"] for', FIGURES),
+    (RAG, 'test = {name: baseline["test"] for', 'test = {name: baseline["validation"] for', FIGURES),
     (RAG, '"oracle": mean.argmax(1)}', '"oracle": table.rewards[:, :, 0].argmax(1)}', FIGURES),
-    (RAG, '    train = table.splits["train"]\n', '    train = table.splits["test"]\n', TERMINAL),
-    (RAG, """{figures[name]['test'][key]:.3f}""", """{figures[name]['train'][key]:.3f}""", TERMINAL),
-    (RAG, "rows = {kind: [q for q in train if", "rows = {kind: [q for q in range(len(types)) if", RULES),
-    (RAG, "if rows[kind] else fixed for", "if rows[kind] else mean.argmin() for", RULES),
     (
         RAG,
-        "trees.append((mean[validation, actions[validation]]",
-        "trees.append((mean[train, actions[train]]",
+        '    mean = table.rewards.double().mean(2)\n    train = np.array(table.splits["train"])\n',
+        '    mean = table.rewards.double().mean(2)\n    train = np.array(table.splits["test"])\n',
+        TERMINAL,
+    ),
+    (RAG, """{figures[name]['test'][key]:.3f}""", """{figures[name]['train'][key]:.3f}""", TERMINAL),
+    (RAG, "best = mean[train[table.types[train] == name]]", "best = mean[table.types == name]", RULES),
+    (RAG, "by_type = best_fixed.clone()", "by_type = torch.zeros_like(best_fixed) + mean.argmin()", RULES),
+    (
+        RAG,
+        "reward = mean[validation, actions[validation]]",
+        "reward = mean[train, actions[train]]",
         RULES,
     ),
-    (RAG, "tree.fit(seen[train], mean[train])", "tree.fit(seen, mean)", RULES),
-    (RAG, '"tree": max(trees)[2]}', '"tree": trees[0][2]}', RULES),
-    (RAG, "greedy[:, [temperature > min(TEMPERATURES)", "greedy[:, [temperature < 0", FIGURES),
-    (RAG, 'for row in questions if row["gold_docs"]]', "for row in questions]", IN_RAG + "recall_by_hand"),
-    # a file's values
-    (RAG, 'if record.get("gold") else []', 'if "gold" in record else []', TAKEN),
-    (RAG, "if not all(text.strip() for text in texts):", "if False:", IN_RAG + "bad_lines_are_named"),
-    (RAG, '            qa.generator.prompt(row["question"], [])\n', "            pass\n", ODD),
-    (RAG, ' or row["question"]: row for row', ": row for row", TAKEN),
+    (RAG, "tree.fit(observations[train], mean[train])", "tree.fit(observations, mean)", RULES),
+    (RAG, "if reward > best_reward:", "if leaves == 2:", RULES),
     (
         RAG,
-        "        config.pad_token_id = self.tokenizer.pad_token_id\n",
+        "mean.masked_fill(temperatures > min(TEMPERATURES), -math.inf)",
+        "mean.masked_fill(temperatures < 0, -math.inf)",
+        FIGURES,
+    ),
+    (RAG, '        if row["gold_docs"]:\n', "        if True:\n", IN_RAG + "recall_by_hand"),
+    # a file's values
+    (RAG, 'if record.get("gold"):', 'if "gold" in record:', TAKEN),
+    (RAG, 'if "" in map(str.strip, texts):', "if False:", IN_RAG + "bad_lines_are_named"),
+    (RAG, "            qa.generator.prompt(text, [])\n", "            pass\n", ODD),
+    (RAG, ' or row["question"]] = row', "] = row", TAKEN),
+    (
+        RAG,
+        "        self.model.config.pad_token_id = self.tokenizer.pad_token_id\n",
         "",
         IN_RAG + "a_rerankers_pairs_fit_whatever_their_length_and_it_needs_no_pad_token",
     ),
@@ -404,8 +414,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if self.policy.config.actions != actions:",
-        "if False:",
+        "if (config.inputs, config.actions) != (len(OBSERVATION), actions):",
+        "if config.inputs != len(OBSERVATION):",
         IN_RAG + "resuming_with_other_actions_is_refused",
     ),
     # what the source logs and clips
@@ -417,7 +427,7 @@ MUTANTS = [
         "unexplained = errors.var() / (batch.values.var() + 1e-8)",
         IN_RAG + "explained_variance_and_the_means_of_a_step_by_hand",
     ),
-    (RAG, "    fixed = mean[train].mean(0).argmax()\n", "    fixed = mean.mean(0).argmax()\n", BEFORE),
+    (RAG, "best_fixed = mean[train].mean(0).argmax()", "best_fixed = mean.mean(0).argmax()", BEFORE),
     (
         RAG,
         '        rows = self.table.splits["validation"]\n',
@@ -432,10 +442,10 @@ MUTANTS = [
     ),
     (
         RAG,
-        "gained = mean[rows, actions] - mean[rows, chosen[rows]]",
-        "gained = mean[rows, actions] - mean[rows].amax(1)",
+        "gains = mean[rows, actions] - mean[rows, chosen[rows]]",
+        "gains = mean[rows, actions] - mean[rows].amax(1)",
         IN_RAG + "the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions",
     ),
-    (RAG, "*(text for both in corpus for text in both)]", "]", ODD),
+    (RAG, 'map(itemgetter("question"), questions), *corpus)', 'map(itemgetter("question"), questions))', ODD),
     (RAG, 'if not isinstance(DATASET.get("path"), str) or', 'if "path" not in DATASET or', ODD),
 ]

@@ -403,7 +403,7 @@ def test_each_part_of_the_reward_has_its_own_weight(rag, world):
 
 def test_the_clocks_seconds_are_a_cost_too(rag, world):
     script, trainer = quick(rag, world, COST="seconds", COST_WEIGHT=3.0, EM_WEIGHT=1.5)
-    parts = trainer.table.parts
+    parts = trainer.table.metrics
     assert torch.equal(parts["cost"], parts["seconds"]) and parts["seconds"].min() > 0
     assert torch.allclose(trainer.table.rewards, 1.5 * parts["em"] + 0.5 * parts["f1"] - 3 * parts["seconds"])
 
@@ -620,9 +620,8 @@ def test_the_observation_entry_by_entry(rag):
     paragraphs.append({"title": "Bea Cole", "text": "near the sea"})
     scores = np.array([4.0, 3.0, 1.0])
     vocabulary = {"where", "was", "ada", "or", "born"}
-    seen = script.observe("Where was Ada or Zed born?", scores, paragraphs, vocabulary)
-    got = dict(zip(script.OBSERVATION, seen.tolist()))
-    assert len(seen) == len(script.OBSERVATION) == len(set(script.OBSERVATION))
+    got = script.observe("Where was Ada or Zed born?", scores, paragraphs, vocabulary)
+    assert tuple(got) == script.OBSERVATION
     want = {
         "words": 6,
         "capitalised": 2,
@@ -650,13 +649,11 @@ def test_the_observation_entry_by_entry(rag):
     assert {key: got[key] for key in want} == pytest.approx(want)
     more = [*paragraphs, {"title": "x", "text": "born"}, {"title": "y", "text": "zed or"}, {"title": "where"}]
     more[-1]["text"] = "was"  # the fifth counts no more
-    seen = script.observe("Where was Ada or Zed born?", scores, more, vocabulary)
-    got = dict(zip(script.OBSERVATION, seen.tolist()))
+    got = script.observe("Where was Ada or Zed born?", scores, more, vocabulary)
     four = {"overlap1": 3 / 6, "overlap2": 3 / 6, "overlap4": 5 / 6, "names2": 0.5, "names4": 1.0}
     assert {key: got[key] for key in four} == pytest.approx(four)
-    seen = script.observe("Was Ada born?", scores, paragraphs, vocabulary)
-    assert seen[script.OBSERVATION.index("yes_no")] == 1
-    assert np.isfinite(script.observe("?", np.array([]), [], set())).all()
+    assert script.observe("Was Ada born?", scores, paragraphs, vocabulary)["yes_no"] == 1
+    assert np.isfinite(list(script.observe("?", np.array([]), [], set()).values())).all()
 
 
 # ---------------------------------------------------------------- data
@@ -859,7 +856,7 @@ def test_the_reward_is_its_parts_and_weights_cost_nothing(rag, tmp_path):
     script = rag(**weights, COST_TOKENS=10.0)
     script.answer_block = None  # nothing is answered again
     table = script.RAGTrainer().table
-    parts = table.parts
+    parts = table.metrics
     want = 2 * parts["em"] + 0.25 * parts["f1"] + 0.5 * parts["rouge_l"] - 0.1 * parts["cost"]
     assert torch.allclose(table.rewards, want)
     script.REWARD_CLIP = 0.1
@@ -884,7 +881,8 @@ def hand_table(script):
         actions=[(1, 0.0, 0), (3, 1.0, 0)],
         rewards=rewards,
         observations=torch.ones(4, 1),
-        parts={"reward": rewards, "em": rewards},
+        metrics={"reward": rewards, "em": rewards},
+        types=np.array(list("aabb")),
         splits={"train": [0, 1], "validation": [2], "test": [2, 3]},
     )
 
@@ -913,8 +911,8 @@ def test_the_table_on_the_terminal_is_of_the_training_questions_and_the_baseline
     script = rag(TEMPERATURES=(0.0,), FIXED_ACTION=(3, 0.0, 1))
     table = hand_table(script)
     table.actions = [(1, 0.0, 0), (3, 0.0, 1)]
-    table.parts = {key: table.rewards for key in ("reward", "em", "f1", "cost")}
-    table.shown = list(table.parts)
+    table.metrics = {key: table.rewards for key in ("reward", "em", "f1", "cost")}
+    table.shown = list(table.metrics)
     figures = script.baseline_figures(table)
     lines = script.table_lines(table, figures, ["random", "best_fixed", "oracle"])
     assert [line.split()[-5:] for line in lines[:2]] == [
@@ -960,7 +958,7 @@ def test_the_rules_are_learnt_from_the_training_questions_and_the_trees_size_fro
     train = [q for q in range(60) if q % 3]
     rest = [q for q in range(60) if q % 3 == 0]
     table = script.SimpleNamespace(
-        questions=[{"type": kind} for kind in kinds],
+        types=np.array(kinds),
         rewards=rewards,
         actions=[(1, 0.0, 0)] * 3,
         observations=torch.stack([x.float(), (torch.arange(61) >= 30).float()], 1),
@@ -1128,7 +1126,7 @@ def test_what_the_test_questions_are_worth_changes_nothing_before_the_test(rag, 
         rows = trainer.table.splits["test"]
         noise = torch.rand(len(rows), 8, 1, generator=torch.Generator().manual_seed(0))
         trainer.table.rewards[rows] += worth * noise
-        trainer.table.parts["seconds"] = torch.zeros(len(trainer.table.questions), 8, 1)
+        trainer.table.metrics["seconds"] = torch.zeros(len(trainer.table.questions), 8, 1)
         trainer.train()
         test = json.loads((tmp_path / name / "eval_test.json").read_text())
         rules = {
@@ -1147,7 +1145,7 @@ def test_explained_variance_and_the_means_of_a_step_by_hand(rag, world):
     batch = script.SimpleNamespace(
         rewards=parts["reward"],
         values=torch.tensor([0.8, 0.1, 0.5, 0.2]),
-        reward_parts={**parts, "f1": parts["em"], "cost": parts["em"]},
+        metrics={**parts, "f1": parts["em"], "cost": parts["em"]},
         rows=torch.arange(4),
         actions=[0, 1, 2, 3],
         draws=[0] * 4,
@@ -1298,7 +1296,7 @@ def test_a_reward_of_your_own_takes_over(rag, capsys):
 
     trainer = Mine()
     table = trainer.table
-    assert torch.allclose(table.rewards, table.parts["words"] - 0.05 * table.parts["cost"])
+    assert torch.allclose(table.rewards, table.metrics["words"] - 0.05 * table.metrics["cost"])
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
     shown = [line for line in lines if " words " in line and " cost " in line]
@@ -1576,7 +1574,7 @@ def test_resuming_with_other_observations_is_refused(rag):
     script = rag(MAX_STEPS=4)
     count = len(script.OBSERVATION)
     script.OBSERVATION = (*script.OBSERVATION, "length")
-    says = f"sees {count} numbers, OBSERVATION has {count + 1}: take those, or RESUME=no"
+    says = f"was trained with {count} observed numbers and actions .*: take those, or RESUME=no"
     with pytest.raises(script.UserError, match=says):
         script.RAGTrainer("yes")
 
@@ -1604,7 +1602,7 @@ def test_a_finished_run_goes_on_in_another_folder_by_its_best_policy(rag, tmp_pa
 def test_resuming_with_other_actions_is_refused(rag):
     rag(MAX_STEPS=2).RAGTrainer().train()
     script = rag(MAX_STEPS=4, TOP_KS=(1, 2, 3))
-    with pytest.raises(script.UserError, match="was trained on other actions"):
+    with pytest.raises(script.UserError, match="was trained with .* actions .*: take those, or RESUME=no"):
         script.RAGTrainer("yes")
 
 
@@ -1621,7 +1619,7 @@ def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):
     script = load_script("ppo/ppo_rag.py", **few, **places, BASELINE_ONLY=True)
     trainer = script.RAGTrainer()
     table = trainer.table
-    em = table.parts["em"][:, :, 0]
+    em = table.metrics["em"][:, :, 0]
     titles = [trainer.qa.corpus[row["gold_docs"][0]]["title"] for row in table.questions]
     exact = [f"{title}e" not in row["question"] for title, row in zip(titles, table.questions)]
 
