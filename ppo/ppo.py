@@ -2690,14 +2690,8 @@ class Run:
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.old_files = [
-            "logs",
-            "step_*",
-            "best",
-            "training_*",
-            "eval_*",
-            f"{name}_*.png",
-        ]  # moved by a new run
+        # A new run moves these of an earlier one aside
+        self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
         self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
         self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
