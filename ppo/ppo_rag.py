@@ -624,19 +624,15 @@ def load_pretrained(auto_class, path, constant, **options):
 # it.
 
 
-def shared_prompt_attention(
-    module, query, key, value, attention_mask, scaling=None, shared_prompts=None, **options
-):
+def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
     """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
     response. Some models pass attention_mask by name."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
     prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
     rows, heads, _, width = query.shape
-    if scaling is None:
-        scaling = width**-0.5
-    query = query.reshape(rows, key.shape[1], -1, width) * scaling
+    query = query.reshape(rows, key.shape[1], -1, width) * (options.get("scaling") or width**-0.5)
     prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
     scores = torch.cat([prompt_scores, query @ key.mT], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
@@ -682,9 +678,8 @@ def read_records(spec, where):
     for number, record in records:
         if spec["type"] == "csv":
             if None in (*record, *record.values()):
-                raise UserError(
-                    f"{where} line {number}: its number of fields differs from the first line's: quote commas"
-                )
+                fault = "its number of fields differs from the first line's: quote commas"
+                raise UserError(f"{where} line {number}: {fault}")
             record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
@@ -790,9 +785,8 @@ def check_scores(name, values, count, each="response"):
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
             values.close()  # otherwise Python warns that it was never awaited
-        raise UserError(
-            f"{name} is async: make it a plain function; rewards.threaded() makes many calls at a time"
-        )
+        hint = "make it a plain function; rewards.threaded() makes many calls at a time"
+        raise UserError(f"{name} is async: {hint}")
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -940,10 +934,8 @@ def write_atomically(path, write):
     except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         finish_replacing(path)
-        raise UserError(
-            f"{path} could not be saved ({first_line(error)}): make room and start again; training continues "
-            "from the last good checkpoint"
-        ) from None
+        hint = "make room and start again; training continues from the last good checkpoint"
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
 
 
 def finish_replacing(folder):
@@ -976,16 +968,19 @@ def check_state(state):
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
         except Exception:  # pickle and torch raise many types
-            raise UserError(
-                f"self.state.{name} is of type {type(value).__name__}, but a checkpoint takes numbers, "
-                "texts, lists, tuples, dicts and tensors"
-            ) from None
+            types = "numbers, texts, lists, tuples, dicts and tensors"
+            fault = f"is of type {type(value).__name__}, but a checkpoint takes {types}"
+            raise UserError(f"self.state.{name} {fault}") from None
 
 
 def list_checkpoints(output_dir):
     """Returns [(N, path of step_N)] of a run, oldest first."""
-    checkpoints = [(path.name.removeprefix("step_"), path) for path in Path(output_dir).glob("step_*")]
-    return sorted((int(number), path) for number, path in checkpoints if number.isdecimal())
+    checkpoints = {}
+    for path in Path(output_dir).glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal():
+            checkpoints[int(number)] = path
+    return sorted(checkpoints.items())
 
 
 def choose_checkpoint(resume, output_dir, log):
@@ -1011,9 +1006,8 @@ def choose_checkpoint(resume, output_dir, log):
             reply = input("Resume training from it? (y/n): ").strip().lower()[:1]
         return folder if reply == "y" else None
     if checkpoints:
-        raise UserError(
-            f"no checkpoint in {run} is whole: repair one, or set RESUME=no, which moves the old run aside"
-        )
+        hint = "repair one, or set RESUME=no, which moves the old run aside"
+        raise UserError(f"no checkpoint in {run} is whole: {hint}")
     return None
 
 
@@ -1097,34 +1091,17 @@ class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
 
-    checkpointed_fields = (
-        "step",
-        "evaluated_at",
-        "best_value",
-        "patience_value",
-        "evals_since_best",
-        "halvings",
-        "skipped",
-        "log_lines",
-        "wandb_id",
-        "evaluation",
-    )
+    checkpointed_fields = ("step", "evaluated_at", "best_value", "patience_value", "evals_since_best")
+    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation")
 
     def __init__(self, name, resume, device):
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.old_files = [
-            "logs",
-            "step_*",
-            "best",
-            "training_*",
-            f"{name}_*.png",
-        ]  # a new run moves these aside
-        self.best_by = [
-            "reward"
-        ]  # best/ and patience follow the first of these metrics that evaluate() returns
+        # A new run moves these of an earlier one aside
+        self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
+        self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
         self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
@@ -1146,10 +1123,8 @@ class Run:
         if rank() == 0:
             self.take_lock()
             finish_replacing(self.folder / "best")
-        # the checkpoint to resume from; later the last one that was saved
-        self.checkpoint = broadcast_from_rank0(
-            partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
-        )
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
+        self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
         seed_everything(SEED)
 
     def reset_best(self):
@@ -1216,14 +1191,12 @@ class Run:
     def agree_on_stop(self):
         """Returns whether any process got a signal. Also checks that the random generators of all processes
         are in the same state."""
-        rng_state = {
-            key: x for key, x in get_rng_state().items() if key != "cuda"
-        }  # a GPU draws for its part
+        rng_state = get_rng_state()
+        rng_state.pop("cuda", None)  # a GPU draws for its micro-batches alone
         signals, rng_states = zip(*all_gather((self.signal or 0, repr(rng_state))))
         if len(set(rng_states)) > 1:
-            raise UserError(
-                "the processes drew different random numbers: give your functions a generator of their own"
-            )
+            hint = "give your functions a generator of their own"
+            raise UserError(f"the processes drew different random numbers: {hint}")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
@@ -1270,7 +1243,8 @@ class Run:
         if self.times:
             speed[f"{unit}_per_second"] = count / sum(self.times.values())
         self.write_metrics("train", {**metrics, **speed, **seconds})
-        self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
+        for sample in samples:
+            self.write("samples.jsonl", {"step": self.step, **sample})
         self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
 
     def time_left(self):
@@ -1310,19 +1284,19 @@ class Run:
         return value > self.best_value
 
     def write_metrics(self, phase, metrics):
-        finite = {
-            key: value if math.isfinite(value) else None for key, value in metrics.items()
-        }  # JSON has no NaN
-        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **finite})])
+        # JSON has no NaN
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
 
-    def write(self, name, lines):
+    def write(self, name, record):
+        """Writes one line of JSON to a log."""
         if rank() > 0:
             return
         if self.logs[name] is None:
             raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
-        self.logs[name].writelines(line + "\n" for line in lines)
+        self.logs[name].write(json.dumps(record) + "\n")
 
     def log(self, text):
         """Prints one line, above any progress bar, and writes it to the log file."""
@@ -1398,8 +1372,10 @@ class Run:
         }
         torch.save(saved, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = {str(path.relative_to(folder)): file_digest(path) for path in files}
+        manifest = {}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                manifest[str(path.relative_to(folder))] = file_digest(path)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     # differs: there is no adapter to merge
@@ -1486,9 +1462,8 @@ class Run:
             return
         import wandb  # slow
 
-        self.wandb = wandb.init(
-            project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=self.wandb_id, resume="allow"
-        )
+        options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+        self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
         self.wandb_id = self.wandb.id
 
 
@@ -1517,9 +1492,7 @@ def run_main(trainer_class):
     first to fail prints it."""
     try:
         apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+        code = run_stage(trainer_class)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
         code = 130
     except Exception as error:
@@ -1594,8 +1567,7 @@ def apply_overrides(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
         if not equals or key not in known:
-            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
         default = globals()[key]
         allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
@@ -1617,7 +1589,13 @@ def read_value(text, allowed):
 
 
 def check_constants():
-    """Refuses numbers out of range and unknown words before anything is loaded or written."""
+    """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
+    that nothing in this file reads, such as NUM_EPOCHES = 3 pasted at its top."""
+    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    for key in constants():
+        if names_in_file[key] < 2 and rank() == 0:
+            hint = did_you_mean(key, constants().keys() - {key})
+            print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]

@@ -923,14 +923,15 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     return model.to(device)
 
 
-def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
-    """Returns a model that is trained: from a checkpoint's folder `saved` if there is one, else from path.
-    With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
+def load_trained(run, name, auto_class, path, constant, new_head=False):
+    """Returns a model that is trained: from the folder `name` of the run's checkpoint if there is one, else
+    from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
+    saved = run.checkpoint / name if run.checkpoint else None
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, device, saved, new_head)
+        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
     if saved:
-        return load_model(auto_class, saved, constant, device)
-    return load_model(auto_class, path, constant, device, new_head)
+        return load_model(auto_class, saved, constant, run.device)
+    return load_model(auto_class, path, constant, run.device, new_head)
 
 
 def load_tokenizer(path, constant):
@@ -1003,8 +1004,7 @@ def unbatched_logits(model, batch):
 
 def disagreement(model, compute):
     """compute() returns two tensors (tokens, ...) that should be equal. Returns "" if they differ by rounding
-    alone, else a description of the difference or of the exception. Real mistakes are as large as the
-    values."""
+    alone, else a description. Real mistakes are as large as the values."""
     try:
         values, wanted = compute()
     except Exception as error:  # a model that is not made for this may raise any type
@@ -1042,9 +1042,10 @@ def check_models(models_by_constant, rows, pad_id):
         return logprobs[tokens], wanted.gather(1, ids[tokens][:, None]).squeeze(1)
 
     def disagreement_of(model, logits_of):
-        return disagreement(
-            model, lambda: (logits_of(model, batch, range(8))[0], unbatched_logits(model, batch))
-        )
+        def compute():
+            return logits_of(model, batch, range(8))[0], unbatched_logits(model, batch)
+
+        return disagreement(model, compute)
 
     with full_parameters(actor):
         fault = "it has no shared prompts"
@@ -1071,10 +1072,8 @@ def check_models(models_by_constant, rows, pad_id):
             for parameter in zeros:
                 parameter.zero_()
         if fault:
-            raise UserError(
-                f"{constant}: a model of the type {model.config.model_type!r} cannot be used here, {fault}. "
-                "It must be causal and decode with a cache"
-            )
+            fault += ". It must be causal and decode with a cache"
+            raise UserError(f"{constant}: a {model.config.model_type!r} model cannot be used here, {fault}")
 
 
 # ---------------------------------------------------------------- batches and micro-batches
@@ -1102,7 +1101,7 @@ def make_batch(prompts, responses, device):
     """Returns a batch of prompts and responses, lists of ids. On the host it has batch.sequences, one tuple
     per row: prompt ids, response ids, indices of the response tokens that the policy sampled. Its tensors on
     the device are (rows,) or (rows, R), R being the longest response."""
-    lengths = to_device([len(response) for response in responses], device)
+    lengths = to_device(list(map(len, responses)), device)
     ids = to_device(pad_right(responses, 0), device)
     return SimpleNamespace(
         sequences=[(p, response, range(len(response))) for p, response in zip(prompts, responses)],
@@ -1232,13 +1231,13 @@ class Decoder:
         ids = to_device(pad_left(prompts, pad_id), model.device)  # (prompts, P)
         width = ids.shape[1]
         self.model = model
-        self.positions = to_device([len(prompt) for prompt in prompts], model.device)  # of the next token
+        self.positions = to_device(list(map(len, prompts)), model.device)  # of each row's next token
         self.mask = (torch.arange(width, device=model.device) >= width - self.positions[:, None]).long()
         self.cache = None
         self.shared_prompts = None
         self.read(ids, (self.mask.cumsum(1) - 1).clamp(min=0), self.mask)
         self.replace_cache_layers()
-        self.select_rows([i // group_size for i in range(len(prompts) * group_size)])
+        self.select_rows(np.arange(len(prompts)).repeat(group_size))
 
     def replace_cache_layers(self):
         """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
@@ -1247,9 +1246,10 @@ class Decoder:
         # The attention mask hides the padding of the prompts from the layers that still hold it
         self.needs_mask = True
         if self.model in _SHARED_DECODING:
+            shared_layers = {}
             for i in plain:
-                layers[i] = SharedPromptLayer(layers[i])
-            self.shared_prompts = SharedPrompts({i: layers[i] for i in plain}, self.mask)
+                shared_layers[i] = layers[i] = SharedPromptLayer(layers[i])
+            self.shared_prompts = SharedPrompts(shared_layers, self.mask)
             self.needs_mask = len(plain) < len(layers)
         else:
             for i in plain:
@@ -1272,8 +1272,8 @@ class Decoder:
         return self.logits
 
     def select_rows(self, rows):
-        """Continues with these rows, a list in which a row may stand several times. Returns them as a
-        tensor."""
+        """Continues with these rows, a list or an array in which a row may stand several times. Returns them
+        as a tensor."""
         index = to_device(rows, self.mask.device)
         if self.shared_prompts:
             self.shared_prompts.select_rows(rows)
@@ -1321,12 +1321,10 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = [i for i, done in enumerate(finished.tolist()) if not done]
+            unfinished = (~finished).nonzero().flatten().tolist()
             if not unfinished:
                 break
-            if len(unfinished) <= 0.75 * len(
-                rows
-            ):  # dropping rows copies the cache: not for every single one
+            if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
                 keep = decoder.select_rows(unfinished)
                 rows = rows[keep]
                 tokens = tokens[keep]
@@ -1372,17 +1370,16 @@ class SharedPrompts:
     def __init__(self, layers, mask):
         self.layers = layers  # {layer_idx: SharedPromptLayer}
         self.bias = torch.where(mask[:, None] > 0, 0.0, -math.inf)  # (prompts, 1, P): hides padding
-        self.prompt_of_row = list(range(len(mask)))
+        self.prompt_of_row = np.arange(len(mask))
 
     def select_rows(self, rows):
         """Continues with these rows, a list in which rows of one prompt are neighbours."""
-        owners = [self.prompt_of_row[row] for row in rows]
-        prompts = list(dict.fromkeys(owners))
-        first_row = [owners.index(prompt) for prompt in prompts]
-        self.group_size = max(owners.count(prompt) for prompt in prompts)
-        self.prompt_of_row = [prompts.index(owner) for owner in owners]
-        row_of_slot = [min(first + i, len(rows) - 1) for first in first_row for i in range(self.group_size)]
-        slot_of_row = [p * self.group_size + i - first_row[p] for i, p in enumerate(self.prompt_of_row)]
+        facts = {"return_index": True, "return_inverse": True, "return_counts": True}
+        prompts, first_row, prompt_of_row, counts = np.unique(self.prompt_of_row[rows], **facts)
+        size = int(counts.max())
+        row_of_slot = np.minimum(first_row[:, None] + np.arange(size), len(rows) - 1).ravel()
+        slot_of_row = prompt_of_row * size + np.arange(len(rows)) - first_row[prompt_of_row]
+        self.group_size, self.prompt_of_row = size, prompt_of_row
         device = self.bias.device
         self.row_of_slot, self.slot_of_row = to_device(row_of_slot, device), to_device(slot_of_row, device)
         kept = to_device(prompts, device)
@@ -1401,19 +1398,15 @@ class SharedPrompts:
         return slots.index_select(1, self.slot_of_row).transpose(0, 1)
 
 
-def shared_prompt_attention(
-    module, query, key, value, attention_mask, scaling=None, shared_prompts=None, **options
-):
+def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
     """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
     response. Some models pass attention_mask by name."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
     prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
     rows, heads, _, width = query.shape
-    if scaling is None:
-        scaling = width**-0.5
-    query = query.reshape(rows, key.shape[1], -1, width) * scaling
+    query = query.reshape(rows, key.shape[1], -1, width) * (options.get("scaling") or width**-0.5)
     prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
     scores = torch.cat([prompt_scores, query @ key.mT], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
@@ -1446,11 +1439,13 @@ def logits_of_rows(model, batch, rows):
     """Returns the logits that predict the response tokens which the policy sampled, (tokens, labels), row
     after row, and each token's place, a pair of (tokens,): index in `rows` and in the response. Each row is
     read with its prompt and padded on the right, where a causal model cannot see: no mask, no positions."""
-    sequences = [batch.sequences[i] for i in rows]
-    ids = to_device(pad_right([prompt + response for prompt, response, _ in sequences], 0), model.device)
+    sequences = []  # of each row: prompt and response
     places = []  # of each token: its row, where it is predicted, its index in the response
-    for i, (prompt, _, sampled) in enumerate(sequences):
+    for i, row in enumerate(rows):
+        prompt, response, sampled = batch.sequences[row]
+        sequences.append(prompt + response)
         places += [(i, len(prompt) - 1 + t, t) for t in sampled]
+    ids = to_device(pad_right(sequences, 0), model.device)
     row, predicted_at, token = to_device(places, model.device).T
     return logits_at(model, ids, (row, predicted_at)), (row, token)
 
@@ -1554,9 +1549,10 @@ def logits_of_shared_prompts(model, batch, rows):
         positions += range(prompt_length, prompt_length + added)
         owner += [i + 1] * added
     # Widths are multiples of 8: for others a GPU's kernels copy the mask. Padding sees itself alone
-    ids, positions, owner = (
-        to_device(pad_right(lists, padding, 8), device) for lists, padding in zip(zip(*sequences), (0, 0, -1))
-    )
+    ids, positions, owner = zip(*sequences)
+    ids = to_device(pad_right(ids, 0, 8), device)
+    positions = to_device(pad_right(positions, 0, 8), device)
+    owner = to_device(pad_right(owner, -1, 8), device)
     distance = positions[:, :, None] - positions[:, None]  # from a query back to a key
     visible = (distance >= 0) & ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None]))
     dtype = model.dtype
@@ -1676,14 +1672,14 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that adds up over the micro-batches."""
+        """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
         self.rounds[-1][name] = value
 
     def add_round(self):
         if self.is_dummy:
             self.rounds[-1] = {}
         for parameter, total in zip(self.parameters, self.totals):
-            gradients = [torch.empty_like(total) for _ in range(world_size())]
+            gradients = list(total.new_empty(world_size(), *total.shape))
             dist.all_gather(gradients, parameter.grad)
             for gradient in gradients:
                 total += gradient
@@ -1692,9 +1688,7 @@ class GradientSum:
     def finish(self):
         """Leaves the sums in the parameters' .grad. Returns {name: number} of what was logged."""
         if not self.is_complete:
-            raise RuntimeError(
-                "the loop over GradientSum.deal() was left before its end: do not break out of it"
-            )
+            raise RuntimeError("the loop over GradientSum.deal() was left early: do not break out of it")
         for parameter, total in zip(self.parameters, self.totals):
             parameter.grad = total
         if self.adds_gradients and not DETERMINISTIC_GRADIENTS:
@@ -1704,22 +1698,17 @@ class GradientSum:
         metrics = {}
         for number in range(self.num_micro_batches):
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
-                if name not in metrics:
-                    metrics[name] = value
-                elif name.startswith("max_"):
-                    metrics[name] = max(metrics[name], value)
-                else:
-                    metrics[name] += value
+                add = max if name.startswith("max_") else operator.add
+                metrics[name] = add(metrics[name], value) if name in metrics else value
         return metrics
 
     def logged_numbers(self):
         """Returns what each round logged as Python numbers, which come from the device in one copy."""
-        device = self.models[0].device
-        tensors = [torch.as_tensor(x, device=device) for logged in self.rounds for x in logged.values()]
-        if not tensors:
+        values, structure = tree_flatten(self.rounds)
+        if not values:
             return self.rounds
-        numbers = iter(torch.stack(tensors).tolist())
-        return [{name: next(numbers) for name in logged} for logged in self.rounds]
+        tensors = [torch.as_tensor(x, device=self.models[0].device) for x in values]
+        return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
 def clip_and_step(optimizers, loss, run, prompt_ids):
@@ -1747,14 +1736,15 @@ def clip_and_step(optimizers, loss, run, prompt_ids):
 def load_rows(datasets, constant, limit=None):
     """Returns the rows of all data sets: {"id", "prompt": text or chat, "answer": text, texts or None,
     "columns": the whole record}."""
-    known = {"path", "type", "input", "output", "name", "split"}
+    known = ["path", "type", "input", "output", "name", "split"]
     file_names = Counter(Path(spec.get("path", "")).name for spec in datasets)
     rows = []
     for spec in datasets:
-        if not {"path", "type", "input"} <= spec.keys() <= known:
-            raise UserError(
-                f"{constant}: a data set needs path, type, input and may have output, name, split: {spec!r}"
-            )
+        for key in spec.keys() - set(known):
+            raise UserError(f"{constant}: unknown key {key!r} in {spec!r}{did_you_mean(key, known)}")
+        if not {"path", "type", "input"} <= spec.keys():
+            keys = "a data set needs path, type, input and may have output, name, split"
+            raise UserError(f"{constant}: {keys}: {spec!r}")
         count_before = len(rows)
         for number, record in read_records(spec, f"{constant}: {spec['path']}"):
             where = f"{constant}: {spec['path']} line {number}"
@@ -1765,13 +1755,14 @@ def load_rows(datasets, constant, limit=None):
             file_name = Path(spec["path"]).name
             if file_names[file_name] > 1:
                 file_name = spec["path"]
-            rows.append(
-                {"id": f"{file_name}:{number}", "answer": answer, "columns": record, "prompt": prompt}
-            )
+            row_id = f"{file_name}:{number}"
+            rows.append({"id": row_id, "answer": answer, "columns": record, "prompt": prompt})
         if len(rows) == count_before:
             raise UserError(f"{constant}: {spec['path']}: the data set is empty")
-    empty = {name: None for row in rows for name in row["columns"]}  # all rows have the same columns
-    return [{**row, "columns": empty | row["columns"]} for row in rows[:limit]]
+    all_names = {name: None for row in rows for name in row["columns"]}
+    for row in rows:
+        row["columns"] = all_names | row["columns"]  # all rows have the same columns
+    return rows[:limit]
 
 
 def load_prompts(trainer, datasets, constant, limit):
@@ -1794,10 +1785,8 @@ def read_prompt(value, where):
     if valid:
         valid = all(is_message(message) for message in messages) and messages[-1]["role"] != "assistant"
     if not valid:
-        raise UserError(
-            f'{where}: a prompt is a text, or messages such as [{{"role": "user", "content": "How many?"}}], '
-            f"the last not the assistant's; this is {repr(value)[:160]}"
-        )
+        form = 'a prompt is a text, or messages such as [{"role": "user", "content": "How many?"}]'
+        raise UserError(f"{where}: {form}, the last not the assistant's; this is {repr(value)[:160]}")
     return [{**message, "content": message.get("content", "")} for message in messages]
 
 
@@ -1848,15 +1837,12 @@ def as_messages(prompt):
 
 def apply_chat_template(tokenizer, messages, where, add_generation_prompt):
     """Returns messages as text by the tokenizer's chat template."""
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template may refuse roles, or their order, by any type
-        name = tokenizer.name_or_path
-        raise UserError(
-            f"{where}: the chat template of {name!r} does not take these messages ({first_line(error)})"
-        ) from None
+        fault = f"does not take these messages ({first_line(error)})"
+        raise UserError(f"{where}: the chat template of {tokenizer.name_or_path!r} {fault}") from None
 
 
 def encode_chat(tokenizer, prompt, where, response=None):
@@ -1872,10 +1858,9 @@ def encode_chat(tokenizer, prompt, where, response=None):
         text = apply_chat_template(tokenizer, messages + turns, where, response is None)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(messages) > 1 or not isinstance(prompt, str):
-        raise UserError(
-            f"{where}: messages and SYSTEM_PROMPT need a chat template, which {tokenizer.name_or_path!r} "
-            "lacks: put a file chat_template.jinja beside the tokenizer"
-        )
+        fault = f"need a chat template, which {tokenizer.name_or_path!r} lacks"
+        hint = "put a file chat_template.jinja beside the tokenizer"
+        raise UserError(f"{where}: messages and SYSTEM_PROMPT {fault}: {hint}")
     text = messages[0]["content"]
     for turn in turns:
         text += turn["content"]
@@ -1902,23 +1887,18 @@ def encode(trainer, rows, constant):
         if not row["ids"]:
             raise UserError(f"{where}: the tokenizer gives no token for this prompt")
         if max(row["ids"]) >= num_ids:
-            raise UserError(
-                f"{where}: the tokenizer gives the id {max(row['ids'])}, but ACTOR_MODEL = {ACTOR_MODEL!r} "
-                f"has only {num_ids} ids"
-            )
+            fault = f"the tokenizer gives the id {max(row['ids'])}, but the model has only {num_ids}"
+            raise UserError(f"{where}: {fault}: ACTOR_MODEL = {ACTOR_MODEL!r}")
     kept = [row for row in rows if len(row["ids"]) <= MAX_PROMPT_TOKENS]
     if len(kept) < len(rows):
         left_out = f"left out {len(rows) - len(kept)} of {len(rows)} prompts"
-        trainer.run.log(
-            f"{constant}: {left_out} that are longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}"
-        )
+        trainer.run.log(f"{constant}: {left_out}, longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
     longest = max((len(row["ids"]) for row in kept), default=0) + MAX_NEW_TOKENS
     for name, model in trainer.models_by_constant.items():
         if longest > max_positions(model):
-            raise UserError(
-                f"{name} reads at most {max_positions(model)} tokens, but a prompt of {constant} and "
-                f"MAX_NEW_TOKENS = {MAX_NEW_TOKENS} are {longest}: lower MAX_PROMPT_TOKENS or MAX_NEW_TOKENS"
-            )
+            fault = f"reads at most {max_positions(model)} tokens, but a prompt and its response may have"
+            hint = "lower MAX_PROMPT_TOKENS or MAX_NEW_TOKENS"
+            raise UserError(f"{name} {fault} {longest} ({constant}): {hint}")
     return kept
 
 
@@ -1999,12 +1979,10 @@ def reward_model_scores(model, tokenizer, prompts, responses):
     """Returns a reward model's score of each prompt with its response, (rows,), read at the last token."""
     rows = [encode_chat(tokenizer, p, "REWARD_MODEL", response) for p, response in zip(prompts, responses)]
     scores = torch.zeros(len(rows))
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor(list(map(len, rows)))
     if lengths.max() > max_positions(model):
-        raise UserError(
-            f"REWARD_MODEL = {REWARD_MODEL!r} reads at most {max_positions(model)} tokens, but a prompt with "
-            f"its response has {lengths.max()}"
-        )
+        fault = f"reads at most {max_positions(model)} tokens, but a prompt with its response has"
+        raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {fault} {lengths.max()}")
     for chunk in lengths.argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE)):
         ids = to_device(pad_right([rows[i] for i in chunk], 0), model.device)  # causal: padding is not seen
         last = to_device(torch.stack([torch.arange(len(chunk)), lengths[chunk] - 1]), model.device)
@@ -2034,20 +2012,27 @@ def parameter_counts(model):
     return text
 
 
-def run_summary(run, actor, train_rows, eval_rows):
-    """Returns the first line of a run on the terminal."""
+def run_summary(trainer, optimizer_steps):
+    """Returns the first lines of a run on the terminal. optimizer_steps: their number per training step."""
+    run, actor = trainer.run, trainer.actor
     precision = DTYPE
     fast_bfloat16 = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
     if DTYPE == "bfloat16" and actor.device.type == "cpu" and not fast_bfloat16:
         precision += " (slower than float32 on this processor)"
     name = "/".join(Path(ACTOR_MODEL).parts[-2:])
-    prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
-    return (
-        f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; "
-        f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out; "
-        f"steps {run.step} to {run.total_steps}, {prompts_per_step} x {GROUP_SIZE} responses each; "
-        f"writing to {OUTPUT_DIR}"
-    )
+    end = "NUM_EPOCHS"
+    if MAX_STEPS and run.total_steps >= MAX_STEPS:
+        end = "MAX_STEPS"
+    prompts = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+    lines = [
+        f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; writing to {OUTPUT_DIR}",
+        f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
+        f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {prompts} x {GROUP_SIZE} "
+        f"responses and {optimizer_steps} optimizer steps of the policy",
+        memory_summary(trainer),
+        *unsuited_constants(),
+    ]
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- LoRA
@@ -2067,9 +2052,8 @@ def load_adapted(auto_class, path, constant, device, saved, new_head):
     targets = LORA_TARGETS
     if LORA_TARGETS != "all-linear":
         targets = LORA_TARGETS.replace(" ", "").split(",")
-    config = peft.LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
-    )
+    config = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0)
+    config.task_type = "CAUSAL_LM"
     if new_head:
         config.task_type = "TOKEN_CLS"
         config.modules_to_save = ["score", "classifier"]  # the usual names of heads
@@ -2108,9 +2092,8 @@ def load_adapter(model, saved, config):
     before = load_pretrained(peft.LoraConfig, saved, "RESUME")
     same_size = (before.r, before.lora_alpha) == (config.r, config.lora_alpha)
     if not same_size or sorted(before.target_modules) != config.target_modules:
-        raise UserError(
-            f"{saved} was trained with another LORA_RANK, LORA_ALPHA or LORA_TARGETS: resume with the same"
-        )
+        changed = "LORA_RANK, LORA_ALPHA or LORA_TARGETS"
+        raise UserError(f"{saved} was trained with another {changed}: resume with the same")
     state = load_file(saved / "adapter_model.safetensors")
     state = {name.removeprefix("base_model.model."): x for name, x in state.items()}
     peft.set_peft_model_state_dict(model, state)
@@ -2245,9 +2228,8 @@ def read_records(spec, where):
     for number, record in records:
         if spec["type"] == "csv":
             if None in (*record, *record.values()):
-                raise UserError(
-                    f"{where} line {number}: its number of fields differs from the first line's: quote commas"
-                )
+                fault = "its number of fields differs from the first line's: quote commas"
+                raise UserError(f"{where} line {number}: {fault}")
             record = {key: text or None for key, text in record.items()}
         try:
             if not isinstance(record, bytes):
@@ -2303,6 +2285,7 @@ def resolve_rewards(functions, constant):
     """Returns [(name, function, weight)] of pairs (function or its name in rewards/, weight). A name that
     occurs again, such as <lambda>, gets a number."""
     resolved = []
+    counts = Counter()
     for pair in functions:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{constant} takes pairs (function or name in rewards/, weight), not {pair!r}")
@@ -2312,9 +2295,9 @@ def resolve_rewards(functions, constant):
         if not callable(function):
             raise UserError(f"{constant}: rewards/ has no function {pair[0]!r}")
         name = json_name(function)
-        count = 1 + sum(json_name(other) == name for _, other, _ in resolved)
-        if count > 1:
-            name = f"{name}_{count}"
+        counts[name] += 1
+        if counts[name] > 1:
+            name = f"{name}_{counts[name]}"
         resolved.append((name, function, float(weight)))
     return resolved
 
@@ -2373,9 +2356,8 @@ def check_scores(name, values, count, each="response"):
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
             values.close()  # otherwise Python warns that it was never awaited
-        raise UserError(
-            f"{name} is async: make it a plain function; rewards.threaded() makes many calls at a time"
-        )
+        hint = "make it a plain function; rewards.threaded() makes many calls at a time"
+        raise UserError(f"{name} is async: {hint}")
     try:
         scores = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -2394,16 +2376,15 @@ def reward_chunks(rows):
     """Returns slices of the rows, one for each call of a reward function, with at most BATCH_SIZE *
     GROUP_SIZE rows. Responses to one prompt, which are neighbours and share one row object, stay together
     even where they are more: a reward function may compare them."""
-    size = BATCH_SIZE * GROUP_SIZE
-    group_starts = [i for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
     chunks = []
-    start = 0
-    for group_start, group_end in zip(group_starts, [*group_starts[1:], len(rows)]):
-        if group_end - start > size and group_start > start:
-            chunks.append(slice(start, group_start))
-            start = group_start
-    chunks.append(slice(start, len(rows)))
-    return chunks
+    start = end = 0
+    for _, group in itertools.groupby(rows, key=id):
+        group_size = len(list(group))
+        if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
+            chunks.append(slice(start, end))
+            start = end
+        end += group_size
+    return [*chunks, slice(start, end)]
 
 
 def score_over_ranks(trainer, name, function, batch, width=None):
@@ -2430,9 +2411,10 @@ def score_over_ranks(trainer, name, function, batch, width=None):
         if different := reward_parts.keys() ^ chunk_parts[0].keys():
             part = sorted(different)[0]
             raise UserError(f"{name} sets reward_parts[{part!r}] in some calls only: set it in every call")
-    return torch.cat(scores), {
-        part: torch.cat([parts[part] for parts in chunk_parts]) for part in chunk_parts[0]
-    }
+    reward_parts = {}
+    for part in chunk_parts[0]:
+        reward_parts[part] = torch.cat([values[part] for values in chunk_parts])
+    return torch.cat(scores), reward_parts
 
 
 # ---------------------------------------------------------------- processes
@@ -2599,10 +2581,8 @@ def write_atomically(path, write):
     except Exception as error:  # an OSError, torch.save's RuntimeError, or one of safetensors' own
         shutil.rmtree(tmp, ignore_errors=True)
         finish_replacing(path)
-        raise UserError(
-            f"{path} could not be saved ({first_line(error)}): make room and start again; training continues "
-            "from the last good checkpoint"
-        ) from None
+        hint = "make room and start again; training continues from the last good checkpoint"
+        raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None
 
 
 def finish_replacing(folder):
@@ -2635,16 +2615,19 @@ def check_state(state):
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
         except Exception:  # pickle and torch raise many types
-            raise UserError(
-                f"self.state.{name} is of type {type(value).__name__}, but a checkpoint takes numbers, "
-                "texts, lists, tuples, dicts and tensors"
-            ) from None
+            types = "numbers, texts, lists, tuples, dicts and tensors"
+            fault = f"is of type {type(value).__name__}, but a checkpoint takes {types}"
+            raise UserError(f"self.state.{name} {fault}") from None
 
 
 def list_checkpoints(output_dir):
     """Returns [(N, path of step_N)] of a run, oldest first."""
-    checkpoints = [(path.name.removeprefix("step_"), path) for path in Path(output_dir).glob("step_*")]
-    return sorted((int(number), path) for number, path in checkpoints if number.isdecimal())
+    checkpoints = {}
+    for path in Path(output_dir).glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal():
+            checkpoints[int(number)] = path
+    return sorted(checkpoints.items())
 
 
 def choose_checkpoint(resume, output_dir, log):
@@ -2670,9 +2653,8 @@ def choose_checkpoint(resume, output_dir, log):
             reply = input("Resume training from it? (y/n): ").strip().lower()[:1]
         return folder if reply == "y" else None
     if checkpoints:
-        raise UserError(
-            f"no checkpoint in {run} is whole: repair one, or set RESUME=no, which moves the old run aside"
-        )
+        hint = "repair one, or set RESUME=no, which moves the old run aside"
+        raise UserError(f"no checkpoint in {run} is whole: {hint}")
     return None
 
 
@@ -2756,34 +2738,17 @@ class Run:
     """One run in OUTPUT_DIR: its lock, logs, plots, checkpoints, signals and counters. The trainer's train()
     decides when it evaluates and saves."""
 
-    checkpointed_fields = (
-        "step",
-        "evaluated_at",
-        "best_value",
-        "patience_value",
-        "evals_since_best",
-        "halvings",
-        "skipped",
-        "log_lines",
-        "wandb_id",
-        "evaluation",
-    )
+    checkpointed_fields = ("step", "evaluated_at", "best_value", "patience_value", "evals_since_best")
+    checkpointed_fields += ("halvings", "skipped", "log_lines", "wandb_id", "evaluation")
 
     def __init__(self, name, resume, device):
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
         self.device = device
-        self.old_files = [
-            "logs",
-            "step_*",
-            "best",
-            "training_*",
-            f"{name}_*.png",
-        ]  # a new run moves these aside
-        self.best_by = [
-            "reward"
-        ]  # best/ and patience follow the first of these metrics that evaluate() returns
+        # A new run moves these of an earlier one aside
+        self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
+        self.best_by = ["reward"]  # best/ and patience follow the first of these that evaluate() returns
         self.logs = {"metrics.jsonl": None, "samples.jsonl": None}  # {name: file, open while training}
         self.log_lines = {}  # {name: lines in it when the checkpoint was saved}
         self.text_log = None  # file of what log() prints
@@ -2805,10 +2770,8 @@ class Run:
         if rank() == 0:
             self.take_lock()
             finish_replacing(self.folder / "best")
-        # the checkpoint to resume from; later the last one that was saved
-        self.checkpoint = broadcast_from_rank0(
-            partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
-        )
+        choose = partial(choose_checkpoint, resume or RESUME, OUTPUT_DIR, self.log)
+        self.checkpoint = broadcast_from_rank0(choose)  # to resume from; later the last that was saved
         seed_everything(SEED)
 
     def reset_best(self):
@@ -2875,14 +2838,12 @@ class Run:
     def agree_on_stop(self):
         """Returns whether any process got a signal. Also checks that the random generators of all processes
         are in the same state."""
-        rng_state = {
-            key: x for key, x in get_rng_state().items() if key != "cuda"
-        }  # a GPU draws for its part
+        rng_state = get_rng_state()
+        rng_state.pop("cuda", None)  # a GPU draws for its micro-batches alone
         signals, rng_states = zip(*all_gather((self.signal or 0, repr(rng_state))))
         if len(set(rng_states)) > 1:
-            raise UserError(
-                "the processes drew different random numbers: give your functions a generator of their own"
-            )
+            hint = "give your functions a generator of their own"
+            raise UserError(f"the processes drew different random numbers: {hint}")
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
@@ -2929,7 +2890,8 @@ class Run:
         if self.times:
             speed[f"{unit}_per_second"] = count / sum(self.times.values())
         self.write_metrics("train", {**metrics, **speed, **seconds})
-        self.write("samples.jsonl", [json.dumps({"step": self.step, **sample}) for sample in samples])
+        for sample in samples:
+            self.write("samples.jsonl", {"step": self.step, **sample})
         self.log(f"{line}  step {self.step}/{self.total_steps}, {self.time_left()} left")
 
     def time_left(self):
@@ -2970,19 +2932,19 @@ class Run:
         return value >= self.best_value
 
     def write_metrics(self, phase, metrics):
-        finite = {
-            key: value if math.isfinite(value) else None for key, value in metrics.items()
-        }  # JSON has no NaN
-        self.write("metrics.jsonl", [json.dumps({"phase": phase, "step": self.step, **finite})])
+        # JSON has no NaN
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self.write("metrics.jsonl", {"phase": phase, "step": self.step, **finite})
         if self.wandb:
             self.wandb.log({f"{phase}/{key}": value for key, value in finite.items()}, step=self.step)
 
-    def write(self, name, lines):
+    def write(self, name, record):
+        """Writes one line of JSON to a log."""
         if rank() > 0:
             return
         if self.logs[name] is None:
             raise RuntimeError(f"{name} is open only inside `with run.session(...)`")
-        self.logs[name].writelines(line + "\n" for line in lines)
+        self.logs[name].write(json.dumps(record) + "\n")
 
     def log(self, text):
         """Prints one line, above any progress bar, and writes it to the log file."""
@@ -3060,8 +3022,10 @@ class Run:
         }
         torch.save(saved, folder / "training_state.pt")
         (folder / "config.json").write_text(json.dumps(run_fingerprint(), indent=1))
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        manifest = {str(path.relative_to(folder)): file_digest(path) for path in files}
+        manifest = {}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                manifest[str(path.relative_to(folder))] = file_digest(path)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def save_best(self, metrics):
@@ -3148,9 +3112,8 @@ class Run:
             return
         import wandb  # slow
 
-        self.wandb = wandb.init(
-            project=WANDB_PROJECT, dir=OUTPUT_DIR, config=constants(), id=self.wandb_id, resume="allow"
-        )
+        options = {"project": WANDB_PROJECT, "dir": OUTPUT_DIR, "config": constants()}
+        self.wandb = wandb.init(**options, id=self.wandb_id, resume="allow")
         self.wandb_id = self.wandb.id
 
 
@@ -3179,9 +3142,7 @@ def run_main(trainer_class):
     first to fail prints it."""
     try:
         apply_overrides(sys.argv[1:])
-        trainer = trainer_class()
-        trainer.train()
-        code = 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+        code = run_stage(trainer_class)
     except (KeyboardInterrupt, EOFError):  # Ctrl-C or Ctrl-D at a question
         code = 130
     except Exception as error:
@@ -3256,8 +3217,7 @@ def apply_overrides(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
         if not equals or key not in known:
-            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
         default = globals()[key]
         allowed = str(annotations.get(key, type(default).__name__)).split(" | ")  # such as ["int", "None"]
@@ -3279,7 +3239,13 @@ def read_value(text, allowed):
 
 
 def check_constants():
-    """Refuses numbers out of range and unknown words before anything is loaded or written."""
+    """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
+    that nothing in this file reads, such as NUM_EPOCHES = 3 pasted at its top."""
+    names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
+    for key in constants():
+        if names_in_file[key] < 2 and rank() == 0:
+            hint = did_you_mean(key, constants().keys() - {key})
+            print(f"WARNING: nothing reads the constant {key}{hint}", flush=True)
     for keys, allowed in _VALID_RANGES.items():
         for key in keys.split():
             value = globals()[key]
