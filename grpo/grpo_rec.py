@@ -51,9 +51,11 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -72,6 +74,9 @@ from types import SimpleNamespace
 from weakref import WeakSet
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n_VALID_RANGES")[0])
+    sys.exit()
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
@@ -85,7 +90,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
@@ -2748,6 +2753,14 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
+# differs: there are other stages
+def run_stage(trainer_class):
+    """Trains. Returns the exit code."""
+    trainer = trainer_class()
+    trainer.train()
+    return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+
+
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
     if hasattr(error, "__notes__"):  # raised by a reward function
@@ -2811,6 +2824,12 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def did_you_mean(word, known):
+    """Returns "; did you mean ...?" with the nearest known word, or "" if none is near."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_value(text, allowed):

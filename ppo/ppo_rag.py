@@ -59,6 +59,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
@@ -68,6 +69,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n_VALID_RANGES")[0])
+    sys.exit()
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
@@ -79,8 +83,7 @@ import transformers
 from matplotlib.figure import Figure
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel, PretrainedConfig
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
@@ -323,7 +326,7 @@ class RAGTrainer:
         if BASELINE_ONLY:
             resume_from_checkpoint = "no"
         self.run = Run("ppo_rag", resume_from_checkpoint, self.device)
-        self.run.old_files += ["rag_*.png", "eval_test.json"]
+        self.run.old_files.append("rag_*.png")
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
@@ -616,33 +619,6 @@ def load_pretrained(auto_class, path, constant, **options):
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
-
-
-# ---------------------------------------------------------------- decoding with shared prompts
-# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
-# it.
-
-
-def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
-    """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
-    response. Some models pass attention_mask by name."""
-    if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
-    prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
-    rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (options.get("scaling") or width**-0.5)
-    prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
-    scores = torch.cat([prompt_scores, query @ key.mT], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    prompt_weights, response_weights = weights.split([prompt_scores.shape[-1], key.shape[2]], -1)
-    out = response_weights @ value + by_row(by_prompt(prompt_weights) @ prompt_values)
-    return out.reshape(rows, 1, heads, -1), None
-
-
-AttentionInterface.register("shared_prompts", shared_prompt_attention)
-AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
 
 
 # ---------------------------------------------------------------- records
@@ -1512,6 +1488,14 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
+# differs: there are other stages
+def run_stage(trainer_class):
+    """Trains. Returns the exit code."""
+    trainer = trainer_class()
+    trainer.train()
+    return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+
+
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
     if hasattr(error, "__notes__"):  # raised by a reward function
@@ -1575,6 +1559,12 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def did_you_mean(word, known):
+    """Returns "; did you mean ...?" with the nearest known word, or "" if none is near."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_value(text, allowed):

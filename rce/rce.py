@@ -51,8 +51,10 @@ import faulthandler
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
+import operator
 import os
 import platform
 import random
@@ -75,6 +77,9 @@ from types import SimpleNamespace
 from weakref import WeakSet
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch loads: faster beside busy programs
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    print(__doc__ + Path(__file__).read_text().split("= constants\n")[1].split("\n_VALID_RANGES")[0])
+    sys.exit()
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
@@ -90,7 +95,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -888,10 +893,8 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
     start at zero, or hold another one."""
     if (Path(path) / "adapter_config.json").exists():
-        raise UserError(
-            f"{constant} = {str(path)!r} is a LoRA adapter: set the LORA_RANK it was trained with, "
-            "or take its run's best/policy"
-        )
+        hint = "set the LORA_RANK it was trained with, or take its run's best/policy"
+        raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
     config = load_pretrained(AutoConfig, path, constant)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
@@ -2035,6 +2038,135 @@ def run_summary(trainer, optimizer_steps):
     return "\n".join(lines)
 
 
+def memory_summary(trainer):
+    """Returns how much memory the models take, as text: weights and, where they are trained, their gradients
+    and AdamW's two moments."""
+    models = [*trainer.models_by_constant.values(), getattr(trainer, "reward_model", None)]
+    used = 0
+    for model in filter(None, models):
+        for parameter in model.parameters():
+            number = parameter.numel() // (world_size() if is_sharded() else 1)
+            used += number * (parameter.element_size() + 12 * parameter.requires_grad)
+    device = trainer.device
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[1]
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (
+        f"Weights, gradients and optimizer state take {used / 2**30:.2f} GiB of the {available / 2**30:.1f} "
+        f"GiB of {device}; activations and the responses' caches come on top"
+    )
+
+
+def is_shipped(path):
+    """Returns whether a path is in the repository's data/."""
+    return Path(path).resolve().is_relative_to(Path(ROOT, "data"))
+
+
+def unsuited_constants():
+    """Returns a line about the constants that still have the value tuned for the shipped model and data,
+    though the run uses others; an empty list if there is none."""
+    if is_shipped(ACTOR_MODEL) and all(is_shipped(spec["path"]) for spec in TRAIN_DATASETS):
+        return []
+    hints = []
+    for name, (tuned, hint) in _TUNED_FOR_TINY.items():
+        if globals()[name] == tuned and not (is_shipped(ACTOR_MODEL) and "RATE" in name):
+            hints.append(f"{name} = {tuned!r} ({hint})")
+    if not hints:
+        return []
+    return ["NOTE: tuned for the shipped model and data, perhaps not for yours: " + "; ".join(hints)]
+
+
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
+    responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
+    name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
+    global ACTOR_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    folder = Path(OUTPUT_DIR)
+    ACTOR_MODEL = EVALUATE_POLICY
+    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
+        ACTOR_MODEL = str(folder / EVALUATE_POLICY / "policy")
+        if not Path(ACTOR_MODEL).exists():
+            hint = "train first, or give the folder of a model"
+            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {ACTOR_MODEL}: {hint}")
+    # The policy alone is loaded, and no data to train on
+    LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL = 0, 0.0, None, None
+    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
+    trainer = trainer_class(resume_from_checkpoint="no")
+    by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
+    figures = {}
+    for figure, values in by_prompt.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
+    facts = {"policy": ACTOR_MODEL, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
+    facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
+    name = re.sub(r"[^\w.-]+", "", "_".join(names))
+    if rank() == 0:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+        write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
+    trainer.run.log(f"{counts}; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+def policy_scores(trainer, greedy, sampled):
+    """Returns {figure: its value for each prompt, (prompts,)} of greedy and sampled responses, and a record
+    of each prompt with its responses."""
+    scores = trainer.score_responses(sampled)[0].view(-1, EVALUATE_SAMPLES).cpu()
+    by_prompt = {"reward": scores.double().mean(1)}
+    correct = None
+    if all(row["answer"] is not None for row in greedy.rows):
+        correct = trainer.accuracy(sampled).view(-1, EVALUATE_SAMPLES)
+        by_prompt |= {"accuracy_greedy": trainer.accuracy(greedy), "pass@1": correct.mean(1)}
+        by_prompt[f"pass@{EVALUATE_SAMPLES}"] = correct.amax(1)
+        votes = majority_votes(trainer, sampled)
+        if votes is not None:
+            by_prompt[f"majority@{EVALUATE_SAMPLES}"] = correct.gather(1, votes[:, None]).squeeze(1)
+    records = []
+    for i, row in enumerate(greedy.rows):
+        responses = sampled.responses[i * EVALUATE_SAMPLES : (i + 1) * EVALUATE_SAMPLES]
+        record = {"id": row["id"], "prompt": as_text(row["prompt"]), "answer": row["answer"]}
+        record |= {"greedy": greedy.responses[i], "sampled": responses, "rewards": scores[i].tolist()}
+        if correct is not None:
+            record["greedy_correct"] = by_prompt["accuracy_greedy"][i].item()
+            record["sampled_correct"] = correct[i].tolist()
+        records.append(record)
+    return by_prompt, records
+
+
+def majority_votes(trainer, batch):
+    """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
+    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
+    of no two."""
+    votes = []
+    can_compare = False
+    for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
+        responses = batch.responses[start : start + EVALUATE_SAMPLES]
+        prompts = [batch.rows[start]["prompt"]] * len(responses)
+        agreement = torch.zeros(len(responses))
+        for response in responses:
+            answers = [response] * len(responses)
+            agreement += call_reward(
+                "ACCURACY_FUNCTION", trainer.accuracy_function, prompts, responses, answers
+            )
+        can_compare = can_compare or agreement.any().item()
+        votes.append(agreement.argmax().item())
+    return torch.tensor(votes) if can_compare else None
+
+
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
+
+
 # ---------------------------------------------------------------- LoRA
 # Small matrices are trained beside a model's frozen weights (2106.09685).
 
@@ -3162,6 +3294,17 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
+def run_stage(trainer_class):
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
+    trainer = trainer_class()
+    trainer.train()
+    return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
+
+
 def user_message(error):
     """Returns what the user can do about an error, or None if a traceback says more."""
     if hasattr(error, "__notes__"):  # raised by a reward function
@@ -3225,6 +3368,12 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def did_you_mean(word, known):
+    """Returns "; did you mean ...?" with the nearest known word, or "" if none is near."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def read_value(text, allowed):
