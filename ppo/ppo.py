@@ -247,7 +247,9 @@ def masked_variance(x, mask):
 
 
 def whiten(x, mask):
-    """Returns x with mean 0 and variance 1 over the mask, and 0 outside it."""
+    """Returns x with mean 0 and variance 1 over the mask, and 0 outside it. Equal numbers become zeros."""
+    if (x == x[0, 0])[mask > 0].all():  # their float32 mean is often another number, which would be scaled up
+        return torch.zeros_like(x)
     return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
 
 
