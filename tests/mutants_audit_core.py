@@ -3,6 +3,7 @@ left out (H2), distillation (H3, M6), advantages per token (H4), edited samplers
 (M1), critic warm-up (M3) and smaller findings. mutants.py plants them."""
 
 PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
+REC, RAG, ICL = "grpo/grpo_rec.py", "ppo/ppo_rag.py", "rce/rce_icl.py"
 TEST = "tests/test_audit_core.py::test_"
 RUN = "tests/test_run.py::test_"
 EQUAL = TEST + "equal_scores_have_exactly_no_advantage"
@@ -12,9 +13,13 @@ BEGINS = TEST + "a_term_that_begins_away_from_the_sampler_leaves_no_row_out"
 OWN = TEST + "an_own_reward_or_advantage_is_no_distillation"
 UPDATES = TEST + "distillation_with_several_updates_per_step_is_refused"
 PER_TOKEN = TEST + "equal_advantages_per_token_are_one_advantage_per_response[dapo]"
+OWN_TOKENS = TEST + "advantages_per_token_train_their_own_tokens"
 WARMUP = TEST + "the_critics_warm_up_leaves_actor_moments_and_kl_coefficient_alone"
 NAMED = TEST + "a_constant_without_effect_or_far_from_its_paper_is_named"
 WANDB = RUN + "a_run_that_goes_on_elsewhere_has_its_own_wandb_run"
+REC_CHUNKS = "tests/test_rec.py::test_rewards_get_the_histories_items_and_targets_of_their_own_chunk"
+REC_LISTS = "tests/test_rec.py::test_best_items_and_baselines_are_of_each_row_beyond_the_first_chunk"
+ICL_PICKS = "tests/test_icl.py::test_the_policy_picks_for_each_query_beyond_the_first_chunk"
 DESCRIBED = RUN + "what_is_no_list_of_numbers_is_described"
 
 MUTANTS = [
@@ -24,7 +29,7 @@ MUTANTS = [
     (
         GRPO,
         "groups = groups - groups[:, :1]\n",
-        "groups = groups - groups.mean(1, keepdim=True)\n",
+        "groups = groups + 0 * groups[:, :1]\n",
         TEST + "a_step_of_equal_scores_moves_no_weight[1000.7-dapo]",
     ),
     (GRPO, "    groups = groups - groups[:, :1]\n", "    groups = groups * 1\n", RECIPES),
@@ -48,7 +53,12 @@ MUTANTS = [
         "for offset in (-0.01, 0.0, 0.01):",
         BEGINS + "[hinge]",
     ),
-    (GRPO, "(entropy * math.exp(-abs(offset)))", "(1.0 * entropy)", BEGINS + "[bonus]"),
+    (
+        GRPO,
+        "(entropy * math.exp(-abs(offset)))",
+        "(1.0 * entropy)",
+        TEST + "a_bonus_that_begins_at_half_the_rollouts_entropy_leaves_no_row_out",
+    ),
     (
         GRPO,
         "return (batch.trained[index] * self.token_losses(",
@@ -105,12 +115,12 @@ MUTANTS = [
         "if False:",
         TEST + "advantages_of_another_shape_are_refused_at_once",
     ),
-    (GRPO, "        return advantages[:, :width]\n", "        return advantages[:, :1]\n", PER_TOKEN),
+    (GRPO, "        return advantages[:, :width]\n", "        return advantages[:, :1]\n", OWN_TOKENS),
     (
         GRPO,
         "        return advantages[:, :width]\n",
         "        return advantages[:, -width:]\n",
-        TEST + "advantages_per_token_train_their_own_tokens",
+        OWN_TOKENS,
     ),
     (GRPO, "        if advantages.dim() == 2:\n", "        if False:\n", PER_TOKEN),
     # H5: RCE with an edited sampler
@@ -137,16 +147,16 @@ MUTANTS = [
         PPO,
         "            self.wandb_id = None  # wandb drops",
         "            pass  # wandb drops",
-        WANDB + "[beside]",
+        WANDB + "[beside-False]",
     ),
     (
         PPO,
         "        if old or not continues_here:\n",
         "        if not continues_here:\n",
-        WANDB + "[given up]",
+        WANDB + "[given up-False]",
     ),
-    (PPO, "        if old or not continues_here:\n", "        if old:\n", WANDB + "[beside]"),
-    (PPO, "        if old or not continues_here:\n", "        if True:\n", WANDB + "[newest]"),
+    (PPO, "        if old or not continues_here:\n", "        if old:\n", WANDB + "[beside-False]"),
+    (PPO, "        if old or not continues_here:\n", "        if True:\n", WANDB + "[newest-True]"),
     # M3: critic warm-up
     (PPO, "return steps_done < CRITIC_WARMUP_STEPS", "return steps_done <= CRITIC_WARMUP_STEPS", WARMUP),
     (
@@ -220,5 +230,41 @@ MUTANTS = [
         "    if False:\n        return torch.autocast",
         "tests/test_audit.py::test_a_step_in_bfloat16_is_that_of_float32_but_for_its_rounding[grpo]",
     ),
-    # chunks of grpo_rec
+    # chunks of the other trainers
+    (
+        REC,
+        '"answer": names[row["target"]], "columns": {}}',
+        '"answer": names[rows[0]["target"]], "columns": {}}',
+        REC_CHUNKS,
+    ),
+    (
+        REC,
+        "self.score_responses(every, lists[:, :GROUP_SIZE].flatten())",
+        "self.score_responses(rows * GROUP_SIZE, lists[:, :GROUP_SIZE].flatten())",
+        "tests/test_rec.py::test_every_figure_of_the_table_by_hand_and_best_is_by_validation",
+    ),
+    (
+        REC,
+        "        some = rows[begin : begin + at_once]\n",
+        "        some = rows[: min(at_once, len(rows) - begin)]\n",
+        REC_LISTS,
+    ),
+    (
+        REC,
+        "for row in rows[begin : begin + 512]]",
+        "for row in rows[: min(512, len(rows) - begin)]]",
+        REC_LISTS,
+    ),
+    (
+        ICL,
+        "            some = queries[i : i + 64]\n",
+        "            some = queries[: min(64, len(queries) - i)]\n",
+        ICL_PICKS,
+    ),
+    (
+        RAG,
+        "for row in questions[n : n + QUESTIONS_AT_ONCE]]",
+        "for row in questions[: n + QUESTIONS_AT_ONCE]]",
+        "tests/test_rag.py::test_each_block_draw_and_temperature_has_its_own_seed",
+    ),
 ]

@@ -208,6 +208,21 @@ def test_a_term_that_begins_away_from_the_sampler_leaves_no_row_out(grpo, term):
     assert torch.equal(one, other)
 
 
+def test_a_bonus_that_begins_at_half_the_rollouts_entropy_leaves_no_row_out(grpo):
+    """All groups are flat; at the sampler's own entropies no token has a gradient."""
+    script = grpo(SKIP_FLAT_GROUPS=True, REWARD_FUNCTIONS=[(equal, 1.0)])
+
+    class Bonus(script.GRPOTrainer):
+        def token_losses(self, batch, rows, logprobs, entropy):
+            losses, *others = super().token_losses(batch, rows, logprobs, entropy)
+            return losses - torch.minimum(entropy, 0.5 * batch.entropies[rows]), *others
+
+    trainer = Bonus()
+    batch = scored_batch(trainer)
+    trainer.select_tokens(batch)
+    assert trainer.rows_with_gradient(batch, list(range(8))) == list(range(8))
+
+
 @pytest.mark.parametrize("constants", [{"ENTROPY_COEF": 0.01}, {"KL_COEF": 0.1}])
 def test_an_entropy_or_kl_term_leaves_no_row_out(grpo, constants):
     one, other = step_with(grpo, True, **constants)[0], step_with(grpo, False, **constants)[0]
@@ -273,7 +288,9 @@ def test_a_reference_model_that_nothing_reads_is_refused(path):
 
 def updated(grpo, change, loss_type="dapo"):
     """(gradient, metrics) of one step whose advantages `change` has edited."""
-    script = grpo(LOSS_TYPE=loss_type, REWARD_FUNCTIONS=[(by_length, 1.0)], MAX_GRAD_NORM=1e9)
+    script = grpo(
+        LOSS_TYPE=loss_type, REWARD_FUNCTIONS=[(by_length, 1.0)], MAX_GRAD_NORM=1e9, MICRO_BATCH_ROWS=1
+    )
     trainer = script.GRPOTrainer()
     batch = scored_batch(trainer)
     change(batch)

@@ -887,6 +887,50 @@ def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
     assert set(parts) == {name.lower() for name in weights}
 
 
+def test_rewards_get_the_histories_items_and_targets_of_their_own_chunk(rec):
+    module = rec(BATCH_SIZE=2, GROUP_SIZE=3)
+    trainer = trainer_of(module)
+    seen, sizes = [], []
+
+    def compute_rewards(histories, items, targets):
+        sizes.append(len(items))
+        seen.extend(zip(histories, items, targets))
+        trainer.reward_parts["own"] = [float(item) for item in items]
+        return [2 * float(item) for item in items]
+
+    trainer.compute_rewards = compute_rewards
+    rows = [row for row in trainer.valid_rows[:5] for _ in range(3)]
+    numbers = torch.arange(15) % len(trainer.catalogue.items)
+    scores, parts = trainer.score_responses(rows, numbers)
+    names = trainer.catalogue.items
+    asked = [names[i] for i in numbers]
+    assert sizes == [6, 6, 3]
+    assert seen == [([names[i] for i in r["history"]], x, names[r["target"]]) for r, x in zip(rows, asked)]
+    assert parts["own"].tolist() == [float(item) for item in asked]
+    assert torch.equal(scores, 2 * parts["own"])
+
+
+def test_best_items_and_baselines_are_of_each_row_beyond_the_first_chunk(rec):
+    """Beams are searched for 64 rows at a time, baselines score 512."""
+    module = rec()
+    trainer = trainer_of(module)
+    every = [*trainer.train_rows, *trainer.valid_rows]
+    rows = [every[i % len(every)] for i in range(70)]
+    found = module.best_items(trainer.actor, trainer.trie, rows, 5, trainer.pad_id)
+    assert found.shape == (70, 5)
+    for i in (0, 63, 64, 69):
+        alone = module.best_items(trainer.actor, trainer.trie, rows[i : i + 1], 5, trainer.pad_id)
+        assert torch.equal(found[i : i + 1], alone), i
+    assert not torch.equal(found[64:], found[:6])
+
+    def scores(histories):
+        return torch.tensor([[-abs(history[-1] - item) for item in range(11)] for history in histories])
+
+    many = [{"history": [i % 11]} for i in range(515)]
+    best = module.top_items(SimpleNamespace(scores=scores), many)
+    assert best[:, 0].tolist() == [i % 11 for i in range(515)]
+
+
 def number_of(histories, items, targets):
     assert len(histories) == len(items) == len(targets) and isinstance(histories[0], list)
     return [float(item) for item in items]
