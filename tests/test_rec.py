@@ -527,6 +527,28 @@ def test_the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone(rec, kin
     assert wanted.norm() > 1e-2 and (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
+def test_a_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(rec):
+    """The same samples, drawn in bfloat16."""
+    gradients = []
+    for dtype in ("bfloat16", "float32"):
+        module = rec(CANDIDATES="sample", DTYPE=dtype)
+        module.clip_and_step = lambda optimizers, loss, run, ids: [0.0]
+        trainer = trainer_of(module)
+        if dtype == "bfloat16":
+            torch.manual_seed(0)
+            batch = trainer.rollout()
+        trainer.score(batch)
+        trainer.compute_advantages(batch)
+        trainer.optimizer_step(batch, list(range(len(batch.rows))))
+        gradient = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
+        assert gradient.dtype == torch.float32
+        gradients.append(gradient.double())
+    rounded, exact = gradients
+    cosine = (rounded @ exact / rounded.norm() / exact.norm()).item()
+    assert 0.99 < cosine < 1 - 1e-7
+    assert rounded.norm().item() == pytest.approx(exact.norm().item(), rel=0.05)
+
+
 @pytest.mark.parametrize("kind", ["dapo", "gspo"])
 def test_each_constant_of_the_loss_is_handed_to_its_place(rec, kind):
     prices = {"CLIP_RANGE": 0.1, "CLIP_RANGE_HIGH": 0.4, "KL_COEF": 0.3, "ENTROPY_COEF": 0.07}
