@@ -20,6 +20,7 @@ WANDB = RUN + "a_run_that_goes_on_elsewhere_has_its_own_wandb_run"
 REC_CHUNKS = "tests/test_rec.py::test_rewards_get_the_histories_items_and_targets_of_their_own_chunk"
 REC_LISTS = "tests/test_rec.py::test_best_items_and_baselines_are_of_each_row_beyond_the_first_chunk"
 ICL_PICKS = "tests/test_icl.py::test_the_policy_picks_for_each_query_beyond_the_first_chunk"
+RAG_BLOCKS = "tests/test_rag.py::test_greedy_answers_do_not_depend_on_how_many_questions_are_answered_at_once"
 DESCRIBED = RUN + "what_is_no_list_of_numbers_is_described"
 
 MUTANTS = [
@@ -218,6 +219,12 @@ MUTANTS = [
         TEST + "rows_of_two_files_of_one_name_have_ids_of_their_own",
     ),
     (
+        GRPO,
+        "(not isinstance(text, str) or not text):",
+        "not isinstance(text, str):",
+        "tests/test_turns.py::test_an_environment_that_returns_no_text_is_told",
+    ),
+    (
         "docs/grpo.md",
         "            if name not in weights:\n",
         "            if False:\n",
@@ -263,8 +270,14 @@ MUTANTS = [
     ),
     (
         RAG,
-        "for row in questions[n : n + QUESTIONS_AT_ONCE]]",
-        "for row in questions[: n + QUESTIONS_AT_ONCE]]",
-        "tests/test_rag.py::test_each_block_draw_and_temperature_has_its_own_seed",
+        "answers = qa.generator.answers([prompt for prompt, _ in read], temperature, seed)",
+        "answers = qa.generator.answers([read[0][0] for prompt, _ in read], temperature, seed)",
+        RAG_BLOCKS,
+    ),
+    (
+        RAG,
+        "for question, ids in zip(questions, ranked[rerank])]",
+        "for question, ids in zip(questions, ranked[rerank][:1] * len(questions))]",
+        RAG_BLOCKS,
     ),
 ]
