@@ -34,6 +34,12 @@ MUTANTS = [
         TEST + "a_step_of_equal_scores_moves_no_weight[1000.7-dapo]",
     ),
     (GRPO, "    groups = groups - groups[:, :1]\n", "    groups = groups * 1\n", RECIPES),
+    (
+        "docs/grpo.md",
+        "batch.advantages = total / (",
+        "batch.advantages = (total - total.mean()) / (",
+        RECIPES,
+    ),
     (PPO, "    if (x == x[0, 0])[mask > 0].all():  # their", "    if False:  # their", WHITENED),
     (
         PPO,

@@ -93,6 +93,11 @@ def test_recipes_give_equal_scores_exactly_no_advantage(tmp_path):
         batch = SimpleNamespace(reward_parts={"exact_answer": scores, "by_length": 3 * scores})
         gdpo.compute_advantages(batch)
         assert batch.advantages.tolist() == [0.0] * 32
+        mixed = torch.cat([scores, torch.rand(32, generator=torch.Generator().manual_seed(0))])
+        batch = SimpleNamespace(reward_parts={"exact_answer": mixed, "by_length": 3 * mixed})
+        gdpo.compute_advantages(batch)
+        assert batch.advantages[:32].tolist() == [0.0] * 32
+        assert (batch.advantages[32:] != 0).all()
 
 
 @settings(max_examples=60, deadline=None)
