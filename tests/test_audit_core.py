@@ -451,6 +451,19 @@ def test_the_critics_warm_up_leaves_actor_moments_and_kl_coefficient_alone(ppo):
     assert trainer.state.kl_coef != 0.05
 
 
+def test_a_run_cut_within_the_critics_warm_up_equals_a_whole_one(ppo, tmp_path):
+    """The actor's optimizer has no moments yet when it is saved."""
+    constants = dict(CRITIC_WARMUP_STEPS=2, EVAL_DATASETS=[], LEARNING_RATE=1e-4)
+    ppo(**constants, MAX_STEPS=3, OUTPUT_DIR=str(tmp_path / "whole")).PPOTrainer().train()
+    for steps, resume in ((1, "no"), (3, "yes")):
+        ppo(
+            **constants, MAX_STEPS=steps, OUTPUT_DIR=str(tmp_path / "cut"), RESUME=resume
+        ).PPOTrainer().train()
+    for name in ("policy", "critic"):
+        whole, cut = (tmp_path / folder / f"step_3/{name}/model.safetensors" for folder in ("whole", "cut"))
+        assert whole.read_bytes() == cut.read_bytes()
+
+
 # ---------------------------------------------------------------- the smaller findings
 
 
