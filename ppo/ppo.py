@@ -248,9 +248,9 @@ def masked_variance(x, mask):
 
 def whiten(x, mask):
     """Returns x with mean 0 and variance 1 over the mask, and 0 outside it. Equal numbers become zeros."""
-    if (x == x[0, 0])[mask > 0].all():  # their float32 mean is often another number, which would be scaled up
-        return torch.zeros_like(x)
-    return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
+    whitened = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
+    are_equal = ((x == x[0, 0]) | (mask == 0)).all()  # their float32 mean is often another number
+    return whitened.masked_fill(are_equal, 0.0)
 
 
 def per_token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, token_scores=None):

@@ -40,17 +40,12 @@ MUTANTS = [
         "batch.advantages = (total - total.mean()) / (",
         RECIPES,
     ),
-    (PPO, "    if (x == x[0, 0])[mask > 0].all():  # their", "    if False:  # their", WHITENED),
+    (PPO, "    return whitened.masked_fill(are_equal, 0.0)\n", "    return whitened\n", WHITENED),
+    (PPO, "((x == x[0, 0]) | (mask == 0)).all()", "(x == x[0, 0]).all()", WHITENED),
     (
         PPO,
-        "    if (x == x[0, 0])[mask > 0].all():  # their",
-        "    if (x == x[0, 0]).all():  # their",
-        WHITENED,
-    ),
-    (
-        PPO,
-        "    if (x == x[0, 0])[mask > 0].all():  # their",
-        "    if (x == x[0, 0])[mask > 0].any():  # their",
+        "((x == x[0, 0]) | (mask == 0)).all()",
+        "((x == x[0, 0]) | (mask == 0)).any()",
         "tests/test_ppo.py::test_whitening_by_hand_and_blind_to_padding",
     ),
     # H2: rows that are left out
