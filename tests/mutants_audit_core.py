@@ -201,6 +201,13 @@ MUTANTS = [
     # smaller findings
     (
         GRPO,
+        "        self.select_tokens(batch)\n        batch.sampled_logprobs",
+        "        batch.sampled_logprobs",
+        TEST + "an_own_compute_advantages_needs_no_call_of_the_old_one",
+    ),
+    ("LICENSE", "MIT License\n", "A licence\n", "tests/test_tools.py::test_the_readme_names_the_licences"),
+    (
+        GRPO,
         'if LOSS_TYPE == "dr_grpo" and SCALE_REWARDS == "batch":',
         "if False:",
         NAMED,
