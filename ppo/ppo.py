@@ -259,8 +259,10 @@ def masked_variance(x, mask):
 
 
 def whiten(x, mask):
-    """Returns x with mean 0 and variance 1 over the mask, and 0 outside it."""
-    return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
+    """Returns x with mean 0 and variance 1 over the mask, and 0 outside it. Equal numbers become zeros."""
+    whitened = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
+    are_equal = ((x == x[0, 0]) | (mask == 0)).all()  # their float32 mean is often another number
+    return whitened.masked_fill(are_equal, 0.0)
 
 
 def per_token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, token_scores=None):

@@ -269,8 +269,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask",
-        "return (x - x.mean()) * torch.rsqrt(x.var(correction=0) + 1e-8) * mask",
+        "whitened = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask",
+        "whitened = (x - x.mean()) * torch.rsqrt(x.var(correction=0) + 1e-8) * mask",
         IN_PPO + "whitening_by_hand_and_blind_to_padding",
     ),
     (

@@ -716,6 +716,31 @@ def test_a_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(path, tmp_pa
     assert 0 < found["bfloat16"][1]["mean_abs_log_ratio"] < 0.02
 
 
+def test_rces_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(rce):
+    gradients = []
+    for dtype in ("bfloat16", "float32"):
+        script = rce(DTYPE=dtype, MAX_GRAD_NORM=1e9)
+        trainer = script.RCETrainer("no")
+        rows = [row for row in trainer.train_rows[:4] for _ in range(2)]
+        said = [[20 + n, 21, 1] if n % 2 else [30 + n, 1] for n in range(8)]
+        batch = script.make_batch([row["ids"] for row in rows], said, trainer.device)
+        batch.rows = rows
+        batch.weights, batch.prompts = torch.linspace(0.1, 0.9, 8), 4
+        trainer.run.step = 1
+        (gradient,) = gradients_of_steps(
+            trainer.actor,
+            trainer.optimizers["policy"],
+            lambda trainer=trainer, batch=batch: trainer.update(batch),
+        )
+        assert gradient.dtype == torch.float32
+        assert all(p.dtype == torch.float32 for p in trainer.actor.parameters())
+        gradients.append(gradient.double())
+    rounded, exact = gradients
+    cosine = (rounded @ exact / rounded.norm() / exact.norm()).item()
+    assert 0.99 < cosine < 1 - 1e-7
+    assert rounded.norm().item() == pytest.approx(exact.norm().item(), rel=0.05)
+
+
 # ---------------------------------------------------------------- models in parts
 
 

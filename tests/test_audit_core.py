@@ -3,13 +3,16 @@
 critic warm-up (M3), several updates in distillation (M6), and its smaller findings 1, 7, 8 and 9."""
 
 import math
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import TINY, distance, load_script
+from conftest import TINY, TRAINERS, distance, load_script, small
 from hypothesis import example, given, settings
+from test_recipes import patched, subclass
 
+PPO = load_script("ppo/ppo.py")
 GRPO = load_script("grpo/grpo.py")
 REC = load_script("grpo/grpo_rec.py")
 LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
@@ -45,6 +48,10 @@ def by_length(prompts, responses, answers):
     return [math.sin(7.0 * len(response)) for response in responses]
 
 
+def equal(prompts, responses, answers):
+    return [1000.7] * len(responses)
+
+
 # ---------------------------------------------------------------- C1: equal scores
 
 
@@ -73,6 +80,56 @@ def test_equal_scores_have_exactly_no_advantage(scale, leave_one_out, scores, gr
 def test_equal_scores_have_exactly_no_advantage_in_grpo_rec(scale, score, group_size):
     advantages = REC.group_advantages(torch.full((group_size,), score), group_size, scale)
     assert advantages.tolist() == [0.0] * group_size
+
+
+def test_recipes_give_equal_scores_exactly_no_advantage(tmp_path):
+    maxrl = patched("grpo/grpo.py", "maxrl")
+    gdpo = subclass(
+        "gdpo", tmp_path, GROUP_SIZE=8, REWARD_FUNCTIONS=[("exact_answer", 1.0), (by_length, 2.0)]
+    )
+    for score in (0.1, 0.7, 1000.7):
+        scores = torch.full((32,), score)
+        assert maxrl.group_advantages(scores, 8, "group", False).tolist() == [0.0] * 32
+        batch = SimpleNamespace(reward_parts={"exact_answer": scores, "by_length": 3 * scores})
+        gdpo.compute_advantages(batch)
+        assert batch.advantages.tolist() == [0.0] * 32
+        mixed = torch.cat([scores, torch.rand(32, generator=torch.Generator().manual_seed(0))])
+        batch = SimpleNamespace(reward_parts={"exact_answer": mixed, "by_length": 3 * mixed})
+        gdpo.compute_advantages(batch)
+        assert batch.advantages[:32].tolist() == [0.0] * 32
+        assert (batch.advantages[32:] != 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(score=CONSTANTS, lengths=st.lists(st.integers(1, 9), min_size=1, max_size=40))
+@example(score=0.1, lengths=[3, 1, 9, 4] * 16)
+@example(score=1000.7, lengths=[3, 1, 9, 4] * 16)
+def test_equal_advantages_are_whitened_to_exactly_zero(score, lengths):
+    """PPO with a constant score, LAM = 1 and a critic that says 0; what stands after a response's end does
+    not count."""
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).float()
+    whitened = PPO.whiten(torch.full(mask.shape, score) * mask, mask)
+    assert whitened.shape == mask.shape
+    assert (whitened == 0).all()
+
+
+def test_a_first_step_of_equal_scores_moves_no_actor(ppo):
+    """The critic begins at 0, so that with LAM = 1 each token's advantage is the score."""
+    script = ppo(LAM=1.0, LEARNING_RATE=1e-2, BATCH_SIZE=8, REWARD_FUNCTIONS=[(equal, 1.0)])
+    trainer = script.PPOTrainer()
+    with torch.no_grad():
+        for parameter in trainer.critic.parameters():
+            parameter.zero_()
+    before = weights_of(trainer.actor)
+    trainer.run.step = 1
+    batch = trainer.rollout(trainer.train_rows[:8])
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    assert batch.raw_advantages[0, 0] == torch.tensor(1000.7)
+    metrics = trainer.update(batch)
+    assert metrics["grad_norm"] == 0
+    assert metrics["critic_grad_norm"] > 0
+    assert torch.equal(weights_of(trainer.actor), before)
 
 
 @pytest.mark.parametrize("offset", [0.1, 1000.7, -54321.0])
@@ -156,6 +213,21 @@ def test_a_term_that_begins_away_from_the_sampler_leaves_no_row_out(grpo, term):
     assert torch.equal(one, other)
 
 
+def test_a_bonus_that_begins_at_half_the_rollouts_entropy_leaves_no_row_out(grpo):
+    """All groups are flat; at the sampler's own entropies no token has a gradient."""
+    script = grpo(SKIP_FLAT_GROUPS=True, REWARD_FUNCTIONS=[(equal, 1.0)])
+
+    class Bonus(script.GRPOTrainer):
+        def token_losses(self, batch, rows, logprobs, entropy):
+            losses, *others = super().token_losses(batch, rows, logprobs, entropy)
+            return losses - torch.minimum(entropy, 0.5 * batch.entropies[rows]), *others
+
+    trainer = Bonus()
+    batch = scored_batch(trainer)
+    trainer.select_tokens(batch)
+    assert trainer.rows_with_gradient(batch, list(range(8))) == list(range(8))
+
+
 @pytest.mark.parametrize("constants", [{"ENTROPY_COEF": 0.01}, {"KL_COEF": 0.1}])
 def test_an_entropy_or_kl_term_leaves_no_row_out(grpo, constants):
     one, other = step_with(grpo, True, **constants)[0], step_with(grpo, False, **constants)[0]
@@ -209,10 +281,11 @@ def test_distillation_with_several_updates_per_step_is_refused(grpo, constants):
     grpo(**DISTIL).GRPOTrainer()
 
 
-def test_a_reference_model_that_nothing_reads_is_refused(grpo):
-    script = grpo(REFERENCE_MODEL=f"{TINY}/policy", KL_COEF=0.0)
+@pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"], ids=["ppo", "grpo"])
+def test_a_reference_model_that_nothing_reads_is_refused(path):
+    script = load_script(path, **small(path, REFERENCE_MODEL=f"{TINY}/policy", KL_COEF=0.0))
     with pytest.raises(script.UserError, match="is not used while KL_COEF = 0: set KL_COEF"):
-        script.GRPOTrainer()
+        getattr(script, TRAINERS[path])("no")
 
 
 # ---------------------------------------------------------------- H4: advantages per token
@@ -220,12 +293,15 @@ def test_a_reference_model_that_nothing_reads_is_refused(grpo):
 
 def updated(grpo, change, loss_type="dapo"):
     """(gradient, metrics) of one step whose advantages `change` has edited."""
-    script = grpo(LOSS_TYPE=loss_type, REWARD_FUNCTIONS=[(by_length, 1.0)], MAX_GRAD_NORM=1e9)
+    script = grpo(
+        LOSS_TYPE=loss_type, REWARD_FUNCTIONS=[(by_length, 1.0)], MAX_GRAD_NORM=1e9, MICRO_BATCH_ROWS=1
+    )
     trainer = script.GRPOTrainer()
     batch = scored_batch(trainer)
     change(batch)
     trainer.run.open_files()
     gradient, metrics = gradient_of_update(trainer, batch)
+    batch.flat_groups = 0.0
     trainer.record(batch, dict(metrics))
     trainer.run.lock.release()
     return gradient, metrics
@@ -375,6 +451,19 @@ def test_the_critics_warm_up_leaves_actor_moments_and_kl_coefficient_alone(ppo):
     assert trainer.state.kl_coef != 0.05
 
 
+def test_a_run_cut_within_the_critics_warm_up_equals_a_whole_one(ppo, tmp_path):
+    """The actor's optimizer has no moments yet when it is saved."""
+    constants = dict(CRITIC_WARMUP_STEPS=2, EVAL_DATASETS=[], LEARNING_RATE=1e-4)
+    ppo(**constants, MAX_STEPS=3, OUTPUT_DIR=str(tmp_path / "whole")).PPOTrainer().train()
+    for steps, resume in ((1, "no"), (3, "yes")):
+        ppo(
+            **constants, MAX_STEPS=steps, OUTPUT_DIR=str(tmp_path / "cut"), RESUME=resume
+        ).PPOTrainer().train()
+    for name in ("policy", "critic"):
+        whole, cut = (tmp_path / folder / f"step_3/{name}/model.safetensors" for folder in ("whole", "cut"))
+        assert whole.read_bytes() == cut.read_bytes()
+
+
 # ---------------------------------------------------------------- the smaller findings
 
 
@@ -439,6 +528,15 @@ def test_rows_of_two_files_of_one_name_have_ids_of_their_own(grpo, tmp_path):
     trainer = grpo(TRAIN_DATASETS=datasets).GRPOTrainer()
     ids = {row["id"] for row in trainer.train_rows}
     assert len(ids) == 2, ids
+
+
+def test_gdpo_names_a_part_that_has_no_weight(tmp_path):
+    trainer = subclass("gdpo", tmp_path)
+    batch = SimpleNamespace(reward_parts={"own": torch.zeros(4)})
+    with pytest.raises(
+        trainer.compute_advantages.__globals__["grpo"].UserError, match="^reward_parts\\['own'\\] has no"
+    ):
+        trainer.compute_advantages(batch)
 
 
 def test_groups_of_equal_scores_are_counted_as_they_are(grpo):

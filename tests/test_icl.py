@@ -1936,6 +1936,18 @@ def test_the_baselines_settings_are_chosen_on_validation_at_one_shot(icl):
     assert script.fit_baselines(trainer) == {}  # an answer each: nothing to reward_model_scores
 
 
+def test_the_policy_picks_for_each_query_beyond_the_first_chunk(icl):
+    """64 queries at a time."""
+    trainer = icl().ICLTrainer()
+    queries = [*trainer.splits["validation"], *trainer.splits["test"], *trainer.splits["train"]]
+    queries = [queries[i % len(queries)] for i in range(70)]
+    found = trainer.pick(queries, 2)
+    assert len(found) == 70
+    for i in (0, 63, 64, 69):
+        assert found[i] == trainer.pick([queries[i]], 2)[0], i
+    assert found[64:] != found[:6]
+
+
 def test_answers_are_remembered_by_query_and_order(icl):
     trainer = icl().ICLTrainer()
     trainer.reader = SimpleNamespace(

@@ -750,6 +750,23 @@ def cached(folder):
     return [record for line in path.read_text().splitlines() if line for record in json.loads(line)]
 
 
+def test_greedy_answers_do_not_depend_on_how_many_questions_are_answered_at_once(rag, tmp_path):
+    """Greedy answers: what is sampled has a seed of each block."""
+    tables = []
+    for count in (5, 1000):
+        script = rag(
+            QUESTIONS_AT_ONCE=count,
+            TEMPERATURES=(0.0,),
+            FIXED_ACTION=(3, 0.0, 0),
+            CACHE_DIR=str(tmp_path / f"{count}"),
+        )
+        tables.append(script.RAGTrainer().table)
+    one, other = tables
+    assert one.responses == other.responses and len({str(row) for row in one.responses}) > 1
+    for name in ("read", "observations", "rewards"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
 def test_draws_of_an_action_differ_and_a_greedy_one_has_but_one(rag, tmp_path):
     table = rag(DRAWS=3).RAGTrainer().table
     warm = [a for a, (_, temperature, _) in enumerate(table.actions) if temperature > 0]

@@ -527,6 +527,28 @@ def test_the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone(rec, kin
     assert wanted.norm() > 1e-2 and (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
+def test_a_step_in_bfloat16_is_that_of_float32_but_for_its_rounding(rec):
+    """The same samples, drawn in bfloat16."""
+    gradients = []
+    for dtype in ("bfloat16", "float32"):
+        module = rec(CANDIDATES="sample", DTYPE=dtype)
+        module.clip_and_step = lambda optimizers, loss, run, ids: [0.0]
+        trainer = trainer_of(module)
+        if dtype == "bfloat16":
+            torch.manual_seed(0)
+            batch = trainer.rollout()
+        trainer.score(batch)
+        trainer.compute_advantages(batch)
+        trainer.optimizer_step(batch, list(range(len(batch.rows))))
+        gradient = torch.cat([p.grad.flatten() for p in trainer.actor.parameters()])
+        assert gradient.dtype == torch.float32
+        gradients.append(gradient.double())
+    rounded, exact = gradients
+    cosine = (rounded @ exact / rounded.norm() / exact.norm()).item()
+    assert 0.99 < cosine < 1 - 1e-7
+    assert rounded.norm().item() == pytest.approx(exact.norm().item(), rel=0.05)
+
+
 @pytest.mark.parametrize("kind", ["dapo", "gspo"])
 def test_each_constant_of_the_loss_is_handed_to_its_place(rec, kind):
     prices = {"CLIP_RANGE": 0.1, "CLIP_RANGE_HIGH": 0.4, "KL_COEF": 0.3, "ENTROPY_COEF": 0.07}
@@ -885,6 +907,50 @@ def test_each_part_has_its_own_weight_and_groups_are_rewarded_whole(rec):
     wanted = (2.0 * 1 + 0.7 * 10 + 0.3 * 3 + 0.11 * 5 + 0.05 * 7) * (11 + items)
     assert torch.allclose(scores, wanted) and set(sizes) == {10, 5}  # BATCH_SIZE groups at a time
     assert set(parts) == {name.lower() for name in weights}
+
+
+def test_rewards_get_the_histories_items_and_targets_of_their_own_chunk(rec):
+    module = rec(BATCH_SIZE=2, GROUP_SIZE=3)
+    trainer = trainer_of(module)
+    seen, sizes = [], []
+
+    def compute_rewards(histories, items, targets):
+        sizes.append(len(items))
+        seen.extend(zip(histories, items, targets))
+        trainer.reward_parts["own"] = [float(item) for item in items]
+        return [2 * float(item) for item in items]
+
+    trainer.compute_rewards = compute_rewards
+    rows = [row for row in trainer.valid_rows[:5] for _ in range(3)]
+    numbers = torch.arange(15) % len(trainer.catalogue.items)
+    scores, parts = trainer.score_responses(rows, numbers)
+    names = trainer.catalogue.items
+    asked = [names[i] for i in numbers]
+    assert sizes == [6, 6, 3]
+    assert seen == [([names[i] for i in r["history"]], x, names[r["target"]]) for r, x in zip(rows, asked)]
+    assert parts["own"].tolist() == [float(item) for item in asked]
+    assert torch.equal(scores, 2 * parts["own"])
+
+
+def test_best_items_and_baselines_are_of_each_row_beyond_the_first_chunk(rec):
+    """Beams are searched for 64 rows at a time, baselines score 512."""
+    module = rec()
+    trainer = trainer_of(module)
+    every = [*trainer.train_rows, *trainer.valid_rows]
+    rows = [every[i % len(every)] for i in range(70)]
+    found = module.best_items(trainer.actor, trainer.trie, rows, 5, trainer.pad_id)
+    assert found.shape == (70, 5)
+    for i in (0, 63, 64, 69):
+        alone = module.best_items(trainer.actor, trainer.trie, rows[i : i + 1], 5, trainer.pad_id)
+        assert torch.equal(found[i : i + 1], alone), i
+    assert not torch.equal(found[64:], found[:6])
+
+    def scores(histories):
+        return torch.tensor([[-abs(history[-1] - item) for item in range(11)] for history in histories])
+
+    many = [{"history": [i % 11]} for i in range(515)]
+    best = module.top_items(SimpleNamespace(scores=scores), many)
+    assert best[:, 0].tolist() == [i % 11 for i in range(515)]
 
 
 def number_of(histories, items, targets):
