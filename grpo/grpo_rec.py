@@ -1,23 +1,23 @@
 """GRPO for generative recommendation, in one file: a language model whose tokens are the codes of items.
 
-A history of items is a prompt of their codes, <a_7><b_120><c_3>, the next item is the response. Decoding
-walks a trie of the catalogue: softmax runs over the codes that some item goes on with, so the policy can say
-nothing but items,
+A history of items is a prompt of their codes, <a_7><b_120><c_3>; the next item is the response. Decoding
+walks a trie of the catalogue: the softmax runs over the codes that continue some item, so the policy can
+answer with nothing but items,
 
     pi(item | history) = prod_t pi(c_t | history, c_<t),    pi(c | prefix) = softmax over the trie's children
 
 and every log-probability below, sampled or trained, is of this constrained distribution. Two stages:
 
-    SFT    L = -mean_t log pi(c_t of the logged next item)               best validation NDCG@10 goes on
-    GRPO   GROUP_SIZE candidates of a history, of scores s_i, are each other's baseline (2402.03300):
+    SFT    L = -mean_t log pi(c_t of the logged next item)               keeps the best validation NDCG@10
+    GRPO   GROUP_SIZE candidates of a history, with scores s_i, are each other's baseline (2402.03300):
            A_i = (s_i - mean of its group) / (std + 1e-4),   rho_t = pi(c_t) / pi_old(c_t)
            clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
            L   = -mean_t min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
 
 LOSS_TYPE "gspo" has rho = exp(mean_t log rho_t) of the whole item (2507.18071); "dapo" and "grpo" are one,
-since all responses are as long. kl_t has k3's value against the best SFT policy and k2's gradient, that of
-KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
-- "sample": that of the expected reward of a sample, as in GRPO;
+since all responses have the same length. kl_t has k3's value against the best SFT policy and k2's gradient,
+which is that of KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
+- "sample": the gradient of a sample's expected reward, as in GRPO;
 - "beam", the default: no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list,
   better items up and worse ones down, whatever their probability. It knows nothing of items beyond the list,
   and the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
@@ -108,14 +108,14 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | sft | rl: rl goes on from SFT's best, or from ACTOR_MODEL
+STAGE = "all"  # all | sft | rl: rl starts from SFT's best policy, or from ACTOR_MODEL
 
-# Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows codes alone
+# Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows only codes
 ACTOR_MODEL: str | None = None
 HIDDEN_SIZE = 64  # of the small Llama
 LAYERS = 2
 HEADS = 4
-LORA_RANK = 0  # 0: whole models are trained; else, in STAGE=rl, an adapter of this rank (2106.09685)
+LORA_RANK = 0  # 0: trains whole models; else, in STAGE=rl, an adapter of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
@@ -132,30 +132,34 @@ HISTORY_COLUMN = "history_item_id"  # such as "[3, 17, 204]", the oldest first
 TARGET_COLUMN = "item_id"
 INDEX_FILE = f"{ROOT}/data/rec/index.json"  # {item: its codes}
 ITEM_FILE: str | None = f"{ROOT}/data/rec/items.txt"  # lines of codes, title, item, tab between
-TRAIN_PREFIXES = True  # a history's own items are targets too, of what stands before them
+TRAIN_PREFIXES = True  # the items of a history are targets too, each after those before it
 MAX_HISTORY = 10  # items; longer histories are cut from the left, and counted
-MAX_TRAIN_ROWS: int | None = None  # only the first so many of the file; None: all
+MAX_TRAIN_ROWS: int | None = None  # reads only the first ones of the file; None: all
 MAX_EVAL_ROWS: int | None = 300  # of validation
 PROMPT_TEMPLATE = "{history}"  # the tokenizer's chat template, if any, goes around it
-TITLE_HISTORY_ROWS = 0.0  # share of the rows also asked with titles in place of codes (a model of words)
-TITLE_ROWS = 0.0  # SFT: share of the items whose title alone asks for them (a model of words)
+TITLE_HISTORY_ROWS = (
+    0.0  # share of the rows that also appear with titles in place of codes (a model of words)
+)
+TITLE_ROWS = 0.0  # SFT: share of the items that are also asked for by their title (a model of words)
 
 # Rewards: the score is the sum of weight * part
-VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
+VALUE_WEIGHT = 1.0  # an item's value after the history, from VALUES_FILE, 0 to 1
 RULE_WEIGHT = 1.0  # 1 for the logged target
-RANKING_WEIGHT = 0.0  # 1 for it; where it is in the group, the others cost the more the higher they stand
+RANKING_WEIGHT = 0.0  # 1 for the target; if it is in the group, other items get less the higher they rank
 SEMANTIC_WEIGHT = 0.0  # cosine of the item's vector with the target's
-COLLABORATIVE_WEIGHT = 0.0  # score by SASREC_FILE, 0 to 1 within the group
-REWARD_FUNCTIONS = []  # yours of histories, items, targets: (function, or name in rewards/; weight)
-VALUES_FILE: str | None = f"{ROOT}/data/rec/values.npy"  # (items, items): the second's worth after the first
+COLLABORATIVE_WEIGHT = 0.0  # SASREC_FILE's score, scaled to 0 to 1 within the group
+REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets) or a name in rewards/, weight)
+VALUES_FILE: str | None = (
+    f"{ROOT}/data/rec/values.npy"  # (items, items): the second item's value after the first
+)
 VALUE_DECAY = 0.5  # weight of an item of the history relative to the next one
 VECTORS_FILE: str | None = None  # (items, width) for the semantic reward; None: TF-IDF of the titles
 SASREC_FILE: str | None = f"{ROOT}/data/rec/sasrec.npz"  # data/sasrec.py makes it; a baseline too
-REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: any
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: no limit
 
 # SFT
 SFT_EPOCHS = 20
-SFT_BATCH_SIZE = 64  # histories an optimizer step
+SFT_BATCH_SIZE = 64  # histories per optimizer step
 SFT_LEARNING_RATE = 3e-3
 SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
 
@@ -163,8 +167,8 @@ SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT 
 CANDIDATES = "beam"  # beam | sample
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
 MICRO_BATCH_ROWS: int | None = None  # rows per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
-GROUP_SIZE = 16  # candidates a history; >= 2, since they are each other's baseline
+GRADIENT_ACCUMULATION_STEPS = 1  # histories per training step = BATCH_SIZE * this
+GROUP_SIZE = 16  # candidates per history; >= 2, since they are each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and scored
 
 # Optimisation of GRPO (MAX_GRAD_NORM, WEIGHT_DECAY and WARMUP_STEPS: of SFT too)
@@ -185,7 +189,7 @@ CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
 KL_COEF = 4.0  # weight of the KL in the loss
-REFERENCE_SYNC_STEPS = 0  # every so many steps the reference moves towards the actor (2404.09656); 0: never
+REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
 
@@ -198,7 +202,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 50  # 0: only before the first and after the last step each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
+LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo_rec"
 SEED = 1
@@ -206,9 +210,7 @@ USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo_rec.py
-DETERMINISTIC_GRADIENTS = (
-    True  # gradients add up in one order: the same bits on any number of processes; False: faster
-)
+DETERMINISTIC_GRADIENTS = True  # same bits on any number of processes; False: faster
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
@@ -232,7 +234,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
-_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts that back off: the best pair on validation is taken
+_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts with back-off: the best pair on validation is taken
 _DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
@@ -256,8 +258,7 @@ def sampling_logprobs(logits, temperature):
 
 
 def group_advantages(scores, group_size, scale):
-    """Returns the advantage of each candidate, (rows,); rows of a group are neighbours. Equal scores get
-    zeros."""
+    """Returns advantages (rows,), 0 where a group's scores are equal. Rows of a group are neighbours."""
     groups = scores.view(-1, group_size)
     # A mean of equal float32 numbers is often not that number: subtract the first before taking it
     groups = groups - groups[:, :1]
@@ -318,7 +319,6 @@ class RecTrainer:
             row["ids"] = self.prompter.ids(row["history"])
         self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.log)
         check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
-        check_head(self.actor, self.trie, self.train_rows[0]["ids"])
         if self.actor in _SHARED_SCORING:
             _SHARED_SCORING.add(self.reference)
         targets = torch.tensor(column(self.train_rows, "target"))
@@ -354,7 +354,8 @@ class RecTrainer:
         """Loads actor and reference, from the checkpoint if there is one. In SFT the reference keeps the best
         policy so far; in GRPO the KL holds the actor to it."""
         checkpoint = self.run.checkpoint
-        self.tokenizer, self.actor = load_actor(checkpoint, self.catalogue, self.device)
+        policy = checkpoint / "policy" if checkpoint else None
+        self.tokenizer, self.actor = load_actor(policy, self.catalogue, self.device)
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.prompter = Prompter(self.tokenizer, self.catalogue, self.actor)
         self.trie = Trie(self.prompter.codes, self.device)
@@ -418,8 +419,7 @@ class RecTrainer:
             run.log_evaluation(self.evaluate_sft())
         while run.step < self.end and not self.is_out_of_patience() and run.next_step():
             rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
-            metrics = self.sft_update(rows)
-            self.record_sft(metrics)
+            self.record_sft(self.sft_update(rows))
             if run.is_due(EVAL_EVERY_N_STEPS) or run.step == self.end:
                 run.log_evaluation(self.evaluate_sft())
             if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
@@ -537,23 +537,21 @@ class RecTrainer:
             named_rows.append({"prompt": history, "answer": target, "columns": {}})
         responses = self.catalogue.names(items.tolist())
         batch = SimpleNamespace(rows=named_rows, responses=responses, columns={})
-        scores, parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
-        return scores.to(self.device), parts
+        scores, reward_parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
+        return scores.to(self.device), reward_parts
 
     def compute_rewards(self, histories, items, targets):
         """Returns the score of each item, (rows,); edit or override freely. The GROUP_SIZE candidates of a
         history are neighbours, likelier ones first. self.reward_parts is what is logged."""
-        weighted = {
-            "value": (VALUE_WEIGHT, self.value_reward),
-            "rule": (RULE_WEIGHT, rewards.rule_reward),
-            "ranking": (RANKING_WEIGHT, self.ranking_reward),
-            "semantic": (SEMANTIC_WEIGHT, self.semantic_reward),
-            "collaborative": (COLLABORATIVE_WEIGHT, self.collaborative_reward),
-        }
-        for name, function, weight in self.rewards:
-            weighted[name] = (weight, function)
+        weighted = [
+            ("value", self.value_reward, VALUE_WEIGHT),
+            ("rule", rewards.rule_reward, RULE_WEIGHT),
+            ("ranking", self.ranking_reward, RANKING_WEIGHT),
+            ("semantic", self.semantic_reward, SEMANTIC_WEIGHT),
+            ("collaborative", self.collaborative_reward, COLLABORATIVE_WEIGHT),
+        ]
         total = torch.zeros(len(items))
-        for name, (weight, function) in weighted.items():
+        for name, function, weight in weighted + self.rewards:
             if weight:
                 self.reward_parts[name] = call_reward(name, function, histories, items, targets)
                 total += weight * self.reward_parts[name]
@@ -677,21 +675,20 @@ class RecTrainer:
         HR, NDCG and reward of each row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
         repeated_rows = np.repeat(rows, GROUP_SIZE).tolist()
-        scores, parts = self.score_responses(repeated_rows, lists[:, :GROUP_SIZE].flatten())
+        scores, reward_parts = self.score_responses(repeated_rows, lists[:, :GROUP_SIZE].flatten())
         metrics["reward"] = scores.mean().item()
         metrics["reward@1"] = scores[::GROUP_SIZE].mean().item()
-        for name, values in parts.items():
+        for name, values in reward_parts.items():
             metrics[f"reward/{name}"] = values.mean().item()
         by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
         by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
         return metrics, by_row
 
     def evaluate_sft(self):
-        """Returns evaluate(). The reference keeps the best policy so far, whatever happens to best/.
+        """Returns evaluate(), and keeps the best policy so far in the reference, whatever happens to best/.
 
-        state.sft_waited counts passes through the data whose evaluations are all below the best before them;
-        state.sft_judged is the last pass that was counted, or had a better one. A pass without an evaluation
-        does not count."""
+        state.sft_waited counts passes through the data whose evaluations brought nothing better;
+        state.sft_judged is the last pass that was counted, or had a better one."""
         metrics = self.evaluate()
         if metrics["ndcg@10"] > self.state.sft_best:
             self.state.sft_best = metrics["ndcg@10"]
@@ -726,11 +723,17 @@ class RecTrainer:
         self.run.log_step(metrics, batch.response_ids.numel(), samples, line)
 
     def recommend(self, history, k=10):
-        """Returns the k likeliest items after a history (items, the oldest first), best first: [{"item",
-        "title", "codes", "probability"}], by the policy of best/, or by the actor before there is one."""
-        row = self.prompter.row_of(history)
+        """Returns the k likeliest items after a history (names, the oldest first, or one name), best first:
+        [{"item", "title", "codes", "probability"}]. It asks the policy of best/, or the actor before there is
+        one."""
+        if isinstance(history, str):
+            history = [history]
+        names = list(map(str, history))
+        if not names or not set(names) <= self.catalogue.number.keys():
+            raise UserError(f"a history has one item of INDEX_FILE or more, not {names}")
+        prompt = self.prompter.ids(self.catalogue.numbers(names)[-MAX_HISTORY:])
         width = min(max(k, EVAL_BEAMS), len(self.catalogue.items))
-        items, logprobs, _ = search(self.best_policy(), self.trie, [row["ids"]], width, self.pad_id)
+        items, logprobs, _ = search(self.best_policy(), self.trie, [prompt], width, self.pad_id)
         recommended = []
         for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
             recommended.append(
@@ -782,7 +785,7 @@ class RecTrainer:
             write_atomically(self.run.folder / "sft", lambda path: shutil.copytree(source / "sft", path))
 
     def prepare_baselines(self):
-        """Fits popularity, Markov counts and counts with back-off, and logs the baselines' validation metrics."""
+        """Fits the baselines that count, and logs the metrics of all baselines on validation."""
         paths = self.trie.paths.cpu()
         self.baselines = {
             "popularity": Counts(self.train_rows, paths[:, :1]),
@@ -823,8 +826,8 @@ class RecTrainer:
             figures["grpo_minus_sft"] = {}
             for key in by_row["sft"]:
                 gained = by_row["grpo"][key] - by_row["sft"][key]
-                gain = {"mean": gained.mean().item(), "interval": bootstrap_interval(gained)}
-                figures["grpo_minus_sft"][key] = gain
+                interval = bootstrap_interval(gained)
+                figures["grpo_minus_sft"][key] = {"mean": gained.mean().item(), "interval": interval}
         if self.values is not None:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
@@ -2913,8 +2916,7 @@ class Trie:
             self.width.append(int(count.max()))
             paths.append(node)
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
-        self.item_at = torch.zeros(len(codes), dtype=torch.long, device=device)  # the item of each leaf
-        self.item_at[self.paths[:, -1]] = torch.arange(len(codes), device=device)
+        self.item_at = self.paths[:, -1].argsort()  # (leaves,) the item of each
         self.ids = self.codes.unique()  # of tokens that are codes
         self.columns = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long, device=device)
         self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each id in CodeHead's logits
@@ -2948,23 +2950,15 @@ class CodeHead(torch.nn.Module):
 def only_code_logits(model, trie):
     """Inside the block the model's logits are those of trie.ids, the codes."""
     head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError(
+            f"ACTOR_MODEL = {ACTOR_MODEL!r}: its output layer is not linear, choose another model"
+        )
     model.set_output_embeddings(CodeHead(head, trie.ids))
     try:
         yield
     finally:
         model.set_output_embeddings(head)
-
-
-@torch.no_grad()
-def check_head(model, trie, ids):
-    """Refuses a model that computes its logits otherwise than by one linear layer: only_code_logits() would
-    change them."""
-    prompt = torch.tensor([ids], device=model.device)
-    wanted = forward(model, prompt, use_cache=False).logits[0, -1, trie.ids]
-    with only_code_logits(model, trie):
-        logits = forward(model, prompt, use_cache=False).logits[0, -1]
-    if logits.shape != wanted.shape or not torch.allclose(logits, wanted, atol=1e-3, rtol=1e-3):
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
 
 @torch.no_grad()
@@ -3012,9 +3006,9 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
         if level + 1 == trie.depth:
             break
         # The model reads the new codes. Where only one last code may follow, its logits do not matter
-        goes_on = torch.ones_like(nodes, dtype=torch.bool)
-        if level + 2 == trie.depth:
-            goes_on = trie.count[level + 1][nodes] > 1
+        goes_on = trie.count[level + 1][nodes] > 1
+        if level + 2 < trie.depth:
+            goes_on = torch.ones_like(goes_on)
         rows = goes_on.flatten().nonzero().squeeze(-1)
         logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
         if len(rows):
@@ -3122,8 +3116,8 @@ def column(rows, field):
 
 
 class Catalogue:
-    """The items of INDEX_FILE: items (names), codes and titles go by an item's number. Items of the same codes
-    are one with one number; number has the names of all."""
+    """The items of INDEX_FILE by number: items (their names), codes and titles. Items of the same codes are
+    one; number has the names of all."""
 
     def __init__(self, log):
         self.items = []
@@ -3139,7 +3133,7 @@ class Catalogue:
                 doubles.append(f"{item} as {self.items[number]}")
             else:
                 self.items.append(item)
-                self.codes.append(codes)
+                self.codes.append(tuple(codes))
                 self.rows.append(row)
         if doubles:
             others = (
@@ -3149,7 +3143,9 @@ class Catalogue:
         if len(self.items) < GROUP_SIZE:  # the list that evaluation rewards is a group of distinct items
             count = f"{len(self.items)}, as many items as there are"
             raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}")
-        self.titles = read_titles(self.number, len(self.items))
+        self.titles = [""] * len(self.items)
+        if ITEM_FILE:
+            self.titles = read_titles(self.number, len(self.items))
 
     def names(self, numbers):
         return [self.items[number] for number in numbers]
@@ -3158,23 +3154,34 @@ class Catalogue:
         return [self.number[name] for name in names]
 
 
+def read_file(path, constant, read):
+    """Returns read(path). Its failure becomes one sentence."""
+    try:
+        return read(path)
+    except Exception as error:  # NumPy and others raise many types
+        raise UserError(f"{constant} = {path!r}: cannot be read ({first_line(error)})") from None
+
+
+def read_text(path):
+    return Path(path).read_text("utf-8-sig")
+
+
 def read_index():
     """Returns {item: [codes]} of INDEX_FILE."""
+
+    def without_repeats(pairs):  # JSON alone would keep the last of an item that stands twice
+        index = {}
+        for item, codes in pairs:
+            if item in index:
+                raise ValueError(f"item {item!r} stands in it twice: delete one")
+            index[item] = codes
+        return index
+
+    def parse(path):
+        return json.loads(read_text(path), object_pairs_hook=without_repeats)
+
     where = f"INDEX_FILE = {INDEX_FILE!r}"
-
-    def without_repeats(pairs):
-        """Returns an object; where an item stands twice, JSON alone would keep the last."""
-        items = set()
-        for item, _ in pairs:
-            if item in items:
-                raise UserError(f"{where}: item {item!r} stands in it twice: delete one")
-            items.add(item)
-        return dict(pairs)
-
-    try:
-        index = json.loads(read_text(INDEX_FILE, "INDEX_FILE"), object_pairs_hook=without_repeats)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
+    index = read_file(INDEX_FILE, "INDEX_FILE", parse)
     if not isinstance(index, dict) or not index:
         raise UserError(f"{where}: it must be one object of items and their codes, {{item: [code, ...]}}")
     first = next(iter(index.values()))
@@ -3186,20 +3193,10 @@ def read_index():
     return index
 
 
-def read_text(path, constant):
-    try:
-        return Path(path).read_text("utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{constant} = {path!r}: {error}") from None
-
-
 def read_titles(number, count):
-    """Returns the titles of `count` items, empty where ITEM_FILE has none. Its lines are codes, title and
-    item, tab between. number: {item: its number}."""
+    """Returns the titles of `count` items, empty where ITEM_FILE has none. number: {item: its number}."""
     titles = [""] * count
-    if ITEM_FILE is None:
-        return titles
-    for line_number, line in enumerate(read_text(ITEM_FILE, "ITEM_FILE").split("\n"), 1):
+    for line_number, line in enumerate(read_file(ITEM_FILE, "ITEM_FILE", read_text).split("\n"), 1):
         if not line.strip():
             continue
         fields = line.split("\t")
@@ -3207,14 +3204,13 @@ def read_titles(number, count):
         if len(fields) < 3 or item not in number:
             takes = "it takes codes, title and an item of INDEX_FILE, tab between"
             raise UserError(f"ITEM_FILE = {ITEM_FILE!r} line {line_number}: {takes}, not {line[:60]!r}")
-        if not titles[number[item]]:  # of items with the same codes the first title is taken
-            titles[number[item]] = "\t".join(fields[1:-1])
+        titles[number[item]] = titles[number[item]] or "\t".join(fields[1:-1])
     return titles
 
 
 def read_rows(path, constant, catalogue):
-    """Returns [{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the
-    target's."""
+    """Returns [{"id", "user", "sequence"}] of a csv file; sequence: numbers of the history's items and of the
+    target."""
     where = f"{constant} = {str(path)!r}"
     rows = []
     for line, record in read_records({"path": path, "type": "csv"}, where):
@@ -3223,29 +3219,23 @@ def read_rows(path, constant, catalogue):
                 raise UserError(f"{where}: there is no column {name!r}; it has {list(record)}")
             if not (record[name] or "").strip():
                 raise UserError(f"{where} line {line}: its {name} is empty: mend or delete it")
-        sequence = read_sequence(record, f"{where} line {line}", catalogue.number)
-        rows.append({"id": f"{Path(path).name}:{line}", "user": record[USER_COLUMN], "sequence": sequence})
+        text = record[HISTORY_COLUMN]
+        items = None
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            items = ast.literal_eval(text)
+        # A set has no order, a text would be its letters
+        if not isinstance(items, (list, tuple)) or not items:
+            takes = "it takes a list of one item or more, such as [3, 17]; mend or delete it"
+            raise UserError(f"{where} line {line}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}")
+        names = [*map(str, items), record[TARGET_COLUMN].strip()]
+        if unknown := [name for name in names if name not in catalogue.number]:
+            todo = "add it, or delete the line"
+            raise UserError(f"{where} line {line}: item {unknown[0]!r} has no codes in INDEX_FILE: {todo}")
+        row_id = f"{Path(path).name}:{line}"
+        rows.append({"id": row_id, "user": record[USER_COLUMN], "sequence": catalogue.numbers(names)})
     if not rows:
         raise UserError(f"{where}: the data set is empty")
     return rows
-
-
-def read_sequence(record, where, number):
-    """Returns the numbers of the history's items and of the target."""
-    text = record[HISTORY_COLUMN]
-    try:
-        items = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        items = []
-    if not isinstance(items, (list, tuple)) or not items:  # a set has no order, a text would be its letters
-        takes = "it takes a list of one item or more, such as [3, 17]"
-        raise UserError(f"{where}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}; mend or delete it")
-    sequence = []
-    for name in [*map(str, items), record[TARGET_COLUMN].strip()]:
-        if name not in number:
-            raise UserError(f"{where}: item {name!r} has no codes in INDEX_FILE: add it, or delete the line")
-        sequence.append(number[name])
-    return sequence
 
 
 def transitions(rows, prefixes, log, name):
@@ -3260,27 +3250,16 @@ def transitions(rows, prefixes, log, name):
         sequence = row["sequence"][-MAX_HISTORY - 1 :]
         cut = len(row["sequence"]) - len(sequence)
         num_cut += cut > 0
-        places = range(1, len(sequence))
-        if not prefixes:
-            places = places[-1:]
-        for place in places:
+        for place in range(1 if prefixes else len(sequence) - 1, len(sequence)):
             whole_history = tuple(row["sequence"][: cut + place])
             key = (row["user"], whole_history, sequence[place])  # the same in every window
             if prefixes and key in seen:
                 continue
             seen.add(key)
-            targets.append(
-                {
-                    "id": f"{row['id']}#{place}" if prefixes else row["id"],
-                    "user": row["user"],
-                    "line": line,
-                    "at": place,
-                    "history": sequence[:place],
-                    "target": sequence[place],
-                    "sequence": sequence,
-                    "whole_history": whole_history,
-                }
-            )
+            row_id = f"{row['id']}#{place}" if prefixes else row["id"]
+            new = {"id": row_id, "user": row["user"], "line": line, "at": place, "sequence": sequence}
+            new |= {"history": sequence[:place], "target": sequence[place], "whole_history": whole_history}
+            targets.append(new)
     if num_cut:
         log(f"{num_cut} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
     return targets
@@ -3289,18 +3268,12 @@ def transitions(rows, prefixes, log, name):
 def hold_out_users(rows):
     """Returns the rows to train on, and those of VALID_FRACTION of the users for validation."""
     users = list(dict.fromkeys(column(rows, "user")))
-    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).tolist()
-    held_out = {users[i] for i in order[: math.ceil(VALID_FRACTION * len(users))]}
-    train = []
-    valid = []
-    for row in rows:
-        if row["user"] in held_out:
-            valid.append(row)
-        else:
-            train.append(row)
-    if not train:
+    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0))
+    names = np.array(users)[order[: math.ceil(VALID_FRACTION * len(users))].numpy()]
+    held_out = np.isin(column(rows, "user"), names)
+    if held_out.all():
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r} has one user, none to hold out: set VALID_FILE")
-    return train, valid
+    return list(itertools.compress(rows, ~held_out)), list(itertools.compress(rows, held_out))
 
 
 # differs: the data of this trainer
@@ -3340,8 +3313,8 @@ def load_splits(catalogue, log):
 
 
 class Prompter:
-    """Writes histories as prompts: PROMPT_TEMPLATE, inside the tokenizer's chat template if it has one, around
-    the items' codes. codes (items, depth) are their ids."""
+    """Writes histories as prompts: PROMPT_TEMPLATE, in the tokenizer's chat template if it has one, around
+    codes of items. codes (items, depth) are their ids."""
 
     def __init__(self, tokenizer, catalogue, model):
         self.tokenizer = tokenizer
@@ -3365,74 +3338,55 @@ class Prompter:
     def ids(self, history):
         return self.head + self.codes[history].flatten().tolist() + self.tail
 
-    def row_of(self, history):
-        """Returns a row to recommend for. history: names of items, or one name."""
-        if isinstance(history, str):
-            history = [history]
-        names = list(map(str, history))
-        if not names or not set(names) <= self.catalogue.number.keys():
-            raise UserError(f"a history has one item of INDEX_FILE or more, not {names}")
-        numbers = self.catalogue.numbers(names)[-MAX_HISTORY:]
-        return {"history": numbers, "ids": self.ids(numbers)}
-
     def rows_of_stages(self, train_rows, log):
         """Returns SFT's rows, [{"id", "prompt", "items", "learn"}], and GRPO's. Where nothing stands behind
         the history, one row of SFT asks for all items of a sequence: the same loss as with a row for each, at
         a fifth of the time."""
-        by_titles, of_items = self.title_rows(train_rows, log)
+        title_rows = self.title_rows(train_rows, log)
+        single_rows = title_rows
+        lines = defaultdict(list)  # {line of the file: its training rows}
+        if self.tail:
+            single_rows = train_rows + title_rows
+        else:
+            for row in train_rows:
+                lines[row["line"]].append(row)
         sft_rows = []
-        lines = {}  # {line of the file: its training rows}
-        for row in train_rows:
-            lines.setdefault(row["line"], []).append(row)
         for rows in lines.values():
-            if self.tail:
-                sft_rows += map(sft_row, rows)
-                continue
-            asked = column(rows, "at")
-            end = max(asked) + 1
-            sequence = rows[0]["sequence"]
-            learn = np.isin(range(1, end), asked).tolist()
-            prompt = self.ids(sequence[:1])
-            sft_rows.append({"id": rows[0]["id"], "prompt": prompt, "items": sequence[1:end], "learn": learn})
-        sft_rows += map(sft_row, by_titles + of_items)
-        return sft_rows, train_rows + by_titles
+            places = column(rows, "at")
+            end = max(places) + 1
+            learn = np.isin(range(1, end), places).tolist()
+            history, items = rows[0]["sequence"][:1], rows[0]["sequence"][1:end]
+            sft_rows.append(
+                {"id": rows[0]["id"], "prompt": self.ids(history), "items": items, "learn": learn}
+            )
+        for row in single_rows:
+            items = [row["target"]]
+            sft_rows.append({"id": row["id"], "prompt": row["ids"], "items": items, "learn": [True]})
+        return sft_rows, train_rows + [row for row in title_rows if "history" in row]
 
     def title_rows(self, train_rows, log):
-        """Returns training rows whose history is written as titles, and rows that ask for an item by its own
-        title."""
+        """Returns training rows whose history is written as titles, then rows without a history that ask for
+        an item by its own title."""
         generator = torch.Generator().manual_seed(0)
         titles = self.catalogue.titles
-        by_titles = []
-        rows = torch.randperm(len(train_rows), generator=generator)[
-            : round(TITLE_HISTORY_ROWS * len(train_rows))
-        ]
-        for i in rows.tolist():
-            row = train_rows[i]
-            ids = self.title_ids("; ".join(titles[item] for item in row["history"]))
-            if ids:
-                by_titles.append({**row, "id": f"{row['id']} by titles", "ids": ids})
-        of_items = []
-        items = torch.randperm(len(titles), generator=generator)[: round(TITLE_ROWS * len(titles))]
-        for item in items.tolist():
-            ids = self.title_ids(titles[item])
-            if ids:
-                name = f"title of {self.catalogue.items[item]}"
-                of_items.append({"id": name, "ids": ids, "target": item})
-        asked = len(rows) + len(items)
-        if left_out := asked - len(by_titles) - len(of_items):
-            log(f"{left_out} of {asked} rows of titles are empty or too long: left out")
-        return by_titles, of_items
-
-    def title_ids(self, text):
-        """Returns a prompt of titles; None where there is no text, or it leaves no room for an item."""
-        ids = self.head + self.tokenizer(text, add_special_tokens=False)["input_ids"] + self.tail
-        if text and len(ids) + self.codes.shape[1] <= self.max_length:
-            return ids
-        return None
-
-
-def sft_row(row):
-    return {"id": row["id"], "prompt": row["ids"], "items": [row["target"]], "learn": [True]}
+        rows = []
+        order = torch.randperm(len(train_rows), generator=generator)
+        for i in order[: round(TITLE_HISTORY_ROWS * len(train_rows))].tolist():
+            text = "; ".join(titles[item] for item in train_rows[i]["history"])
+            rows.append({**train_rows[i], "id": f"{train_rows[i]['id']} by titles", "text": text})
+        order = torch.randperm(len(titles), generator=generator)
+        for item in order[: round(TITLE_ROWS * len(titles))].tolist():
+            name = f"title of {self.catalogue.items[item]}"
+            rows.append({"id": name, "text": titles[item], "target": item})
+        kept = []
+        for row in rows:
+            ids = self.tokenizer(row["text"], add_special_tokens=False)["input_ids"]
+            row["ids"] = self.head + ids + self.tail
+            if row["text"] and len(row["ids"]) + self.codes.shape[1] <= self.max_length:
+                kept.append(row)
+        if len(kept) < len(rows):
+            log(f"{len(rows) - len(kept)} of {len(rows)} rows of titles are empty or too long: left out")
+        return kept
 
 
 def check_sizes():
@@ -3459,12 +3413,9 @@ def small_model(depth):
     """Returns a tokenizer that knows nothing but special tokens, and a Llama of random weights for items of
     `depth` codes."""
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    word_level = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_level, **special)
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=HIDDEN_SIZE,
@@ -3483,17 +3434,13 @@ def small_model(depth):
 
 
 def load_actor(checkpoint, catalogue, device):
-    """Returns tokenizer and model, from a checkpoint if there is one, with a token for each code."""
+    """Returns tokenizer and model, from a checkpoint's folder if there is one, with a token for each code."""
     path = ACTOR_MODEL
-    policy = None
-    if checkpoint:
-        policy = checkpoint / "policy"
-        if not LORA_RANK:  # an adapter's checkpoint has no base model
-            path = policy
+    if checkpoint and not LORA_RANK:  # an adapter's checkpoint has no base model
+        path = checkpoint
     if path is None and STAGE == "rl":
-        path = Path(OUTPUT_DIR) / "sft/policy"
-        if checkpoint:
-            path = checkpoint.parent / "sft/policy"
+        run_folder = checkpoint.parents[1] if checkpoint else Path(OUTPUT_DIR)
+        path = run_folder / "sft/policy"
         if not path.exists():
             todo = "run STAGE=sft first, or set ACTOR_MODEL to that model"
             raise UserError(f"STAGE=rl starts from {path}, which is not there: {todo}")
@@ -3503,7 +3450,7 @@ def load_actor(checkpoint, catalogue, device):
         tokenizer = load_tokenizer(path, "ACTOR_MODEL")
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
-        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), policy)
+        model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
     codes = sorted(set().union(*catalogue.codes))
     new = sorted(set(codes).difference(tokenizer.get_vocab()))
     tokenizer.add_tokens(new)
@@ -3521,17 +3468,10 @@ def load_actor(checkpoint, catalogue, device):
 # ---------------------------------------------------------------- item values and vectors
 
 
-def load_arrays(path, constant):
-    try:
-        return np.load(path, allow_pickle=False)
-    except Exception as error:  # NumPy raises many types
-        raise UserError(f"{constant} = {path!r}: cannot be read by NumPy ({first_line(error)})") from None
-
-
 def read_array(path, constant, catalogue, square=False):
     """Returns an array by the catalogue's numbers, (items, width), or (items, items) if square. The file has
     a row, if square also a column, for each item of INDEX_FILE."""
-    array = load_arrays(path, constant)
+    array = read_file(path, constant, np.load)
     size = len(catalogue.number)
     fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == size
     if not fits or (square and array.shape[1] != size) or not np.isfinite(array).all():
@@ -3539,9 +3479,7 @@ def read_array(path, constant, catalogue, square=False):
         takes = f"it takes finite numbers, {each} for each of {size} items of INDEX_FILE"
         raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")
     array = array[catalogue.rows].astype(np.float64)
-    if square:
-        array = array[:, catalogue.rows]
-    return array
+    return array[:, catalogue.rows] if square else array
 
 
 def item_vectors(catalogue):
@@ -3636,7 +3574,7 @@ def read_sasrec(train_rows, scored_rows, log):
     fault = "there is no such file"
     if Path(SASREC_FILE).exists():
         fault = "it was made of other rows"
-        arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
+        arrays = read_file(SASREC_FILE, "SASREC_FILE", np.load)
         if not {"users", "items", "histories", "trained_on"} <= set(getattr(arrays, "files", ())):
             raise UserError(f"SASREC_FILE = {SASREC_FILE!r} is not a file that data/sasrec.py has made")
         histories = [row[row >= 0].tolist() for row in arrays["histories"]]  # without the padding, -1
@@ -3656,8 +3594,7 @@ def rows_digest(rows):
 
 
 def top_items(model, rows):
-    """Returns the EVAL_BEAMS best items of each row by a baseline's scores: (rows, EVAL_BEAMS), -1 where there
-    are no more."""
+    """Returns the best items of each row by a baseline's scores, (rows, EVAL_BEAMS); -1: no more items."""
     chunks = []
     histories = column(rows, "history")
     for begin in range(0, len(rows), 512):
