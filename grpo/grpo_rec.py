@@ -305,10 +305,8 @@ class RecTrainer:
         if STAGE != "rl":  # STAGE=rl starts from sft/ and must not move it aside
             self.run.old_files.append("sft")
         # Drawn in grpo_rec_metrics_with_entropy.png; training_metrics_detailed.png has all metrics
-        names = (
-            "ndcg@10 hr@10 reward reward_sampled entropy policy_loss grad_norm kl clip_fraction coverage@10"
-        )
-        for name in names.split():
+        names = "ndcg@10 hr@10 reward reward_sampled entropy policy_loss grad_norm kl clip_fraction"
+        for name in [*names.split(), "coverage@10"]:
             self.run.panels.append((name, [name]))
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
 
@@ -344,10 +342,8 @@ class RecTrainer:
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
         rows = self.sft_rows if self.state.stage == "sft" else self.rl_rows
         if self.state.cursor and len(self.state.order) != len(rows):
-            differs = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
-            raise UserError(
-                f"{self.run.checkpoint} {differs}: take TITLE_ROWS ... as they were, or RESUME=no"
-            )
+            fault = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
+            raise UserError(f"{self.run.checkpoint} {fault}: take TITLE_ROWS ... as before, or RESUME=no")
         self.plan_steps()
 
     def load_models(self):
@@ -2951,9 +2947,7 @@ def only_code_logits(model, trie):
     """Inside the block the model's logits are those of trie.ids, the codes."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
-        raise UserError(
-            f"ACTOR_MODEL = {ACTOR_MODEL!r}: its output layer is not linear, choose another model"
-        )
+        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r} has no linear output layer: take another model")
     model.set_output_embeddings(CodeHead(head, trie.ids))
     try:
         yield
@@ -3020,29 +3014,32 @@ def search(model, trie, prompts, width, pad_id, uniform=None):
     return items, logprobs, entropies
 
 
-def candidates(model, trie, rows, width, pad_id, uniform):
-    """Returns a batch of `width` candidates for each row, likelier ones first; its tensors are (rows *
-    width, ...)."""
+def search_rows(model, trie, rows, width, pad_id, chunk_size, uniform=None):
+    """Returns search() of all rows. It searches chunk_size rows at a time; the processes share the chunks."""
 
     def search_chunk(begin):
-        chunk = rows[begin : begin + BATCH_SIZE]
-        noise = None
-        if uniform is not None:
-            noise = uniform[:, begin : begin + BATCH_SIZE].to(model.device)
+        chunk = slice(begin, begin + chunk_size)
+        noise = None if uniform is None else uniform[:, chunk].to(model.device)
         with autocast(model):
-            items, logprobs, entropies = search(model, trie, column(chunk, "ids"), width, pad_id, noise)
-        order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
-        code_order = order.unsqueeze(-1).expand(-1, -1, trie.depth)
-        return items.gather(1, order), logprobs.gather(1, code_order), entropies.gather(1, code_order)
+            return search(model, trie, column(rows[chunk], "ids"), width, pad_id, noise)
 
-    chunks = map_over_ranks(range(0, len(rows), BATCH_SIZE), search_chunk)
-    items, logprobs, entropies = map(torch.cat, zip(*chunks))  # (rows, width, ...)
+    chunks = map_over_ranks(range(0, len(rows), chunk_size), search_chunk)
+    return map(torch.cat, zip(*chunks))
+
+
+def candidates(model, trie, rows, width, pad_id, uniform):
+    """Returns a batch of `width` candidates for each row, likelier ones first. Its tensors are (rows * width,
+    ...)."""
+    items, logprobs, entropies = search_rows(model, trie, rows, width, pad_id, BATCH_SIZE, uniform)
+    order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
+    code_order = order.unsqueeze(-1).expand(-1, -1, trie.depth)
+    items = items.gather(1, order).view(-1, 1)
     repeated_rows = np.repeat(rows, width).tolist()
-    batch = item_batch(column(repeated_rows, "ids"), items.view(-1, 1).tolist(), trie)
+    batch = item_batch(column(repeated_rows, "ids"), items.tolist(), trie)
     batch.rows = repeated_rows
     batch.items = items.flatten().to(model.device)
-    batch.logprobs = logprobs.flatten(0, 1).to(model.device)
-    batch.entropies = entropies.flatten(0, 1).to(model.device)
+    batch.logprobs = logprobs.gather(1, code_order).flatten(0, 1).to(model.device)
+    batch.entropies = entropies.gather(1, code_order).flatten(0, 1).to(model.device)
     return batch
 
 
@@ -3051,14 +3048,8 @@ def best_items(model, trie, rows, width, pad_id):
     where there are fewer."""
     beams = min(width, len(trie.codes))
     chunk_size = max(1, min(64, 2**28 // (4 * len(trie.ids) * beams)))
-
-    def search_chunk(begin):
-        prompts = column(rows[begin : begin + chunk_size], "ids")
-        with autocast(model):
-            return search(model, trie, prompts, beams, pad_id)[0]
-
-    lists = torch.cat(map_over_ranks(range(0, len(rows), chunk_size), search_chunk))
-    return torch.nn.functional.pad(lists.cpu(), (0, width - beams), value=-1)
+    items, _, _ = search_rows(model, trie, rows, beams, pad_id, chunk_size)
+    return torch.nn.functional.pad(items.cpu(), (0, width - beams), value=-1)
 
 
 def item_batch(prompts, items, trie):

@@ -18,8 +18,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo_rec.py",
-        "torch.cat(map_over_ranks(range(0, len(rows), chunk_size), search_chunk))",
-        "torch.cat([search_chunk(i) for i in range(0, len(rows), chunk_size)][rank():])",
+        "    chunks = map_over_ranks(range(0, len(rows), chunk_size), search_chunk)",
+        "    chunks = [search_chunk(i) for i in range(0, len(rows), chunk_size)][rank():]",
         f"{ANY}[grpo/grpo_rec.py-2]",
     ),
     # what all must know of

@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "            noise = uniform[:, begin : begin + BATCH_SIZE].to(model.device)\n",
-        "            noise = uniform[:, : len(some)].to(model.device)\n",
+        "uniform[:, chunk].to(model.device)",
+        "uniform[:, : len(rows[chunk])].to(model.device)",
         IN_REC + "batch_size_changes_no_candidate",
     ),
     # log-probabilities and the maths
