@@ -1,23 +1,23 @@
 """GRPO for generative recommendation, in one file: a language model whose tokens are the codes of items.
 
-A history of items is a prompt of their codes, <a_7><b_120><c_3>, the next item is the response. Decoding
-walks a trie of the catalogue: softmax runs over the codes that some item goes on with, so the policy can say
-nothing but items,
+A history of items is a prompt of their codes, <a_7><b_120><c_3>; the next item is the response. Decoding
+walks a trie of the catalogue: the softmax runs over the codes that continue some item, so the policy can
+answer with nothing but items,
 
     pi(item | history) = prod_t pi(c_t | history, c_<t),    pi(c | prefix) = softmax over the trie's children
 
 and every log-probability below, sampled or trained, is of this constrained distribution. Two stages:
 
-    SFT    L = -mean_t log pi(c_t of the logged next item)               best validation NDCG@10 goes on
-    GRPO   GROUP_SIZE candidates of a history, of scores s_i, are each other's baseline (2402.03300):
+    SFT    L = -mean_t log pi(c_t of the logged next item)               keeps the best validation NDCG@10
+    GRPO   GROUP_SIZE candidates of a history, with scores s_i, are each other's baseline (2402.03300):
            A_i = (s_i - mean of its group) / (std + 1e-4),   rho_t = pi(c_t) / pi_old(c_t)
            clip_t = clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH)
            L   = -mean_t min(rho_t A_i, clip_t A_i) + KL_COEF kl_t
 
 LOSS_TYPE "gspo" has rho = exp(mean_t log rho_t) of the whole item (2507.18071); "dapo" and "grpo" are one,
-since all responses are as long. kl_t has k3's value against the best SFT policy and k2's gradient, that of
-KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
-- "sample": that of the expected reward of a sample, as in GRPO;
+since all responses have the same length. kl_t has k3's value against the best SFT policy and k2's gradient,
+which is that of KL(pi || pi_ref). What the gradient estimates depends on CANDIDATES:
+- "sample": the gradient of a sample's expected reward, as in GRPO;
 - "beam", the default: no samples, the GROUP_SIZE likeliest items: sum_i A_i grad log pi(i) ranks the list,
   better items up and worse ones down, whatever their probability. It knows nothing of items beyond the list,
   and the KL term is no KL: it pulls the log-probabilities of the listed items to the reference's.
@@ -113,14 +113,14 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | sft | rl: rl goes on from SFT's best, or from ACTOR_MODEL
+STAGE = "all"  # all | sft | rl: rl starts from SFT's best policy, or from ACTOR_MODEL
 
-# Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows codes alone
+# Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows only codes
 ACTOR_MODEL: str | None = None
 HIDDEN_SIZE = 64  # of the small Llama
 LAYERS = 2
 HEADS = 4
-LORA_RANK = 0  # 0: whole models are trained; else, in STAGE=rl, an adapter of this rank (2106.09685)
+LORA_RANK = 0  # 0: trains whole models; else, in STAGE=rl, an adapter of this rank (2106.09685)
 LORA_ALPHA = 32.0  # an adapter's output is scaled by LORA_ALPHA / LORA_RANK
 LORA_TARGETS = "all-linear"  # "all-linear" (every linear layer except the heads), or names: q_proj,v_proj
 DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state stay float32)
@@ -137,30 +137,34 @@ HISTORY_COLUMN = "history_item_id"  # such as "[3, 17, 204]", the oldest first
 TARGET_COLUMN = "item_id"
 INDEX_FILE = f"{ROOT}/data/rec/index.json"  # {item: its codes}
 ITEM_FILE: str | None = f"{ROOT}/data/rec/items.txt"  # lines of codes, title, item, tab between
-TRAIN_PREFIXES = True  # a history's own items are targets too, of what stands before them
+TRAIN_PREFIXES = True  # the items of a history are targets too, each after those before it
 MAX_HISTORY = 10  # items; longer histories are cut from the left, and counted
-MAX_TRAIN_ROWS: int | None = None  # only the first so many of the file; None: all
+MAX_TRAIN_ROWS: int | None = None  # reads only the first ones of the file; None: all
 MAX_EVAL_ROWS: int | None = 300  # of validation
 PROMPT_TEMPLATE = "{history}"  # the tokenizer's chat template, if any, goes around it
-TITLE_HISTORY_ROWS = 0.0  # share of the rows also asked with titles in place of codes (a model of words)
-TITLE_ROWS = 0.0  # SFT: share of the items whose title alone asks for them (a model of words)
+TITLE_HISTORY_ROWS = (
+    0.0  # share of the rows that also appear with titles in place of codes (a model of words)
+)
+TITLE_ROWS = 0.0  # SFT: share of the items that are also asked for by their title (a model of words)
 
 # Rewards: the score is the sum of weight * part
-VALUE_WEIGHT = 1.0  # what the user values by VALUES_FILE, 0 to 1
+VALUE_WEIGHT = 1.0  # an item's value after the history, from VALUES_FILE, 0 to 1
 RULE_WEIGHT = 1.0  # 1 for the logged target
-RANKING_WEIGHT = 0.0  # 1 for it; where it is in the group, the others cost the more the higher they stand
+RANKING_WEIGHT = 0.0  # 1 for the target; if it is in the group, other items get less the higher they rank
 SEMANTIC_WEIGHT = 0.0  # cosine of the item's vector with the target's
-COLLABORATIVE_WEIGHT = 0.0  # score by SASREC_FILE, 0 to 1 within the group
-REWARD_FUNCTIONS = []  # yours of histories, items, targets: (function, or name in rewards/; weight)
-VALUES_FILE: str | None = f"{ROOT}/data/rec/values.npy"  # (items, items): the second's worth after the first
+COLLABORATIVE_WEIGHT = 0.0  # SASREC_FILE's score, scaled to 0 to 1 within the group
+REWARD_FUNCTIONS = []  # yours: (function(histories, items, targets) or a name in rewards/, weight)
+VALUES_FILE: str | None = (
+    f"{ROOT}/data/rec/values.npy"  # (items, items): the second item's value after the first
+)
 VALUE_DECAY = 0.5  # weight of an item of the history relative to the next one
 VECTORS_FILE: str | None = None  # (items, width) for the semantic reward; None: TF-IDF of the titles
 SASREC_FILE: str | None = f"{ROOT}/data/rec/sasrec.npz"  # data/sasrec.py makes it; a baseline too
-REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: any
+REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: no limit
 
 # SFT
 SFT_EPOCHS = 20
-SFT_BATCH_SIZE = 64  # histories an optimizer step
+SFT_BATCH_SIZE = 64  # histories per optimizer step
 SFT_LEARNING_RATE = 3e-3
 SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
 
@@ -168,8 +172,8 @@ SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT 
 CANDIDATES = "beam"  # beam | sample
 BATCH_SIZE = 32  # histories in memory at a time, with GROUP_SIZE candidates each
 MICRO_BATCH_ROWS: int | None = None  # rows per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # batches a training step: BATCH_SIZE * this = histories a step
-GROUP_SIZE = 16  # candidates a history; >= 2, since they are each other's baseline
+GRADIENT_ACCUMULATION_STEPS = 1  # histories per training step = BATCH_SIZE * this
+GROUP_SIZE = 16  # candidates per history; >= 2, since they are each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and scored
 
 # Optimisation of GRPO (MAX_GRAD_NORM, WEIGHT_DECAY and WARMUP_STEPS: of SFT too)
@@ -190,7 +194,7 @@ CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
 KL_COEF = 4.0  # weight of the KL in the loss
-REFERENCE_SYNC_STEPS = 0  # every so many steps the reference moves towards the actor (2404.09656); 0: never
+REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
 
@@ -203,7 +207,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 50  # 0: only before the first and after the last step each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
+LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/grpo_rec"
 SEED = 1
@@ -211,9 +215,7 @@ USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo_rec.py
-DETERMINISTIC_GRADIENTS = (
-    True  # gradients add up in one order: the same bits on any number of processes; False: faster
-)
+DETERMINISTIC_GRADIENTS = True  # same bits on any number of processes; False: faster
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
@@ -237,7 +239,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 _KS = (1, 3, 5, 10, 20)  # of HR@K and NDCG@K
-_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts that back off: the best pair on validation is taken
+_SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts with back-off: the best pair on validation is taken
 _DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
@@ -246,22 +248,22 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report
 # ================================================================ the maths of GRPO over items
 
 
+def constrained_logprobs(logits, codes, allowed, temperature):
+    """Returns log-probabilities (..., width), float32, over the codes that may come next; -inf where allowed
+    is False. This distribution is sampled *and* trained: change it here (top-p, say), and the first ratios
+    stay 1. logits (..., all codes); codes, columns of logits, and allowed (..., width)."""
+    scores = logits.float().gather(-1, codes) / temperature
+    logprobs = scores.masked_fill(~allowed, -math.inf).log_softmax(-1)
+    return logprobs.masked_fill(~allowed, -math.inf)  # also where nothing is allowed: no NaN
+
+
 def sampling_logprobs(logits, temperature):
-    """Log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: change it here
-    (top-p, say), and the first ratios stay 1. A token that must not come gets -inf."""
+    """Returns log-probabilities (..., vocabulary) without a trie; check_models() tests the model by them."""
     return full_logprobs(logits, temperature)
 
 
-def constrained_logprobs(logits, codes, open_, temperature):
-    """Log-probabilities of the codes that may come next, (..., width), float32, -inf where not open. This
-    distribution is sampled *and* scored, everywhere. logits (..., all codes), codes, open_ (..., width)."""
-    scores = logits.float().gather(-1, codes) / temperature
-    logprobs = scores.masked_fill(~open_, -math.inf).log_softmax(-1)
-    return logprobs.masked_fill(~open_, -math.inf)  # also where nothing is open: no NaN
-
-
 def group_advantages(scores, group_size, scale):
-    """Advantage of each candidate, (rows,); rows of a group are neighbours. Equal scores get zeros."""
+    """Returns advantages (rows,), 0 where a group's scores are equal. Rows of a group are neighbours."""
     groups = scores.view(-1, group_size)
     # A mean of equal float32 numbers is often not that number: subtract the first before taking it
     groups = groups - groups[:, :1]
@@ -273,7 +275,7 @@ def group_advantages(scores, group_size, scale):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, loss_type, clip_range, clip_range_high):
-    """Loss of each token and the ratio it saw, (rows, codes); advantages (rows, 1)."""
+    """Returns the loss of each code and its ratio, both (rows, codes); advantages (rows, 1)."""
     log_ratio = logprobs - old_logprobs
     if loss_type == "gspo":
         log_ratio = log_ratio.mean(1, keepdim=True).expand_as(logprobs)
@@ -283,7 +285,7 @@ def policy_loss(logprobs, old_logprobs, advantages, loss_type, clip_range, clip_
 
 
 def kl_loss(logprobs, ref_logprobs):
-    """k3's value with k2's gradient, (rows, codes): in the mean that of KL(pi || pi_ref) on policy."""
+    """Returns k3's value with k2's gradient, (rows, codes): its mean on policy is KL(pi || pi_ref)'s."""
     log_ratio = logprobs - ref_logprobs
     k2 = 0.5 * log_ratio**2
     k3 = (-log_ratio).exp() - 1 + log_ratio
@@ -302,96 +304,101 @@ class RecTrainer:
         check_sizes()
         self.device = find_device()
         self.run = Run("grpo_rec", resume_from_checkpoint, self.device)
-        self.run.old_files += ["rec_learning.png", "eval_test.json"]
-        if STAGE != "rl":  # which starts from sft/ and does not move it aside
-            self.run.old_files.append("sft")
-        self.run.best_by = ["reward", "ndcg@10"]  # evaluations of SFT have no reward
-        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.run.title = f"GRPO for recommendation, {Path(TRAIN_FILE).parent.name}, seed {SEED}"
-        # Drawn in grpo_rec_metrics_with_entropy.png, (label, metrics); training_metrics_detailed.png has all
+        self.run.best_by = ["reward", "ndcg@10"]  # evaluations of SFT have no reward
+        self.run.old_files.append("rec_learning.png")
+        if STAGE != "rl":  # STAGE=rl starts from sft/ and must not move it aside
+            self.run.old_files.append("sft")
+        # Drawn in grpo_rec_metrics_with_entropy.png; training_metrics_detailed.png has all metrics
         names = "ndcg@10 hr@10 reward reward_sampled entropy policy_loss grad_norm kl clip_fraction"
-        self.run.panels = [(name, [name]) for name in [*names.split(), "coverage@10"]]
+        for name in [*names.split(), "coverage@10"]:
+            self.run.panels.append((name, [name]))
+        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
+
         self.catalogue = Catalogue(self.run.log)
         self.load_models()
         self.train_rows, self.valid_rows, self.test_rows = load_splits(self.catalogue, self.run.log)
-        for row in [*self.train_rows, *self.valid_rows, *self.test_rows]:
+        for row in self.train_rows + self.valid_rows + self.test_rows:
             row["ids"] = self.prompter.ids(row["history"])
         self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.log)
         check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
         check_head(self.actor, self.trie, self.train_rows[0]["ids"])
         if self.actor in _SHARED_SCORING:
             _SHARED_SCORING.add(self.reference)
-        targets = torch.tensor([row["target"] for row in self.train_rows])
+        targets = torch.tensor(column(self.train_rows, "target"))
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
-        # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's
-        # permutation, begin the step at which the stage began
-        self.state = SimpleNamespace(
+
+        self.state = SimpleNamespace(  # saved with each checkpoint, beside weights, optimizers and generators
             epoch=0,
-            order=None,
+            order=None,  # this epoch's permutation of the rows
             cursor=0,
             prompts=len(self.train_rows),
-            begin=0,
+            begin=0,  # the step at which the stage began
             stage="rl" if STAGE == "rl" else "sft",
             sft_best=-1.0,
             sft_waited=0,
             sft_judged=0,
         )
-        self.best = None, None  # for recommend(): which one and the model
-        # Folders that may have this run's best/: before training that of the checkpoint alone
+        self.best = None, None  # what best_policy() has read: (folder, step), model
+        # Folders that may have this run's best/: before training only the checkpoint's
         self.best_folders = [self.run.checkpoint.parent] if self.run.checkpoint else []
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if STAGE == "sft" and self.state.stage == "rl":
             raise UserError(f"{self.run.checkpoint} is in its second stage: STAGE=rl or all goes on with it")
         rows = self.sft_rows if self.state.stage == "sft" else self.rl_rows
         if self.state.cursor and len(self.state.order) != len(rows):
-            other = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
-            raise UserError(f"{self.run.checkpoint} {other}: take TITLE_ROWS ... as they were, or RESUME=no")
+            fault = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
+            raise UserError(f"{self.run.checkpoint} {fault}: take TITLE_ROWS ... as before, or RESUME=no")
         self.plan_steps()
 
     def load_models(self):
-        """Actor and reference come from the checkpoint when there is one. The reference is the best policy of
-        SFT so far; in GRPO it is what KL_COEF holds the actor to."""
-        at = self.run.checkpoint
-        self.tokenizer, self.actor = load_actor(at / "policy" if at else None, self.catalogue, self.device)
+        """Loads actor and reference, from the checkpoint if there is one. In SFT the reference keeps the best
+        policy so far; in GRPO the KL holds the actor to it."""
+        checkpoint = self.run.checkpoint
+        policy = checkpoint / "policy" if checkpoint else None
+        self.tokenizer, self.actor = load_actor(policy, self.catalogue, self.device)
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.prompter = Prompter(self.tokenizer, self.catalogue, self.actor)
         self.trie = Trie(self.prompter.codes, self.device)
-        self.models = {"policy": self.actor}  # saved, by its folder's name
-        self.reference = self.actor  # with LORA_RANK: its adapter switched off
+        self.models = {"policy": self.actor}  # models to save, keyed by checkpoint folder
+        self.reference = self.actor  # with LORA_RANK: its adapter is switched off
         if not LORA_RANK:
             self.reference = copy.deepcopy(self.actor)
-            if at:
-                self.reference = load_model(AutoModelForCausalLM, at / "reference", "RESUME", self.device)
+            if checkpoint:
+                path = checkpoint / "reference"
+                self.reference = load_model(AutoModelForCausalLM, path, "RESUME", self.device)
             self.reference.requires_grad_(False)
             self.models["reference"] = self.reference
-        rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
-        self.optimizers = {"policy": make_optimizer(self.actor, rate)}
+        learning_rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
+        self.optimizers = {"policy": make_optimizer(self.actor, learning_rate)}
 
     def load_rewards(self):
-        """What compute_rewards() needs: values, vectors, functions."""
+        """Loads what compute_rewards() needs: values, vectors, SASRec and the user's functions."""
         self.values = None
         if VALUE_WEIGHT:
             self.values = read_array(VALUES_FILE, "VALUES_FILE", self.catalogue, square=True)
         self.vectors = item_vectors(self.catalogue) if SEMANTIC_WEIGHT else None
-        asked = [*self.valid_rows, *self.test_rows, *(self.train_rows if COLLABORATIVE_WEIGHT else ())]
-        self.sasrec = read_sasrec(self.train_rows, asked, self.run.log)
+        scored_rows = self.valid_rows + self.test_rows
+        if COLLABORATIVE_WEIGHT:
+            scored_rows = scored_rows + self.train_rows
+        self.sasrec = read_sasrec(self.train_rows, scored_rows, self.run.log)
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        for name, _, _ in self.rewards:
+        weights = [VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT]
+        for name, _, weight in self.rewards:
+            weights.append(weight)
             if name in ("value", "rule", "ranking", "semantic", "collaborative"):
                 taken = f"the name {name!r} belongs to {name.upper()}_WEIGHT"
                 raise UserError(f"REWARD_FUNCTIONS: {taken}: give your function another name")
-        weights = [VALUE_WEIGHT, RULE_WEIGHT, RANKING_WEIGHT, SEMANTIC_WEIGHT, COLLABORATIVE_WEIGHT]
-        weights += [weight for _, _, weight in self.rewards]
         if not any(weights):
             raise UserError("every reward weight is 0, those of REWARD_FUNCTIONS too: give at least one")
 
     # ------------------------------------------------------------ the algorithm
 
     def train(self):
-        """Fine-tunes, then GRPO from the best of that, then the test rows. Returns the last evaluation."""
+        """Runs SFT, then GRPO from its best policy, then the test. Returns the last evaluation."""
         run = self.run
         with run.session(self.summary()):  # lock, logs and signals; saves at the end
             self.enter_folder()
@@ -406,8 +413,28 @@ class RecTrainer:
                 self.test()
         return run.evaluation
 
+    def fine_tune(self):
+        """Runs SFT on the logged items, until its last step or until SFT_PATIENCE has run out. Its best
+        policy, which the reference keeps, becomes the actor."""
+        run = self.run
+        if run.needs_first_evaluation():
+            run.log_evaluation(self.evaluate_sft())
+        while run.step < self.end and not self.is_out_of_patience() and run.next_step():
+            rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
+            self.record_sft(self.sft_update(rows))
+            if run.is_due(EVAL_EVERY_N_STEPS) or run.step == self.end:
+                run.log_evaluation(self.evaluate_sft())
+            if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
+                run.save()
+        if run.stop_signal:
+            return
+        run.log(f"SFT ends at step {run.step}; best NDCG@10 {self.state.sft_best:.4f}")
+        self.actor.load_state_dict(self.reference.state_dict())
+        if rank() == 0:
+            write_atomically(run.folder / "sft", lambda folder: run.save_model(self.actor, folder / "policy"))
+
     def reinforce(self):
-        """GRPO on lists of candidates."""
+        """Runs GRPO on groups of candidates."""
         run = self.run
         if run.needs_first_evaluation():
             run.log_evaluation(self.evaluate())
@@ -422,42 +449,6 @@ class RecTrainer:
                 run.log_evaluation(self.evaluate())
             if run.is_due(SAVE_EVERY_N_STEPS):
                 run.save()
-
-    def enter_folder(self):
-        """A run that goes on in another folder takes sft/ there: LORA_RANK's adapters stand on it."""
-        source = self.run.checkpoint.parent if self.run.checkpoint else self.run.folder
-        self.best_folders = [self.run.folder]
-        if source.resolve() == self.run.folder.resolve():
-            return
-        best = source / "best/metrics.json"
-        if best.exists() and json.loads(best.read_text())["step"] <= self.run.step:
-            self.best_folders.append(source)
-        before = source / "sft"
-        here = self.run.folder / "sft"
-        if self.state.stage == "rl" and before.exists() and rank() == 0:
-            archive_old_run([here] if here.exists() else [], OUTPUT_DIR, self.run.log)
-            write_atomically(here, lambda at: shutil.copytree(before, at))
-
-    def fine_tune(self):
-        """SFT on the logged items, until its last step or until SFT_PATIENCE has run out. Its best policy,
-        which is kept in the reference, becomes the actor."""
-        run = self.run
-        if run.needs_first_evaluation():
-            run.log_evaluation(self.evaluate_sft())
-        while run.step < self.end and not self.is_out_of_patience() and run.next_step():
-            rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
-            metrics = self.sft_update(rows)
-            self.record_sft(metrics)
-            if run.is_due(EVAL_EVERY_N_STEPS) or run.step == self.end:
-                run.log_evaluation(self.evaluate_sft())
-            if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
-                run.save()
-        if run.stop_signal:
-            return
-        run.log(f"SFT ends at step {run.step}; best NDCG@10 {self.state.sft_best:.4f}")
-        self.actor.load_state_dict(self.reference.state_dict())
-        if rank() == 0:
-            write_atomically(run.folder / "sft", lambda folder: run.save_model(self.actor, folder / "policy"))
 
     def is_out_of_patience(self):
         """Returns whether SFT_PATIENCE passes through the data brought nothing better. Only a whole pass
@@ -474,14 +465,15 @@ class RecTrainer:
         self.plan_steps()
 
     def plan_steps(self):
-        """The step at which the stage ends if nothing ends it before, and the run's last one."""
-        steps = MAX_STEPS
-        more = 0
-        if self.state.stage == "sft":
-            steps = SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
-            more = 0 if STAGE == "sft" else MAX_STEPS
-        self.end = self.state.begin + steps
-        self.run.total_steps = self.end + more
+        """Sets the last step of the stage, unless patience ends it earlier, and the last step of the run."""
+        if self.state.stage == "rl":
+            self.end = self.state.begin + MAX_STEPS
+            self.run.total_steps = self.end
+            return
+        self.end = SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
+        self.run.total_steps = self.end
+        if STAGE != "sft":
+            self.run.total_steps += MAX_STEPS
 
     def set_learning_rates(self, base):
         """Sets and returns this step's learning rate; the schedule begins with the stage."""
@@ -489,9 +481,9 @@ class RecTrainer:
         steps_done = max(0, run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        rate = base * learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
-        set_learning_rate(self.optimizers["policy"], rate)
-        return rate
+        learning_rate = base * learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
+        set_learning_rate(self.optimizers["policy"], learning_rate)
+        return learning_rate
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
@@ -508,87 +500,92 @@ class RecTrainer:
                 gradients.log_sum("policy_loss", loss.detach())
                 gradients.log_sum("entropy", (weight * entropy.detach()).sum())
             metrics = gradients.finish()
-            row_ids = [row["id"] for row in rows]
+            row_ids = column(rows, "id")
             norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_ids)
         self.tokens = int(batch.learn.sum())
         return {**metrics, "grad_norm": norms[0], "learning_rate": learning_rate}
 
     def rollout(self):
-        """GROUP_SIZE candidates for each of a step's histories, likelier ones first: a batch, its tensors
-        (histories * GROUP_SIZE, ...)."""
+        """Returns a batch of GROUP_SIZE candidates for each of a step's histories, likelier ones first. Its
+        tensors are (histories * GROUP_SIZE, ...)."""
         with self.run.timed("rollout"):
             rows = next_rows(self.rl_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
             uniform = None
-            if CANDIDATES == "sample":  # drawn at once: BATCH_SIZE does not matter to it
+            if CANDIDATES == "sample":  # drawn for the whole step: BATCH_SIZE does not change the samples
                 uniform = torch.rand(self.trie.depth, len(rows), GROUP_SIZE)
             return candidates(self.actor, self.trie, rows, GROUP_SIZE, self.pad_id, uniform)
 
     @torch.no_grad()
     def score(self, batch):
-        """Scores of the candidates and the reference's log-probabilities of their codes."""
+        """Adds the candidates' scores and the reference's log-probabilities of their codes to the batch."""
+
+        def compute(model, batch, rows):
+            return item_logprobs(model, self.trie, batch, rows, TEMPERATURE)[0]
+
         with self.run.timed("score"):
             batch.scores, batch.reward_parts = self.score_responses(batch.rows, batch.items)
             batch.ref_logprobs = batch.logprobs
             if KL_COEF > 0:
-
-                def compute(model, batch, rows):
-                    return item_logprobs(model, self.trie, batch, rows, TEMPERATURE)[0]
-
                 with without_adapter(self.reference):
                     batch.ref_logprobs = map_micro_batches(compute, self.reference, batch)
 
     def score_responses(self, rows, items):
-        """compute_rewards(), checked, and the parts it left behind; items (rows,), groups are neighbours."""
-        names = self.catalogue.items
-        asked = [
-            {"prompt": [names[i] for i in row["history"]], "answer": names[row["target"]], "columns": {}}
-            for row in rows
-        ]
-        batch = SimpleNamespace(rows=asked, responses=[names[i] for i in items.tolist()], columns={})
-        scores, parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
-        return scores.to(self.device), parts
+        """Calls compute_rewards() and checks the result. items (rows,); groups are neighbours. Returns scores
+        (rows,) and the logged reward parts."""
+        named_rows = []
+        for row in rows:
+            history = self.catalogue.names(row["history"])
+            target = self.catalogue.items[row["target"]]
+            named_rows.append({"prompt": history, "answer": target, "columns": {}})
+        responses = self.catalogue.names(items.tolist())
+        batch = SimpleNamespace(rows=named_rows, responses=responses, columns={})
+        scores, reward_parts = score_over_ranks(self, "compute_rewards", self.compute_rewards, batch)
+        return scores.to(self.device), reward_parts
 
     def compute_rewards(self, histories, items, targets):
-        """Score of each item, (rows,); edit or override freely. The candidates of a history are neighbours,
-        GROUP_SIZE of them, likelier ones first. self.reward_parts is what is logged."""
-        parts = {
-            "value": (VALUE_WEIGHT, self.value_reward),
-            "rule": (RULE_WEIGHT, rewards.rule_reward),
-            "ranking": (RANKING_WEIGHT, self.ranking_reward),
-            "semantic": (SEMANTIC_WEIGHT, self.semantic_reward),
-            "collaborative": (COLLABORATIVE_WEIGHT, self.collaborative_reward),
-        }
-        for name, function, weight in self.rewards:
-            parts[name] = (weight, function)
+        """Returns the score of each item, (rows,); edit or override freely. The GROUP_SIZE candidates of a
+        history are neighbours, likelier ones first. self.reward_parts is what is logged."""
+        weighted = [
+            ("value", self.value_reward, VALUE_WEIGHT),
+            ("rule", rewards.rule_reward, RULE_WEIGHT),
+            ("ranking", self.ranking_reward, RANKING_WEIGHT),
+            ("semantic", self.semantic_reward, SEMANTIC_WEIGHT),
+            ("collaborative", self.collaborative_reward, COLLABORATIVE_WEIGHT),
+        ]
         total = torch.zeros(len(items))
-        for name, (weight, function) in parts.items():
+        for name, function, weight in weighted + self.rewards:
             if weight:
                 self.reward_parts[name] = call_reward(name, function, histories, items, targets)
                 total += weight * self.reward_parts[name]
         return total
 
     def value_reward(self, histories, items, targets):
-        pairs = zip(map(self.numbers, histories), self.numbers(items))
-        return [rewards.history_value(self.values, history, item, VALUE_DECAY) for history, item in pairs]
+        scores = []
+        for history, item in zip(map(self.catalogue.numbers, histories), self.catalogue.numbers(items)):
+            scores.append(rewards.history_value(self.values, history, item, VALUE_DECAY))
+        return scores
 
     def ranking_reward(self, histories, items, targets):
-        hit = rewards.rule_reward(histories, items, targets)
-        groups = [rewards.ranking_reward(hit[n : n + GROUP_SIZE]) for n in range(0, len(hit), GROUP_SIZE)]
-        return [score for group in groups for score in group]
+        is_hit = rewards.rule_reward(histories, items, targets)
+        scores = []
+        for begin in range(0, len(items), GROUP_SIZE):
+            scores += rewards.ranking_reward(is_hit[begin : begin + GROUP_SIZE])
+        return scores
 
     def semantic_reward(self, histories, items, targets):
-        return (self.vectors[self.numbers(items)] * self.vectors[self.numbers(targets)]).sum(1).tolist()
+        vectors = self.vectors[self.catalogue.numbers(items)]
+        return (vectors * self.vectors[self.catalogue.numbers(targets)]).sum(1).tolist()
 
     def collaborative_reward(self, histories, items, targets):
-        chosen = torch.tensor(self.numbers(items)).view(-1, GROUP_SIZE)
-        scores = self.sasrec.scores([self.numbers(history) for history in histories[::GROUP_SIZE]])
-        return [score for group in scores.gather(1, chosen).tolist() for score in rewards.min_max(group)]
-
-    def numbers(self, items):
-        return [self.catalogue.number[item] for item in items]
+        chosen = torch.tensor(self.catalogue.numbers(items)).view(-1, GROUP_SIZE)
+        group_histories = list(map(self.catalogue.numbers, histories[::GROUP_SIZE]))
+        scores = []
+        for group in self.sasrec.scores(group_histories).gather(1, chosen).tolist():
+            scores += rewards.min_max(group)
+        return scores
 
     def compute_advantages(self, batch):
-        """Compare each candidate with its group."""
+        """Compares each candidate with its group."""
         batch.advantages = group_advantages(batch.scores, GROUP_SIZE, SCALE_REWARDS)
 
     def update(self, batch):
@@ -600,15 +597,17 @@ class RecTrainer:
                 for rows in mini_batches(len(batch.rows)):
                     steps.append(self.optimizer_step(batch, rows))
         check_first_ratio(steps[0], self.run.step - self.state.begin)
-        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
+        metrics = {}
+        for key in steps[0]:
+            metrics[key] = sum(column(steps, key)) / len(steps)
+        metrics["max_ratio_deviation"] = max(column(steps, "max_ratio_deviation"))
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
         metrics["learning_rate"] = learning_rate
         return metrics
 
     def optimizer_step(self, batch, rows):
-        """One optimizer step on `rows`, a list, however they are cut into micro-batches. Returns its
-        metrics."""
+        """Makes one optimizer step on `rows`, a list of row numbers; how they are cut into micro-batches does
+        not change it. Returns its metrics."""
         num_codes = batch.response_mask[to_device(rows, self.device)].sum()
         gradients = GradientSum([self.actor])
         for micro in gradients.deal(micro_batches(self.actor, batch, rows)):
@@ -629,7 +628,7 @@ class RecTrainer:
                 "approx_kl": ratio - 1 - ratio.log(),
             }
             gradients.log_means(values, torch.ones_like(ratio), num_codes)
-            gradients.log_max("max_ratio_deviation", (ratio - 1).abs().max())
+            gradients.log_sum("max_ratio_deviation", (ratio - 1).abs().max())
         metrics = gradients.finish()
         row_ids = [batch.rows[i]["id"] for i in rows]
         norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_ids)
@@ -637,33 +636,30 @@ class RecTrainer:
         return metrics
 
     def token_losses(self, batch, rows, logprobs, entropy):
-        """Loss of each token, the policy's part of it, the ratio and the KL: each (rows, codes). Edit or
-        override freely."""
+        """Returns the loss of each code, the policy's part of it, the ratio and the KL: each (rows, codes).
+        Edit or override freely."""
+        old_logprobs = batch.logprobs[rows]
+        advantages = batch.advantages[rows, None]
         policy_losses, ratio = policy_loss(
-            logprobs,
-            batch.logprobs[rows],
-            batch.advantages[rows, None],
-            LOSS_TYPE,
-            CLIP_RANGE,
-            CLIP_RANGE_HIGH,
+            logprobs, old_logprobs, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH
         )
         kl = kl_loss(logprobs, batch.ref_logprobs[rows])
         return policy_losses + KL_COEF * kl - ENTROPY_COEF * entropy, policy_losses, ratio, kl
 
     @torch.no_grad()
     def sync_reference(self):
-        """Move the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
-        done = self.run.step - self.state.begin
-        if REFERENCE_SYNC_STEPS and done % REFERENCE_SYNC_STEPS == 0:
+        """Moves the reference towards the actor every REFERENCE_SYNC_STEPS steps."""
+        steps_done = self.run.step - self.state.begin
+        if REFERENCE_SYNC_STEPS and steps_done % REFERENCE_SYNC_STEPS == 0:
             for ref, parameter in zip(self.reference.parameters(), self.actor.parameters()):
                 ref.lerp_(parameter, REFERENCE_SYNC_ALPHA)
 
     # ------------------------------------------------------------ evaluation and what is logged
 
     def evaluate(self, rows=None):
-        """Metrics of the EVAL_BEAMS best items for each row (default: validation). In the stage of GRPO also
-        reward, of the GROUP_SIZE best as if they were a group, and reward_sampled, of samples that have their
-        own random stream. Override to add yours."""
+        """Returns metrics of the EVAL_BEAMS best items for each row (default: validation). GRPO adds reward,
+        of the GROUP_SIZE best as if they were a group, and reward_sampled, of samples that have their own
+        random stream. Override to add yours."""
         with self.run.timed("evaluate"):
             rows = self.valid_rows if rows is None else rows
             lists = best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)
@@ -677,33 +673,33 @@ class RecTrainer:
             return metrics
 
     def list_figures(self, lists, rows):
-        """Metrics of the best items (rows, EVAL_BEAMS) and rewards of the GROUP_SIZE first; HR, NDCG and
-        reward by row, each (rows,)."""
+        """Returns metrics of the best items (rows, EVAL_BEAMS), with the rewards of the GROUP_SIZE first; and
+        HR, NDCG and reward of each row, each (rows,)."""
         metrics = list_metrics(lists, rows, self.popularity)
-        every = [row for row in rows for _ in range(GROUP_SIZE)]
-        scores, parts = self.score_responses(every, lists[:, :GROUP_SIZE].flatten())
-        metrics |= {"reward": scores.mean().item(), "reward@1": scores[::GROUP_SIZE].mean().item()}
-        metrics |= {f"reward/{name}": values.mean().item() for name, values in parts.items()}
+        repeated_rows = np.repeat(rows, GROUP_SIZE).tolist()
+        scores, reward_parts = self.score_responses(repeated_rows, lists[:, :GROUP_SIZE].flatten())
+        metrics["reward"] = scores.mean().item()
+        metrics["reward@1"] = scores[::GROUP_SIZE].mean().item()
+        for name, values in reward_parts.items():
+            metrics[f"reward/{name}"] = values.mean().item()
         by_row = {"hr@10": hits(lists, rows, 10), "ndcg@10": gains(lists, rows, 10)}
         by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
         return metrics, by_row
 
     def evaluate_sft(self):
-        """evaluate(); the best policy so far is kept in the reference, whatever happens to best/.
+        """Returns evaluate(), and keeps the best policy so far in the reference, whatever happens to best/.
 
-        state.sft_waited counts passes through the data whose evaluations are all below the best before them;
-        state.sft_judged is the last pass that was counted, or had a better one. A pass without an evaluation
-        does not count."""
+        state.sft_waited counts passes through the data whose evaluations brought nothing better;
+        state.sft_judged is the last pass that was counted, or had a better one."""
         metrics = self.evaluate()
-        state = self.state
-        if metrics["ndcg@10"] > state.sft_best:
-            state.sft_best = metrics["ndcg@10"]
-            state.sft_waited = 0
-            state.sft_judged = state.epoch
+        if metrics["ndcg@10"] > self.state.sft_best:
+            self.state.sft_best = metrics["ndcg@10"]
+            self.state.sft_waited = 0
+            self.state.sft_judged = self.state.epoch
             self.reference.load_state_dict(self.actor.state_dict())
-        elif state.sft_judged < state.epoch:
-            state.sft_waited += 1
-            state.sft_judged = state.epoch
+        elif self.state.sft_judged < self.state.epoch:
+            self.state.sft_waited += 1
+            self.state.sft_judged = self.state.epoch
         return metrics
 
     def record_sft(self, metrics):
@@ -712,17 +708,14 @@ class RecTrainer:
         self.run.log_step(metrics, self.tokens, [], line.format(**metrics))
 
     def record(self, batch, metrics):
-        """The step's metrics, a few of its candidates and its line on the terminal, for the run to write."""
+        """Logs the step's metrics, a few of its candidates and its line on the terminal."""
+        metrics = {"epoch": self.state.epoch, **metrics, "reward": batch.scores.mean().item()}
+        for name, values in batch.reward_parts.items():
+            metrics[f"reward/{name}"] = values.mean().item()
         groups = batch.scores.view(-1, GROUP_SIZE)
-        metrics = {
-            "epoch": self.state.epoch,
-            **metrics,
-            "reward": batch.scores.mean().item(),
-            **{f"reward/{name}": values.mean().item() for name, values in batch.reward_parts.items()},
-            "advantage_abs": batch.advantages.abs().mean().item(),
-            "zero_variance_groups": (groups == groups[:, :1]).all(1).float().mean().item(),
-            "group_probability": batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE,
-        }
+        metrics["advantage_abs"] = batch.advantages.abs().mean().item()
+        metrics["zero_variance_groups"] = (groups == groups[:, :1]).all(1).float().mean().item()
+        metrics["group_probability"] = batch.logprobs.sum(1).exp().mean().item() * GROUP_SIZE
         line = (
             "GRPO, epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.3f} A:{advantage_abs:.2f} "
             "E:{entropy:.3f} KL:{kl:.4f} LR:{learning_rate:.2e}"
@@ -732,14 +725,20 @@ class RecTrainer:
         self.run.log_step(metrics, batch.response_ids.numel(), samples, line)
 
     def recommend(self, history, k=10):
-        """The k items of highest probability after a history (items, the oldest first), best first: [{"item",
-        "title", "codes", "probability"}], by the policy of best/, or before the first evaluation as it is."""
-        row = self.prompter.row_of(history)
+        """Returns the k likeliest items after a history (names, the oldest first, or one name), best first:
+        [{"item", "title", "codes", "probability"}]. It asks the policy of best/, or the actor before there is
+        one."""
+        if isinstance(history, str):
+            history = [history]
+        names = list(map(str, history))
+        if not names or not set(names) <= self.catalogue.number.keys():
+            raise UserError(f"a history has one item of INDEX_FILE or more, not {names}")
+        prompt = self.prompter.ids(self.catalogue.numbers(names)[-MAX_HISTORY:])
         width = min(max(k, EVAL_BEAMS), len(self.catalogue.items))
-        items, logprobs, _ = search(self.best_policy(), self.trie, [row["ids"]], width, self.pad_id)
-        found = []
+        items, logprobs, _ = search(self.best_policy(), self.trie, [prompt], width, self.pad_id)
+        recommended = []
         for item, logprob in zip(items[0].tolist()[:k], logprobs[0].sum(1).tolist()):
-            found.append(
+            recommended.append(
                 {
                     "item": self.catalogue.items[item],
                     "title": self.catalogue.titles[item],
@@ -747,11 +746,10 @@ class RecTrainer:
                     "probability": math.exp(logprob),
                 }
             )
-        return found
+        return recommended
 
     def best_policy(self):
-        """The policy of best/, read anew when there is a better one; before there is one the actor.
-
+        """Returns the policy of best/, read again when there is a better one; before there is one, the actor.
         A run that goes on in another folder has the best/ beside its checkpoint until its own has one."""
         for folder in self.best_folders:
             metrics = folder / "best/metrics.json"
@@ -775,9 +773,21 @@ class RecTrainer:
         stages = f"stage {self.state.stage}, steps {self.run.step} to {self.run.total_steps}"
         return f"{name}, {DTYPE}; {items}; {rows}, {len(self.test_rows)} for the test; {stages}; {OUTPUT_DIR}"
 
+    def enter_folder(self):
+        """A run that goes on in another folder takes sft/ there, because LORA_RANK's adapters need it."""
+        source = self.run.checkpoint.parent if self.run.checkpoint else self.run.folder
+        self.best_folders = [self.run.folder]
+        if source.resolve() == self.run.folder.resolve():
+            return
+        best = source / "best/metrics.json"
+        if best.exists() and json.loads(best.read_text())["step"] <= self.run.step:
+            self.best_folders.append(source)
+        if self.state.stage == "rl" and (source / "sft").exists() and rank() == 0:
+            archive_old_run([*self.run.folder.glob("sft")], OUTPUT_DIR, self.run.log)
+            write_atomically(self.run.folder / "sft", lambda path: shutil.copytree(source / "sft", path))
+
     def prepare_baselines(self):
-        """Popularity, Markov counts, counts that back off, and SASRec, of the rows that the model is trained
-        on, and their figures on validation."""
+        """Fits the baselines that count, and logs the metrics of all baselines on validation."""
         paths = self.trie.paths.cpu()
         self.baselines = {
             "popularity": Counts(self.train_rows, paths[:, :1]),
@@ -794,30 +804,32 @@ class RecTrainer:
             self.run.log(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
 
     def test(self):
-        """Baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json, the picture."""
+        """Compares the baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json and
+        rec_learning.png."""
         rows = self.test_rows
         if not rows:
             return
-        lists = {name: top_items(model, rows) for name, model in self.baselines.items()}
-        policies = {}
+        lists = {}
+        for name, model in self.baselines.items():
+            lists[name] = top_items(model, rows)
         if self.state.stage == "sft" or not REFERENCE_SYNC_STEPS:
-            policies["sft"] = self.reference
+            with without_adapter(self.reference):
+                lists["sft"] = best_items(self.reference, self.trie, rows, EVAL_BEAMS, self.pad_id)
         if self.state.stage == "rl":
-            policies["grpo"] = self.best_policy()
-        for name, model in policies.items():
-            with without_adapter(model) if LORA_RANK and name == "sft" else nullcontext():
-                lists[name] = best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)
+            lists["grpo"] = best_items(self.best_policy(), self.trie, rows, EVAL_BEAMS, self.pad_id)
         figures = {}
         by_row = {}
         for name, best in lists.items():
             figures[name], by_row[name] = self.list_figures(best, rows)
-            figures[name]["intervals"] = {key: bootstrap_interval(x) for key, x in by_row[name].items()}
-        if {"sft", "grpo"} <= set(lists):
+            figures[name]["intervals"] = {}
+            for key, values in by_row[name].items():
+                figures[name]["intervals"][key] = bootstrap_interval(values)
+        if {"sft", "grpo"} <= lists.keys():
             figures["grpo_minus_sft"] = {}
             for key in by_row["sft"]:
                 gained = by_row["grpo"][key] - by_row["sft"][key]
-                gain = {"mean": gained.mean().item(), "interval": bootstrap_interval(gained)}
-                figures["grpo_minus_sft"][key] = gain
+                interval = bootstrap_interval(gained)
+                figures["grpo_minus_sft"][key] = {"mean": gained.mean().item(), "interval": interval}
         if self.values is not None:
             figures["possible"] = {"value": best_value(self.values, rows, GROUP_SIZE)}
         for line in table_lines(figures):
@@ -2866,46 +2878,45 @@ def check_constants():
 
 
 class Trie:
-    """All items' codes as flat tensors, a few a level. A level's nodes are its distinct prefixes in lexical
+    """All items' codes as flat tensors, a few per level. A level's nodes are its distinct prefixes in lexical
     order, so a node's children are neighbours on the next level: `first` and `count` of a node say where.
     codes (items, depth) of token ids, all rows distinct."""
 
     def __init__(self, codes, device):
         self.codes = codes.to(device)
         self.depth = codes.shape[1]
-        self.first = []  # of each level: (nodes,) its first child's number on the next level
-        self.count = []  # (nodes,) how many children
-        self.code = []  # (children,) the code that leads to each
+        self.first = []  # of each level: (nodes,) the number of a node's first child on the next level
+        self.count = []  # (nodes,) how many children a node has
+        self.code = []  # (children,) the code that leads to each child
         self.width = []  # the most children that a node has
-        paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) its node on each level
+        paths = [torch.zeros(len(codes), dtype=torch.long)]  # (items,) an item's node on each level
         for level in range(self.depth):
-            prefixes, at = codes[:, : level + 1].unique(dim=0, return_inverse=True)
-            parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, at, paths[-1])
+            prefixes, node = codes[:, : level + 1].unique(dim=0, return_inverse=True)
+            parent = torch.zeros(len(prefixes), dtype=torch.long).scatter(0, node, paths[-1])
             count = parent.bincount()
             self.first.append((count.cumsum(0) - count).to(device))
             self.count.append(count.to(device))
             self.code.append(prefixes[:, -1].to(device))
             self.width.append(int(count.max()))
-            paths.append(at)
+            paths.append(node)
         self.paths = torch.stack(paths, 1).to(device)  # (items, depth + 1)
-        self.item_at = torch.zeros(len(codes), dtype=torch.long, device=device)  # of a leaf
-        self.item_at[self.paths[:, -1]] = torch.arange(len(codes), device=device)
+        self.item_at = self.paths[:, -1].argsort()  # (leaves,) the item of each
         self.ids = self.codes.unique()  # of tokens that are codes
         self.columns = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long, device=device)
-        self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each in CodeHead's logits
+        self.columns[self.ids] = torch.arange(len(self.ids), device=device)  # of each id in CodeHead's logits
 
     def options(self, level, nodes):
-        """What may follow the nodes (...) of a level: codes, the nodes they lead to, and which of them are
-        there at all, all (..., width)."""
+        """Returns what may follow the nodes (...) of a level: codes, the children they lead to, and allowed,
+        False where a node has fewer children; each (..., width)."""
         step = torch.arange(self.width[level], device=nodes.device)
-        open_ = step < self.count[level][nodes].unsqueeze(-1)
+        allowed = step < self.count[level][nodes].unsqueeze(-1)
         children = (self.first[level][nodes].unsqueeze(-1) + step).clamp(max=len(self.code[level]) - 1)
-        return self.code[level][children], children, open_
+        return self.code[level][children], children, allowed
 
 
 class CodeHead(torch.nn.Module):
-    """A model's output layer for some ids alone: no logits of words that are no codes. Of a vocabulary of
-    32,000 they took most of the time of decoding."""
+    """A model's output layer, cut to the ids of codes. With a vocabulary of 32,000 the logits of other words
+    took most of the time of decoding."""
 
     def __init__(self, head, ids):
         super().__init__()
@@ -2914,14 +2925,14 @@ class CodeHead(torch.nn.Module):
 
     def forward(self, hidden):
         bias = self.head.bias
-        return torch.nn.functional.linear(
-            hidden, self.head.weight[self.ids], None if bias is None else bias[self.ids]
-        )
+        if bias is not None:
+            bias = bias[self.ids]
+        return torch.nn.functional.linear(hidden, self.head.weight[self.ids], bias)
 
 
 @contextmanager
-def codes_alone(model, trie):
-    """Inside the block the model's logits are those of trie.ids."""
+def only_code_logits(model, trie):
+    """Inside the block the model's logits are those of trie.ids, the codes."""
     head = model.get_output_embeddings()
     model.set_output_embeddings(CodeHead(head, trie.ids))
     try:
@@ -2932,198 +2943,234 @@ def codes_alone(model, trie):
 
 @torch.no_grad()
 def check_head(model, trie, ids):
-    """A model whose logits are not its output layer's, one by one, cannot be narrowed to the codes."""
+    """Refuses a model whose logits are not those of a linear output layer, such as one that caps them: its
+    logits cannot be narrowed to the codes."""
     prompt = torch.tensor([ids], device=model.device)
     wanted = forward(model, prompt, use_cache=False).logits[0, -1, trie.ids]
-    with codes_alone(model, trie):
-        found = forward(model, prompt, use_cache=False).logits[0, -1]
-    if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-3, rtol=1e-3):
+    with only_code_logits(model, trie):
+        logits = forward(model, prompt, use_cache=False).logits[0, -1]
+    if logits.shape != wanted.shape or not torch.allclose(logits, wanted, atol=1e-3, rtol=1e-3):
         raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its logits are not those of a linear output layer")
 
 
 @torch.no_grad()
 def search(model, trie, prompts, width, pad_id, uniform=None):
-    """`width` items for each prompt (a list of ids), level by level down the trie: their numbers, the
-    log-probabilities of their codes and the entropy at each: (prompts, width), twice (prompts, width, depth).
-    Each prompt is read once; its cache is expanded to the prefixes that go on.
+    """Returns `width` items for each prompt (a list of ids): their numbers (prompts, width), the
+    log-probabilities of their codes and the entropies of the distributions that these came from, both
+    (prompts, width, depth). It goes down the trie level by level with several prefixes per prompt.
 
     uniform None: beam search, best first; where the catalogue has fewer items, the rest are -1 with a
-    log-probability of -inf. Else random numbers (depth, prompts, width): samples with replacement."""
+    log-probability of -inf. Else random numbers (depth, prompts, width): samples with replacement.
+
+    Example: one prompt, the items ax, ay and bx, width 2. The root offers two options, a and b, of
+    log-probabilities -0.4 and -1.1: both are kept, nodes = [[a, b]]. Each of them offers two options (b's
+    second is not allowed), totals = [[-0.5, -2.7, -1.1, -inf]] of ax, ay, bx and none. The best two are
+    chosen = [[0, 2]], their parents chosen // 2 = [[0, 1]]: ax goes on from a, bx from b."""
     count = len(prompts)
     device = model.device
-    with codes_alone(model, trie):
-        decoder = Decoder(model, prompts, 1, pad_id)
+    with only_code_logits(model, trie):
+        decoder = Decoder(model, prompts, 1, pad_id)  # each prompt is read once
     logits = decoder.logits
-    nodes = torch.zeros(count, 1, dtype=torch.long, device=device)
+    nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # (prompts, prefixes)
     total = torch.zeros(count, 1, device=device)  # log-probability of each prefix
-    steps = torch.zeros(count, 1, 0, 2, device=device)  # log-probability and entropy of each code
+    logprobs, entropies = torch.zeros(2, count, 1, 0, device=device)  # (prompts, prefixes, codes so far)
     prompt = torch.arange(count, device=device)[:, None]
     for level in range(trie.depth):
-        codes, children, open_ = trie.options(level, nodes)  # (prompts, prefixes, options)
-        logits = logits.view(*nodes.shape, -1)
-        logprobs = constrained_logprobs(logits, trie.columns[codes], open_, TEMPERATURE)
-        totals = total.unsqueeze(-1) + logprobs
-        options = codes.shape[-1]
+        codes, children, allowed = trie.options(level, nodes)  # (prompts, prefixes, options)
+        num_prefixes, num_options = codes.shape[1:]
+        logits = logits.view(count, num_prefixes, -1)
+        option_logprobs = constrained_logprobs(logits, trie.columns[codes], allowed, TEMPERATURE)
+        totals = (total.unsqueeze(-1) + option_logprobs).flatten(1)
         if uniform is None:
-            chosen = totals.flatten(1).topk(min(width, totals[0].numel())).indices  # (prompts, next prefixes)
-            parent = chosen // options
+            chosen = totals.topk(min(width, totals.shape[1])).indices  # (prompts, next prefixes)
+            parent = chosen // num_options
         else:
-            probabilities = logprobs.expand(-1, width, -1).flatten(0, 1).exp()
-            parent = torch.arange(width, device=device).expand(count, -1) % nodes.shape[1]
-            code = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
-            chosen = parent * options + code
-        total = totals.flatten(1).gather(1, chosen)
+            probabilities = option_logprobs.expand(-1, width, -1).flatten(0, 1).exp()
+            parent = torch.arange(width, device=device).expand(count, -1) % num_prefixes
+            option = sample_tokens(probabilities, uniform[level].flatten()).view(count, width)
+            chosen = parent * num_options + option
+        total = totals.gather(1, chosen)
         nodes = children.flatten(1).gather(1, chosen)
-        step = torch.stack(
-            [logprobs.flatten(1).gather(1, chosen), entropy_of(logprobs).gather(1, parent)], -1
-        )
-        steps = torch.cat([steps[prompt, parent], step.unsqueeze(2)], 2)
-        if level + 1 < trie.depth:
-            # Where the last code is the only one left nothing needs to be computed
-            needed = torch.ones_like(nodes) if level + 2 < trie.depth else trie.count[level + 1][nodes] > 1
-            rows = needed.flatten().nonzero().squeeze(-1)
-            before = prompt * codes.shape[1] + parent
-            logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
-            if len(rows):
-                decoder.select_rows(before.flatten()[rows].tolist())
-                tokens = codes.flatten(1).gather(1, chosen).flatten()[rows]
-                with codes_alone(model, trie):
-                    logits[rows] = decoder.next(tokens).to(logits.dtype)
+        logprob = option_logprobs.flatten(1).gather(1, chosen).unsqueeze(-1)
+        entropy = entropy_of(option_logprobs).gather(1, parent).unsqueeze(-1)
+        logprobs = torch.cat([logprobs[prompt, parent], logprob], -1)
+        entropies = torch.cat([entropies[prompt, parent], entropy], -1)
+        if level + 1 == trie.depth:
+            break
+        # The model reads the new codes. Where only one last code may follow, its logits do not matter
+        goes_on = trie.count[level + 1][nodes] > 1
+        if level + 2 < trie.depth:
+            goes_on = torch.ones_like(goes_on)
+        rows = goes_on.flatten().nonzero().squeeze(-1)
+        logits = logits.new_zeros(nodes.numel(), logits.shape[-1])
+        if len(rows):
+            decoder.select_rows((prompt * num_prefixes + parent).flatten()[rows].tolist())
+            tokens = codes.flatten(1).gather(1, chosen).flatten()[rows]
+            with only_code_logits(model, trie):
+                logits[rows] = decoder.next(tokens).to(logits.dtype)
     items = torch.where(total.isfinite(), trie.item_at[nodes], -1)
-    return items, *steps.unbind(-1)
+    return items, logprobs, entropies
+
+
+def search_rows(model, trie, rows, width, pad_id, chunk_size, uniform=None):
+    """Returns search() of all rows. It searches chunk_size rows at a time; the processes share the chunks."""
+
+    def search_chunk(begin):
+        chunk = slice(begin, begin + chunk_size)
+        noise = None if uniform is None else uniform[:, chunk].to(model.device)
+        with autocast(model):
+            return search(model, trie, column(rows[chunk], "ids"), width, pad_id, noise)
+
+    chunks = map_over_ranks(range(0, len(rows), chunk_size), search_chunk)
+    return map(torch.cat, zip(*chunks))
 
 
 def candidates(model, trie, rows, width, pad_id, uniform):
-    """`width` candidates for each row, likelier ones first: a batch, its tensors (rows * width, ...), that
-    item_logprobs() takes."""
-
-    def some_rows(begin):
-        some = rows[begin : begin + BATCH_SIZE]
-        noise = None
-        if uniform is not None:
-            noise = uniform[:, begin : begin + BATCH_SIZE].to(model.device)
-        with autocast(model):
-            prompts = [row["ids"] for row in some]
-            items, logprobs, entropies = search(model, trie, prompts, width, pad_id, noise)
-        order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
-        at = order.unsqueeze(-1).expand(-1, -1, trie.depth)
-        return items.gather(1, order), logprobs.gather(1, at), entropies.gather(1, at)
-
-    found = map_over_ranks(range(0, len(rows), BATCH_SIZE), some_rows)
-    items, logprobs, entropies = (torch.cat(x).flatten(0, 1).to(model.device) for x in zip(*found))
-    every = [row for row in rows for _ in range(width)]
-    batch = item_batch([row["ids"] for row in every], [[item] for item in items.tolist()], trie)
-    batch.rows = every
-    batch.items = items
-    batch.logprobs = logprobs
-    batch.entropies = entropies
+    """Returns a batch of `width` candidates for each row, likelier ones first. Its tensors are (rows * width,
+    ...)."""
+    items, logprobs, entropies = search_rows(model, trie, rows, width, pad_id, BATCH_SIZE, uniform)
+    order = logprobs.sum(2).argsort(dim=1, descending=True, stable=True)
+    code_order = order.unsqueeze(-1).expand(-1, -1, trie.depth)
+    items = items.gather(1, order).view(-1, 1)
+    repeated_rows = np.repeat(rows, width).tolist()
+    batch = item_batch(column(repeated_rows, "ids"), items.tolist(), trie)
+    batch.rows = repeated_rows
+    batch.items = items.flatten().to(model.device)
+    batch.logprobs = logprobs.gather(1, code_order).flatten(0, 1).to(model.device)
+    batch.entropies = entropies.gather(1, code_order).flatten(0, 1).to(model.device)
     return batch
 
 
 def best_items(model, trie, rows, width, pad_id):
-    """The width best items of each row by beam search, best first, (rows, width), -1 where there are none."""
-    width_here = min(width, len(trie.codes))
-    at_once = max(1, min(64, 2**28 // (4 * len(trie.ids) * width_here)))
-
-    def some_rows(begin):
-        some = rows[begin : begin + at_once]
-        with autocast(model):
-            return search(model, trie, [row["ids"] for row in some], width_here, pad_id)[0]
-
-    found = map_over_ranks(range(0, len(rows), at_once), some_rows)
-    return torch.nn.functional.pad(torch.cat(found).cpu(), (0, width - width_here), value=-1)
+    """Returns the `width` best items of each row by beam search, best first, (rows, width), on the CPU; -1
+    where there are fewer."""
+    beams = min(width, len(trie.codes))
+    chunk_size = max(1, min(64, 2**28 // (4 * len(trie.ids) * beams)))
+    items, _, _ = search_rows(model, trie, rows, beams, pad_id, chunk_size)
+    return torch.nn.functional.pad(items.cpu(), (0, width - beams), value=-1)
 
 
 def item_batch(prompts, items, trie):
-    """A batch of prompts (lists of ids) and, for each, the items (a list of numbers) that follow it."""
+    """Returns a batch of prompts (lists of ids) and of the items, a list of numbers each, that follow."""
     device = trie.codes.device
     numbers = to_device(pad_right(items, 0), device)  # (rows, most items)
-    codes = trie.codes[numbers].flatten(1).tolist()
-    batch = make_batch(prompts, [row[: trie.depth * len(some)] for row, some in zip(codes, items)], device)
+    responses = []
+    for codes, row_items in zip(trie.codes[numbers].flatten(1).tolist(), items):
+        responses.append(codes[: trie.depth * len(row_items)])
+    batch = make_batch(prompts, responses, device)
     batch.paths = trie.paths[numbers, : trie.depth].flatten(1)  # the node that each code is read at
     batch.children = trie.paths[numbers, 1:].flatten(1)  # and the one it leads to
     return batch
 
 
 def sft_batch(rows, trie, device):
-    """A batch of SFT's rows {"prompt", "items", "learn"}; its learn is 1 for the items to learn."""
-    batch = item_batch([row["prompt"] for row in rows], [row["items"] for row in rows], trie)
-    learn = pad_right([row["learn"] for row in rows], False).to(device)
+    """Returns a batch of SFT's rows {"prompt", "items", "learn"}; batch.learn is 1 for the codes of the items
+    to learn, (rows, R)."""
+    batch = item_batch(column(rows, "prompt"), column(rows, "items"), trie)
+    learn = pad_right(column(rows, "learn"), False).to(device)
     batch.learn = batch.response_mask * learn.repeat_interleave(trie.depth, 1)
     return batch
 
 
 def item_logprobs(model, trie, batch, rows, temperature):
-    """Constrained log-probabilities of the items' codes and the entropy at each: two (rows, R), float32, 0
-    after the end."""
-    with autocast(model), codes_alone(model, trie):
-        logits, at = response_logits(model, batch, rows)  # (tokens, codes)
-    token = at[1]
+    """Returns constrained log-probabilities of the items' codes and the entropy at each: two (rows, R),
+    float32, 0 after the end."""
+    with autocast(model), only_code_logits(model, trie):
+        logits, (row, place) = response_logits(
+            model, batch, rows
+        )  # logits[n] (codes,) are of place[n] in row[n]
     index = to_device(rows, logits.device)
-    nodes, children = (x[index][at] for x in (batch.paths, batch.children))
-    found = []
+    nodes = batch.paths[index][row, place]
+    children = batch.children[index][row, place]
+    logprobs = torch.zeros(len(rows), max_response_length(batch, rows), device=logits.device)
+    entropy = torch.zeros_like(logprobs)
     for level in range(trie.depth):
-        some = (token % trie.depth == level).nonzero().squeeze(-1)
-        codes, _, open_ = trie.options(level, nodes[some])
-        logprobs = constrained_logprobs(logits[some], trie.columns[codes], open_, temperature)
-        chosen = children[some] - trie.first[level][nodes[some]]
-        found.append((some, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), entropy_of(logprobs)))
-    back = torch.cat([some for some, _, _ in found]).argsort()
-    zeros = torch.zeros(len(rows), max_response_length(batch, rows), device=logits.device)
-    logprobs, entropy = (torch.cat([part[i] for part in found])[back] for i in (1, 2))
-    return zeros.index_put(at, logprobs), zeros.index_put(at, entropy)
+        of_level = (place % trie.depth == level).nonzero().squeeze(-1)
+        codes, _, allowed = trie.options(level, nodes[of_level])
+        option_logprobs = constrained_logprobs(logits[of_level], trie.columns[codes], allowed, temperature)
+        chosen = children[of_level] - trie.first[level][nodes[of_level]]
+        chosen_logprobs = option_logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        positions = (row[of_level], place[of_level])
+        logprobs = logprobs.index_put(positions, chosen_logprobs)
+        entropy = entropy.index_put(positions, entropy_of(option_logprobs))
+    return logprobs, entropy
 
 
 # ---------------------------------------------------------------- catalogue, rows and prompts
 
 
-class Catalogue:
-    """The items of INDEX_FILE with their codes and ITEM_FILE's titles. Items of the same codes are one: items
-    (a name each), codes and titles go by its number; number has the names of all."""
+def column(rows, field):
+    """Returns one field of all rows, a list."""
+    return [row[field] for row in rows]
 
-    def __init__(self, say):
-        index = read_index()
+
+class Catalogue:
+    """The items of INDEX_FILE by number: items (their names), codes and titles. Items of the same codes are
+    one; number has the names of all."""
+
+    def __init__(self, log):
         self.items = []
         self.codes = []
-        self.rows = []  # which row of INDEX_FILE each one is
+        self.rows = []  # of each item: its row of INDEX_FILE
         self.number = {}
-        known = {}
+        number_of = {}  # {codes: item's number}
         doubles = []
-        for row, (item, codes) in enumerate(index.items()):
-            codes = tuple(codes)
-            if codes in known:
-                doubles.append(f"{item} as {self.items[known[codes]]}")
+        for row, (item, codes) in enumerate(read_index().items()):
+            number = number_of.setdefault(tuple(codes), len(self.items))
+            self.number[item] = number
+            if number < len(self.items):
+                doubles.append(f"{item} as {self.items[number]}")
             else:
-                known[codes] = len(self.items)
                 self.items.append(item)
-                self.codes.append(codes)
+                self.codes.append(tuple(codes))
                 self.rows.append(row)
-            self.number[item] = known[codes]
-        self.size = len(index)
         if doubles:
-            others = f"{len(doubles)} of {self.size} items have the codes of another ({doubles[0]} ...)"
-            say(f"WARNING: {others}: a hit on one counts for both")
-        count = len(self.items)
-        if count < GROUP_SIZE:  # the list that evaluation rewards is a group of distinct items
-            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}, as many items as there are")
-        self.titles = read_titles(self.number, count) if ITEM_FILE else [""] * count
+            others = (
+                f"{len(doubles)} of {len(self.number)} items have the codes of another ({doubles[0]} ...)"
+            )
+            log(f"WARNING: {others}: a hit on one counts for both")
+        if len(self.items) < GROUP_SIZE:  # the list that evaluation rewards is a group of distinct items
+            count = f"{len(self.items)}, as many items as there are"
+            raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}")
+        self.titles = [""] * len(self.items)
+        if ITEM_FILE:
+            self.titles = read_titles(self.number, len(self.items))
+
+    def names(self, numbers):
+        return [self.items[number] for number in numbers]
+
+    def numbers(self, names):
+        return [self.number[name] for name in names]
+
+
+def read_file(path, constant, read):
+    """Returns read(path). Its failure becomes one sentence."""
+    try:
+        return read(path)
+    except Exception as error:  # NumPy and others raise many types
+        raise UserError(f"{constant} = {path!r}: cannot be read ({first_line(error)})") from None
+
+
+def read_text(path):
+    return Path(path).read_text("utf-8-sig")
 
 
 def read_index():
-    """{item: [codes]} of INDEX_FILE."""
+    """Returns {item: [codes]} of INDEX_FILE."""
+
+    def without_repeats(pairs):  # JSON alone would keep the last of an item that stands twice
+        index = {}
+        for item, codes in pairs:
+            if item in index:
+                raise ValueError(f"item {item!r} stands in it twice: delete one")
+            index[item] = codes
+        return index
+
+    def parse(path):
+        return json.loads(read_text(path), object_pairs_hook=without_repeats)
+
     where = f"INDEX_FILE = {INDEX_FILE!r}"
-
-    def without_repeats(pairs):
-        """An object; of an item that stands twice JSON would take the last."""
-        for name, count in Counter(name for name, _ in pairs).items():
-            if count > 1:
-                raise UserError(f"{where}: item {name!r} stands in it {count} times: delete all but one")
-        return dict(pairs)
-
-    try:
-        index = json.loads(read_text(INDEX_FILE, "INDEX_FILE"), object_pairs_hook=without_repeats)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
+    index = read_file(INDEX_FILE, "INDEX_FILE", parse)
     if not isinstance(index, dict) or not index:
         raise UserError(f"{where}: it must be one object of items and their codes, {{item: [code, ...]}}")
     first = next(iter(index.values()))
@@ -3135,17 +3182,10 @@ def read_index():
     return index
 
 
-def read_text(path, constant):
-    try:
-        return Path(path).read_text("utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{constant} = {path!r}: {error}") from None
-
-
 def read_titles(number, count):
-    """Titles of `count` items; lines are codes, title and item, tab between. number: {item: its number}."""
+    """Returns the titles of `count` items, empty where ITEM_FILE has none. number: {item: its number}."""
     titles = [""] * count
-    for line_number, line in enumerate(read_text(ITEM_FILE, "ITEM_FILE").split("\n"), 1):
+    for line_number, line in enumerate(read_file(ITEM_FILE, "ITEM_FILE", read_text).split("\n"), 1):
         if not line.strip():
             continue
         fields = line.split("\t")
@@ -3153,211 +3193,193 @@ def read_titles(number, count):
         if len(fields) < 3 or item not in number:
             takes = "it takes codes, title and an item of INDEX_FILE, tab between"
             raise UserError(f"ITEM_FILE = {ITEM_FILE!r} line {line_number}: {takes}, not {line[:60]!r}")
-        at = number[item]
-        titles[at] = titles[at] or "\t".join(fields[1:-1])
+        titles[number[item]] = titles[number[item]] or "\t".join(fields[1:-1])
     return titles
 
 
-def read_rows(path, constant, catalogue, limit=None):
-    """[{"id", "user", "sequence"}] of a csv file; sequence: the history's item numbers, then the target's."""
+def read_rows(path, constant, catalogue):
+    """Returns [{"id", "user", "sequence"}] of a csv file; sequence: numbers of the history's items and of the
+    target."""
     where = f"{constant} = {str(path)!r}"
     rows = []
     for line, record in read_records({"path": path, "type": "csv"}, where):
         for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
             if name not in record:
                 raise UserError(f"{where}: there is no column {name!r}; it has {list(record)}")
-        for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
             if not (record[name] or "").strip():
                 raise UserError(f"{where} line {line}: its {name} is empty: mend or delete it")
-        sequence = read_sequence(record, f"{where} line {line}", catalogue.number)
-        rows.append({"id": f"{Path(path).name}:{line}", "user": record[USER_COLUMN], "sequence": sequence})
+        text = record[HISTORY_COLUMN]
+        items = None
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            items = ast.literal_eval(text)
+        # A set has no order, a text would be its letters
+        if not isinstance(items, (list, tuple)) or not items:
+            takes = "it takes a list of one item or more, such as [3, 17]; mend or delete it"
+            raise UserError(f"{where} line {line}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}")
+        names = [*map(str, items), record[TARGET_COLUMN].strip()]
+        if unknown := [name for name in names if name not in catalogue.number]:
+            todo = "add it, or delete the line"
+            raise UserError(f"{where} line {line}: item {unknown[0]!r} has no codes in INDEX_FILE: {todo}")
+        row_id = f"{Path(path).name}:{line}"
+        rows.append({"id": row_id, "user": record[USER_COLUMN], "sequence": catalogue.numbers(names)})
     if not rows:
         raise UserError(f"{where}: the data set is empty")
-    return rows[:limit]
+    return rows
 
 
-def read_sequence(record, where, number):
-    """Numbers of the history's items and of the target."""
-    text = record[HISTORY_COLUMN]
-    try:
-        items = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        items = []
-    if not isinstance(items, (list, tuple)) or not items:  # a set has no order, a text would be its letters
-        takes = "it takes a list of one item or more, such as [3, 17]"
-        raise UserError(f"{where}: {HISTORY_COLUMN} holds {repr(text)[:60]}: {takes}; mend or delete it")
-    names = [str(item) for item in items]
-    names.append(record[TARGET_COLUMN].strip())
-    for name in names:
-        if name not in number:
-            raise UserError(f"{where}: item {name!r} has no codes in INDEX_FILE: add it, or delete the line")
-    return [number[name] for name in names]
-
-
-def transitions(rows, prefixes, say, name):
-    """[{"id", "user", "history", "target", "line", "at", "sequence"}]: each row's target and, with prefixes,
-    the items of its history too; what stands in several rows of a user (one row's history goes on in the
-    next) once. `at` is the target's place in the sequence, which is cut to MAX_HISTORY."""
-    found = []
+def transitions(rows, prefixes, log, name):
+    """Returns one row per history and target: {"id", "user", "line", "at", "history", "target", "sequence",
+    "whole_history"}. With prefixes the items of a history are targets too; what stands in several rows of a
+    user (one row's history goes on in the next) is taken once. `at` is the target's place in the sequence,
+    which is cut to MAX_HISTORY; whole_history is not cut."""
+    targets = []
     seen = set()
-    longer = sum(len(row["sequence"]) - 1 > MAX_HISTORY for row in rows)
-    if longer:
-        say(f"{longer} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
+    num_cut = 0
     for line, row in enumerate(rows):
         sequence = row["sequence"][-MAX_HISTORY - 1 :]
         cut = len(row["sequence"]) - len(sequence)
-        for at in range(1 if prefixes else len(sequence) - 1, len(sequence)):
-            key = (row["user"], tuple(row["sequence"][: cut + at + 1]))  # the same in every window
+        num_cut += cut > 0
+        for place in range(1 if prefixes else len(sequence) - 1, len(sequence)):
+            whole_history = tuple(row["sequence"][: cut + place])
+            key = (row["user"], whole_history, sequence[place])  # the same in every window
             if prefixes and key in seen:
                 continue
             seen.add(key)
-            found.append(
-                {
-                    "id": f"{row['id']}#{at}" if prefixes else row["id"],
-                    "user": row["user"],
-                    "line": line,
-                    "at": at,
-                    "history": sequence[:at],
-                    "target": sequence[at],
-                    "sequence": sequence,
-                }
-            )
-    return found
+            row_id = f"{row['id']}#{place}" if prefixes else row["id"]
+            new = {"id": row_id, "user": row["user"], "line": line, "at": place, "sequence": sequence}
+            new |= {"history": sequence[:place], "target": sequence[place], "whole_history": whole_history}
+            targets.append(new)
+    if num_cut:
+        log(f"{num_cut} of {len(rows)} {name} histories are longer than MAX_HISTORY: cut from the left")
+    return targets
+
+
+def hold_out_users(rows):
+    """Returns the rows to train on, and those of VALID_FRACTION of the users for validation."""
+    users = list(dict.fromkeys(column(rows, "user")))
+    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0))
+    names = np.array(users)[order[: math.ceil(VALID_FRACTION * len(users))].numpy()]
+    held_out = np.isin(column(rows, "user"), names)
+    if held_out.all():
+        raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r} has one user, none to hold out: set VALID_FILE")
+    return list(itertools.compress(rows, ~held_out)), list(itertools.compress(rows, held_out))
 
 
 # differs: the data of this trainer
-def load_splits(catalogue, say):
-    """Training, validation and test rows. A transition of a user that validation or test ask for is not
-    trained on, whatever file it stands in and wherever its history is cut."""
-    rows = read_rows(TRAIN_FILE, "TRAIN_FILE", catalogue, MAX_TRAIN_ROWS)
+def load_splits(catalogue, log):
+    """Returns training, validation and test rows. What validation or test ask for is not trained on: the same
+    user and target after the same history, whatever file it stands in and wherever its history is cut."""
+    rows = read_rows(TRAIN_FILE, "TRAIN_FILE", catalogue)[:MAX_TRAIN_ROWS]
     if VALID_FILE is None:
-        users = list(dict.fromkeys(row["user"] for row in rows))
-        order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).tolist()
-        held_out = {users[i] for i in order[: math.ceil(VALID_FRACTION * len(users))]}
-        held = [row for row in rows if row["user"] in held_out]
-        rows = [row for row in rows if row["user"] not in held_out]
-        if not rows:
-            raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r} has one user, none to hold out: set VALID_FILE")
+        rows, valid = hold_out_users(rows)
     else:
-        held = read_rows(VALID_FILE, "VALID_FILE", catalogue)
-    asked = read_rows(TEST_FILE, "TEST_FILE", catalogue) if TEST_FILE else []
-    valid = transitions(held, False, say, "validation")
-    test = transitions(asked, False, say, "test")
+        valid = read_rows(VALID_FILE, "VALID_FILE", catalogue)
+    valid = transitions(valid, False, log, "validation")
+    test = []
+    if TEST_FILE:
+        test = transitions(read_rows(TEST_FILE, "TEST_FILE", catalogue), False, log, "test")
     if MAX_EVAL_ROWS and len(valid) > MAX_EVAL_ROWS:
         valid = [valid[i] for i in torch.linspace(0, len(valid) - 1, MAX_EVAL_ROWS).long().tolist()]
-    secret = defaultdict(list)  # {(user, last item, target): histories, as the files have them}
-    for row in [*(held[row["line"]] for row in valid), *asked]:
-        *history, target = row["sequence"]
-        secret[row["user"], history[-1], target].append(history)
+    asked = defaultdict(list)  # {(user, last item, target): histories, as the files have them}
+    for row in valid + test:
+        asked[row["user"], row["history"][-1], row["target"]].append(row["whole_history"])
 
-    def is_secret(row):
-        whole = rows[row["line"]]["sequence"]
-        history = whole[: len(whole) - len(row["sequence"]) + row["at"]]
-        others = secret.get((row["user"], history[-1], row["target"]), ())
-        return any(a[-len(b) :] == b[-len(a) :] for a, b in ((history, other) for other in others))
+    def is_asked(row):
+        history = row["whole_history"]
+        for other in asked.get((row["user"], history[-1], row["target"]), ()):
+            shorter = min(len(history), len(other))
+            if history[-shorter:] == other[-shorter:]:
+                return True
+        return False
 
-    train = transitions(rows, TRAIN_PREFIXES, say, "training")
-    kept = [row for row in train if not is_secret(row)]
-    if leaked := len(train) - len(kept):
-        say(f"WARNING: {leaked} training rows are rows of validation or test: left out of training")
+    train = transitions(rows, TRAIN_PREFIXES, log, "training")
+    kept = list(itertools.filterfalse(is_asked, train))
+    if num_asked := len(train) - len(kept):
+        log(f"WARNING: {num_asked} training rows are rows of validation or test: left out of training")
     if not kept:
         raise UserError(f"TRAIN_FILE = {TRAIN_FILE!r}: nothing to train on is left beside the other rows")
     return kept, valid, test
 
 
 class Prompter:
-    """How histories become ids: PROMPT_TEMPLATE, inside the tokenizer's chat template if it has one, around
-    the codes of the items. codes (items, depth) are the tokens' ids."""
+    """Writes histories as prompts: PROMPT_TEMPLATE, in the tokenizer's chat template if it has one, around
+    codes of items. codes (items, depth) are their ids."""
 
     def __init__(self, tokenizer, catalogue, model):
         self.tokenizer = tokenizer
         self.catalogue = catalogue
-        self.codes = torch.tensor([tokenizer.convert_tokens_to_ids(list(codes)) for codes in catalogue.codes])
-        self.lists = self.codes.tolist()
+        self.codes = torch.tensor(list(map(tokenizer.convert_tokens_to_ids, catalogue.codes)))
         text = PROMPT_TEMPLATE
         if tokenizer.chat_template:
-            turns = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            messages = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         before, after = text.split("{history}")
         self.head = tokenizer(before, add_special_tokens=not tokenizer.chat_template)["input_ids"]
         if self.head[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
             self.head = self.head[:-1]
         self.tail = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
         longest = len(self.head) + len(self.tail) + self.codes.shape[1] * (MAX_HISTORY + 1)
-        self.most = max_positions(model)
-        if longest > self.most:
+        self.max_length = max_positions(model)
+        if longest > self.max_length:
             makes = f"MAX_HISTORY = {MAX_HISTORY} items make {longest} tokens"
-            raise UserError(f"{makes}, ACTOR_MODEL reads {self.most}: lower MAX_HISTORY")
+            raise UserError(f"{makes}, ACTOR_MODEL reads {self.max_length}: lower MAX_HISTORY")
 
     def ids(self, history):
-        return [*self.head, *(code for item in history for code in self.lists[item]), *self.tail]
+        return self.head + self.codes[history].flatten().tolist() + self.tail
 
-    def row_of(self, history):
-        """A row to recommend for, from items' names."""
-        names = [history] if isinstance(history, str) else [str(item) for item in history]
-        if not names or not set(names) <= self.catalogue.number.keys():
-            raise UserError(f"a history has one item of INDEX_FILE or more, not {names}")
-        numbers = [self.catalogue.number[name] for name in names][-MAX_HISTORY:]
-        return {"history": numbers, "ids": self.ids(numbers)}
-
-    def rows_of_stages(self, train_rows, say):
-        """What SFT learns, [{"id", "prompt", "items", "learn"}], and what GRPO asks. Where nothing stands
-        behind the history, one pass of SFT over a sequence asks for each of its items: the same loss as a row
-        for each, at a fifth of the time."""
-        by_titles, of_items = self.title_rows(train_rows, say)
-        titles = [sft_row(row) for row in by_titles + of_items]
+    def rows_of_stages(self, train_rows, log):
+        """Returns SFT's rows, [{"id", "prompt", "items", "learn"}], and GRPO's. Where nothing stands behind
+        the history, one row of SFT asks for all items of a sequence: the same loss as with a row for each, at
+        a fifth of the time."""
+        title_rows = self.title_rows(train_rows, log)
+        single_rows = title_rows
+        lines = defaultdict(list)  # {line of the file: its training rows}
         if self.tail:
-            return [sft_row(row) for row in train_rows] + titles, train_rows + by_titles
-        lines = defaultdict(list)
-        for row in train_rows:
-            lines[row["line"]].append(row)
-        found = []
+            single_rows = train_rows + title_rows
+        else:
+            for row in train_rows:
+                lines[row["line"]].append(row)
+        sft_rows = []
         for rows in lines.values():
-            asked = {row["at"] for row in rows}
-            end = max(asked) + 1
-            sequence = rows[0]["sequence"]
-            found.append(
-                {
-                    "id": rows[0]["id"],
-                    "prompt": self.ids(sequence[:1]),
-                    "items": sequence[1:end],
-                    "learn": [at in asked for at in range(1, end)],
-                }
+            places = column(rows, "at")
+            end = max(places) + 1
+            learn = np.isin(range(1, end), places).tolist()
+            history, items = rows[0]["sequence"][:1], rows[0]["sequence"][1:end]
+            sft_rows.append(
+                {"id": rows[0]["id"], "prompt": self.ids(history), "items": items, "learn": learn}
             )
-        return found + titles, train_rows + by_titles
+        for row in single_rows:
+            items = [row["target"]]
+            sft_rows.append({"id": row["id"], "prompt": row["ids"], "items": items, "learn": [True]})
+        return sft_rows, train_rows + [row for row in title_rows if "history" in row]
 
-    def title_rows(self, train_rows, say):
-        """Training rows asked by their history's titles; rows of items that their own title asks for."""
+    def title_rows(self, train_rows, log):
+        """Returns training rows whose history is written as titles, then rows without a history that ask for
+        an item by its own title."""
         generator = torch.Generator().manual_seed(0)
         titles = self.catalogue.titles
-        by_titles = []
-        order = torch.randperm(len(train_rows), generator=generator).tolist()
-        for row in [train_rows[i] for i in order[: round(TITLE_HISTORY_ROWS * len(train_rows))]]:
-            text = "; ".join(titles[item] for item in row["history"])
-            by_titles.append({**row, "id": f"{row['id']} by titles", "ids": self.title_ids(text)})
-        of_items = []
-        items = torch.randperm(len(titles), generator=generator).tolist()
-        for item in items[: round(TITLE_ROWS * len(items))]:
+        rows = []
+        order = torch.randperm(len(train_rows), generator=generator)
+        for i in order[: round(TITLE_HISTORY_ROWS * len(train_rows))].tolist():
+            text = "; ".join(titles[item] for item in train_rows[i]["history"])
+            rows.append({**train_rows[i], "id": f"{train_rows[i]['id']} by titles", "text": text})
+        order = torch.randperm(len(titles), generator=generator)
+        for item in order[: round(TITLE_ROWS * len(titles))].tolist():
             name = f"title of {self.catalogue.items[item]}"
-            of_items.append({"id": name, "ids": self.title_ids(titles[item]), "target": item})
-        kept = [[row for row in rows if row["ids"]] for rows in (by_titles, of_items)]
-        asked = len(by_titles) + len(of_items)
-        if left_out := asked - len(kept[0]) - len(kept[1]):
-            say(f"{left_out} of {asked} rows of titles are empty or too long: left out")
+            rows.append({"id": name, "text": titles[item], "target": item})
+        kept = []
+        for row in rows:
+            ids = self.tokenizer(row["text"], add_special_tokens=False)["input_ids"]
+            row["ids"] = self.head + ids + self.tail
+            if row["text"] and len(row["ids"]) + self.codes.shape[1] <= self.max_length:
+                kept.append(row)
+        if len(kept) < len(rows):
+            log(f"{len(rows) - len(kept)} of {len(rows)} rows of titles are empty or too long: left out")
         return kept
-
-    def title_ids(self, text):
-        """A prompt of titles; None where there is no text, or it leaves no room for an item."""
-        ids = [*self.head, *self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.tail]
-        return ids if text and len(ids) + self.codes.shape[1] <= self.most else None
-
-
-def sft_row(row):
-    return {"id": row["id"], "prompt": row["ids"], "items": [row["target"]], "learn": [True]}
 
 
 def check_sizes():
-    """Constants that do not fit each other."""
+    """Refuses constants that do not fit each other."""
     if LORA_RANK and (STAGE != "rl" or REFERENCE_SYNC_STEPS):
         needs = "STAGE=rl with REFERENCE_SYNC_STEPS=0: whole models learn what codes are, by STAGE=sft"
         raise UserError(f"LORA_RANK = {LORA_RANK} needs {needs}")
@@ -3377,14 +3399,12 @@ def check_sizes():
 
 
 def small_model(depth):
-    """A Llama of random weights for items of so many codes; its tokenizer will know codes alone."""
+    """Returns a tokenizer that knows nothing but special tokens, and a Llama of random weights for items of
+    `depth` codes."""
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    word_level = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_level, **special)
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=HIDDEN_SIZE,
@@ -3403,15 +3423,16 @@ def small_model(depth):
 
 
 def load_actor(checkpoint, catalogue, device):
-    """Tokenizer and model, from a checkpoint if there is one, with a token for each code."""
-    path = ACTOR_MODEL if LORA_RANK else checkpoint or ACTOR_MODEL
-    sft = (checkpoint.parents[1] if checkpoint else Path(OUTPUT_DIR)) / "sft/policy"
+    """Returns tokenizer and model, from a checkpoint's folder if there is one, with a token for each code."""
+    path = ACTOR_MODEL
+    if checkpoint and not LORA_RANK:  # an adapter's checkpoint has no base model
+        path = checkpoint
     if path is None and STAGE == "rl":
-        if not sft.exists() and checkpoint:
-            raise UserError(f"{checkpoint} needs {sft}, which is not there: set ACTOR_MODEL to that model")
-        if not sft.exists():
-            raise UserError("STAGE=rl has nothing to start from: run STAGE=sft first, or set ACTOR_MODEL")
-        path = sft
+        run_folder = checkpoint.parents[1] if checkpoint else Path(OUTPUT_DIR)
+        path = run_folder / "sft/policy"
+        if not path.exists():
+            todo = "run STAGE=sft first, or set ACTOR_MODEL to that model"
+            raise UserError(f"STAGE=rl starts from {path}, which is not there: {todo}")
     if path is None:
         tokenizer, model = small_model(len(catalogue.codes[0]))
     else:
@@ -3419,8 +3440,8 @@ def load_actor(checkpoint, catalogue, device):
         for key in ("is_local", "local_files_only"):  # where it came from, which it would save
             tokenizer.init_kwargs.pop(key, None)
         model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
-    codes = sorted({code for codes in catalogue.codes for code in codes})
-    new = sorted(set(codes) - set(tokenizer.get_vocab()))
+    codes = sorted(set().union(*catalogue.codes))
+    new = sorted(set(codes).difference(tokenizer.get_vocab()))
     tokenizer.add_tokens(new)
     for code in codes:
         if tokenizer(code, add_special_tokens=False)["input_ids"] != [tokenizer.convert_tokens_to_ids(code)]:
@@ -3436,29 +3457,23 @@ def load_actor(checkpoint, catalogue, device):
 # ---------------------------------------------------------------- item values and vectors
 
 
-def load_arrays(path, constant):
-    try:
-        return np.load(path, allow_pickle=False)
-    except Exception as error:  # NumPy raises many kinds
-        raise UserError(f"{constant} = {path!r}: cannot be read by NumPy ({first_line(error)})") from None
-
-
 def read_array(path, constant, catalogue, square=False):
-    """An array by the catalogue's numbers, (items, ...) or square; the file has a row for each item of
-    INDEX_FILE."""
-    array = load_arrays(path, constant)
-    fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == catalogue.size
-    if not fits or (square and array.shape[1] != len(array)) or not np.isfinite(array).all():
+    """Returns an array by the catalogue's numbers, (items, width), or (items, items) if square. The file has
+    a row, if square also a column, for each item of INDEX_FILE."""
+    array = read_file(path, constant, np.load)
+    size = len(catalogue.number)
+    fits = array.dtype.kind in "fiu" and array.ndim == 2 and array.size and len(array) == size
+    if not fits or (square and array.shape[1] != size) or not np.isfinite(array).all():
         each = "a row and a column" if square else "a row"
-        takes = f"it takes finite numbers, {each} for each of {catalogue.size} items of INDEX_FILE"
+        takes = f"it takes finite numbers, {each} for each of {size} items of INDEX_FILE"
         raise UserError(f"{constant} = {path!r} has shape {array.shape}: {takes}")
     array = array[catalogue.rows].astype(np.float64)
     return array[:, catalogue.rows] if square else array
 
 
 def item_vectors(catalogue):
-    """Unit vectors of the items, (items, width), for the semantic reward; of titles the TF-IDF of words that
-    stand in two or more."""
+    """Returns unit vectors of the items, (items, width), for the semantic reward. Without VECTORS_FILE they
+    are TF-IDF of the words that stand in two titles or more."""
     if VECTORS_FILE:
         array = read_array(VECTORS_FILE, "VECTORS_FILE", catalogue)
     else:
@@ -3476,8 +3491,8 @@ def item_vectors(catalogue):
 
 
 class Counts:
-    """How often items followed each other in rows, on each level of codes that paths (items, levels) has: the
-    node of each item, the root first. What is rare on one level is smoothed by the level above,
+    """Counts how often items followed each other in rows, on each level of codes that paths (items, levels)
+    has: the node of each item, the root first. A level with few counts is smoothed by the level above,
 
         P_0(i) = i's share of the targets
         P_l(i | j) = (n_l(j, i) + smoothing P_{l-1}(i | j)) / (n_l(j) + smoothing)
@@ -3489,7 +3504,7 @@ class Counts:
         self.smoothing = smoothing
         self.decay = decay
         last = torch.tensor([row["history"][-1] for row in rows])
-        targets = torch.tensor([row["target"] for row in rows])
+        targets = torch.tensor(column(rows, "target"))
         popularity = targets.bincount(minlength=len(paths)).double()
         self.shares = popularity / len(rows)
         self.levels = []  # (node of each item, how often nodes followed each other, share within the node)
@@ -3502,35 +3517,38 @@ class Counts:
             self.levels.append((nodes, followed, within))
 
     def scores(self, histories):
-        items = sorted({item for history in histories for item in history})
-        after = self.shares.expand(len(items), -1)  # P(. | j) of each j of items
+        """Returns a score for each item, (histories, items), float64."""
+        known = sorted(set().union(*histories))
+        after = self.shares.expand(len(known), -1)  # P(. | j) of each j of known
         for nodes, followed, within in self.levels:
-            counts = followed.index_select(0, nodes[items]).to_dense()  # (len(items), nodes)
+            counts = followed.index_select(0, nodes[known]).to_dense()  # (len(known), nodes)
             above = self.smoothing * after
             after = (counts[:, nodes] * within + above) / (counts.sum(1, keepdim=True) + self.smoothing)
-        weights = torch.zeros(len(histories), len(items)).double()
-        place = {item: n for n, item in enumerate(items)}
+        weights = torch.zeros(len(histories), len(self.shares)).double()
         for n, history in enumerate(histories):
             for back, item in enumerate(reversed(history)):
-                weights[n, place[item]] += self.decay**back  # 0 ** 0 is 1
-        return weights @ after
+                weights[n, item] += self.decay**back  # 0 ** 0 is 1
+        return weights[:, known] @ after
 
 
 def best_counts(rows, paths, valid_rows):
-    """Of the Counts on all levels those of the smoothing and the decay that validation chooses by NDCG@10."""
-
-    def ndcg(counts):
-        return gains(top_items(counts, valid_rows), valid_rows, 10).mean()
-
-    return max((Counts(rows, paths, *how) for how in itertools.product(_SMOOTHING, _DECAYS)), key=ndcg)
+    """Returns Counts on all levels with the smoothing and the decay of the best NDCG@10 on validation."""
+    best_ndcg = -1.0
+    for smoothing, decay in itertools.product(_SMOOTHING, _DECAYS):
+        counts = Counts(rows, paths, smoothing, decay)
+        ndcg = gains(top_items(counts, valid_rows), valid_rows, 10).mean()
+        if ndcg > best_ndcg:
+            best = counts
+            best_ndcg = ndcg
+    return best
 
 
 class SASRec:
-    """Of the model that data/sasrec.py has trained (1808.09781): a score is the product of a vector of the
-    history, of users (histories, width), and one of the item, of items (items, width)."""
+    """Scores items as the model that data/sasrec.py has trained (1808.09781): a score is the product of a
+    history's vector, of users (histories, width), and an item's, of items (items, width)."""
 
     def __init__(self, histories, users, items):
-        self.row_of = {tuple(item for item in history if item >= 0): n for n, history in enumerate(histories)}
+        self.row_of = dict(zip(map(tuple, histories), range(len(histories))))
         self.users = users
         self.items = items
 
@@ -3538,38 +3556,40 @@ class SASRec:
         return self.users[[self.row_of[tuple(history)] for history in histories]] @ self.items.T
 
 
-def read_sasrec(train_rows, asked_rows, say):
-    """SASREC_FILE's SASRec, or None and a sentence where it is not of these rows."""
+def read_sasrec(train_rows, scored_rows, log):
+    """Returns SASREC_FILE's SASRec; None, with a warning, where it was not made of these rows."""
     if SASREC_FILE is None:
         return None
-    why = "there is no such file"
+    fault = "there is no such file"
     if Path(SASREC_FILE).exists():
-        why = "it was made of other rows"
-        arrays = load_arrays(SASREC_FILE, "SASREC_FILE")
+        fault = "it was made of other rows"
+        arrays = read_file(SASREC_FILE, "SASREC_FILE", np.load)
         if not {"users", "items", "histories", "trained_on"} <= set(getattr(arrays, "files", ())):
             raise UserError(f"SASREC_FILE = {SASREC_FILE!r} is not a file that data/sasrec.py has made")
-        users, items = (torch.from_numpy(arrays[key]) for key in ("users", "items"))
-        model = SASRec(arrays["histories"].tolist(), users, items)
-        known = all(tuple(row["history"]) in model.row_of for row in asked_rows)
-        if known and str(arrays["trained_on"]) == rows_digest(train_rows):
+        histories = [row[row >= 0].tolist() for row in arrays["histories"]]  # without the padding, -1
+        model = SASRec(histories, torch.from_numpy(arrays["users"]), torch.from_numpy(arrays["items"]))
+        is_known = model.row_of.keys() >= set(map(tuple, column(scored_rows, "history")))
+        if is_known and str(arrays["trained_on"]) == rows_digest(train_rows):
             return model
-    say(f"SASREC_FILE = {SASREC_FILE!r}: {why}: no SASRec beside the policy (data/sasrec.py makes the file)")
+    log(
+        f"SASREC_FILE = {SASREC_FILE!r}: {fault}: no SASRec beside the policy (data/sasrec.py makes the file)"
+    )
     return None
 
 
 def rows_digest(rows):
-    facts = json.dumps([[row["history"], row["target"]] for row in rows])
-    return hashlib.sha256(facts.encode()).hexdigest()
+    pairs = list(zip(column(rows, "history"), column(rows, "target")))
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def top_items(model, rows):
-    """The EVAL_BEAMS best items of each row by a baseline's scores, (rows, EVAL_BEAMS), -1 where there are
-    fewer."""
-    found = []
+    """Returns the best items of each row by a baseline's scores, (rows, EVAL_BEAMS); -1: no more items."""
+    chunks = []
+    histories = column(rows, "history")
     for begin in range(0, len(rows), 512):
-        scores = model.scores([row["history"] for row in rows[begin : begin + 512]])
-        found.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :EVAL_BEAMS])
-    lists = torch.cat(found)
+        scores = model.scores(histories[begin : begin + 512])
+        chunks.append(scores.sort(dim=1, descending=True, stable=True).indices[:, :EVAL_BEAMS])
+    lists = torch.cat(chunks)
     return torch.nn.functional.pad(lists, (0, EVAL_BEAMS - lists.shape[1]), value=-1)
 
 
@@ -3577,37 +3597,38 @@ def top_items(model, rows):
 
 
 def sample_record(batch, i, catalogue):
-    """A candidate for samples.jsonl."""
+    """Returns candidate i for samples.jsonl."""
     row = batch.rows[i]
     item = int(batch.items[i])
-    return {
+    record = {
         "id": row["id"],
-        "history": [catalogue.items[n] for n in row["history"]],
+        "history": catalogue.names(row["history"]),
         "item": catalogue.items[item],
         "title": catalogue.titles[item],
         "target": catalogue.items[row["target"]],
         "logprob": batch.logprobs[i].sum().item(),
         "reward": batch.scores[i].item(),
-        **{f"reward/{name}": values[i].item() for name, values in batch.reward_parts.items()},
-        "advantage": batch.advantages[i].item(),
     }
+    for name, values in batch.reward_parts.items():
+        record[f"reward/{name}"] = values[i].item()
+    return {**record, "advantage": batch.advantages[i].item()}
 
 
 def gains(lists, rows, k):
-    """NDCG of one target: 1 / log2(rank + 1) where it is among the first k, rank from 1, (rows,)."""
-    targets = torch.tensor([row["target"] for row in rows])
+    """Returns NDCG of one target, (rows,): 1 / log2(rank + 1) where it is among the first k, rank from 1."""
+    targets = torch.tensor(column(rows, "target"))
     discounts = 1 / torch.log2(torch.arange(min(k, lists.shape[1])) + 2.0)
     return ((lists[:, :k] == targets[:, None]) * discounts).sum(1)
 
 
 def hits(lists, rows, k):
-    """1 where the target is among the first k, else 0, (rows,)."""
+    """Returns 1 where the target is among the first k, else 0, (rows,)."""
     return (gains(lists, rows, k) > 0).float()
 
 
 def list_metrics(lists, rows, popularity):
-    """HR and NDCG at _KS of the best items (rows, EVAL_BEAMS) of rows; coverage@10, the share of the
-    catalogue in some list; popularity@10, the mean share of items that are less popular."""
+    """Returns HR and NDCG at _KS of the best items (rows, EVAL_BEAMS) of rows; coverage@10, the share of the
+    catalogue in any list; popularity@10, the mean share of items that are less popular."""
     metrics = {}
     for k in _KS:
         metrics[f"hr@{k}"] = hits(lists, rows, k).mean().item()
@@ -3629,9 +3650,9 @@ def bootstrap_interval(values):
 
 
 def best_value(values, rows, count):
-    """The highest mean value that a list of so many distinct items can have, over rows."""
+    """Returns the highest mean value that a list of `count` distinct items can have, averaged over rows."""
     total = 0.0
-    for history in (row["history"] for row in rows):
+    for history in column(rows, "history"):
         worth = [rewards.history_value(values, history, item, VALUE_DECAY) for item in range(len(values))]
         total += np.sort(worth)[-count:].mean()
     return total / len(rows)

@@ -68,8 +68,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "self.item_at = torch.zeros(len(codes), dtype=torch.long, device=device)",
-        "self.item_at = torch.zeros(len(codes), dtype=torch.long)",
+        "self.item_at = self.paths[:, -1].argsort()",
+        "self.item_at = self.paths[:, -1].argsort().cpu()",
         TEST + "grpo_rec",
     ),
     # random numbers

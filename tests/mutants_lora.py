@@ -63,8 +63,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo_rec.py",
-        "with without_adapter(self.reference):",
-        "if True:",
+        "with without_adapter(self.reference):\n                    batch.ref_logprobs",
+        "if True:\n                    batch.ref_logprobs",
         "tests/test_lora.py::test_recommendation_has_an_adapter_on_what_sft_taught",
     ),
     (

@@ -18,8 +18,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo_rec.py",
-        "    found = map_over_ranks(range(0, len(rows), at_once), some_rows)",
-        "    found = [some_rows(i) for i in range(0, len(rows), at_once)][rank():]",
+        "    chunks = map_over_ranks(range(0, len(rows), chunk_size), search_chunk)",
+        "    chunks = [search_chunk(i) for i in range(0, len(rows), chunk_size)][rank():]",
         f"{ANY}[grpo/grpo_rec.py-2]",
     ),
     # what all must know of

@@ -28,13 +28,13 @@ MUTANTS = [
     ),
     (
         REC,
-        "open_ = step < self.count[level][nodes].unsqueeze(-1)",
-        "open_ = step <= self.count[level][nodes].unsqueeze(-1)",
+        "allowed = step < self.count[level][nodes].unsqueeze(-1)",
+        "allowed = step <= self.count[level][nodes].unsqueeze(-1)",
         IN_REC + "the_trie_admits_exactly_the_catalogue",
     ),
     (
         REC,
-        "logprobs = scores.masked_fill(~open_, -math.inf).log_softmax(-1)",
+        "logprobs = scores.masked_fill(~allowed, -math.inf).log_softmax(-1)",
         "logprobs = scores.log_softmax(-1)",
         IN_REC + "beams_equal_exhaustive_search",
     ),
@@ -46,14 +46,14 @@ MUTANTS = [
     ),
     (
         REC,
-        "            parent = chosen // options\n",
-        "            parent = chosen % nodes.shape[1]\n",
+        "            parent = chosen // num_options\n",
+        "            parent = chosen % num_prefixes\n",
         IN_REC + "beams_equal_exhaustive_search",
     ),
     (
         REC,
-        "else trie.count[level + 1][nodes] > 1",
-        "else trie.count[level + 1][nodes] > 2",
+        "goes_on = trie.count[level + 1][nodes] > 1",
+        "goes_on = trie.count[level + 1][nodes] > 2",
         IN_REC + "beams_equal_exhaustive_search",
     ),
     (
@@ -64,8 +64,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "entropy_of(logprobs).gather(1, parent)]",
-        "entropy_of(logprobs)[:, :1].expand_as(parent)]",
+        "entropy_of(option_logprobs).gather(1, parent)",
+        "entropy_of(option_logprobs)[:, :1].expand_as(parent)",
         IN_REC + "the_first_ratio_is_one",
     ),
     (
@@ -76,15 +76,15 @@ MUTANTS = [
     ),
     (
         REC,
-        "            noise = uniform[:, begin : begin + BATCH_SIZE].to(model.device)\n",
-        "            noise = uniform[:, : len(some)].to(model.device)\n",
+        "uniform[:, chunk].to(model.device)",
+        "uniform[:, : len(rows[chunk])].to(model.device)",
         IN_REC + "batch_size_changes_no_candidate",
     ),
     # log-probabilities and the maths
     (
         REC,
-        "    back = torch.cat([some for some, _, _ in found]).argsort()\n",
-        "    back = torch.arange(len(token), device=token.device)\n",
+        "positions = (row[of_level], place[of_level])",
+        "positions = (row[: len(of_level)], place[: len(of_level)])",
         IN_REC + "the_first_ratio_is_one",
     ),
     (
@@ -132,8 +132,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "        groups = [rewards.ranking_reward(hit[n : n + GROUP_SIZE]) for n in range(0, len(hit), GROUP_SIZE)]\n",
-        "        groups = [rewards.ranking_reward(hit)[n : n + GROUP_SIZE] for n in range(0, len(hit), GROUP_SIZE)]\n",
+        "rewards.ranking_reward(is_hit[begin : begin + GROUP_SIZE])",
+        "rewards.ranking_reward(is_hit)[begin : begin + GROUP_SIZE]",
         IN_REC + "each_group_is_ranked_by_itself_and_parts_add_up",
     ),
     (
@@ -174,14 +174,14 @@ MUTANTS = [
     ),
     (
         REC,
-        "                weights[n, place[item]] += self.decay**back  # 0 ** 0 is 1\n",
-        "                weights[n, place[item]] = self.decay**back  # 0 ** 0 is 1\n",
+        "                weights[n, item] += self.decay**back  # 0 ** 0 is 1\n",
+        "                weights[n, item] = self.decay**back  # 0 ** 0 is 1\n",
         IN_REC + "counts_back_off_from_items_to_their_codes_and_to_popularity",
     ),
     (
         REC,
-        "(Counts(rows, paths, *how) for how in",
-        "(Counts(rows, paths, how[0], 0.8) for how in",
+        "counts = Counts(rows, paths, smoothing, decay)",
+        "counts = Counts(rows, paths, smoothing, 0.8)",
         IN_REC + "smoothing_and_decay_are_those_of_the_best_ndcg_on_validation",
     ),
     (
@@ -205,44 +205,44 @@ MUTANTS = [
     ),
     (
         REC,
-        "kept = [row for row in train if not is_secret(row)]",
+        "kept = list(itertools.filterfalse(is_asked, train))",
         "kept = train",
         IN_REC + "nothing_that_is_asked_later_is_trained_on",
     ),
     (
         REC,
-        '        history = whole[: len(whole) - len(row["sequence"]) + row["at"]]\n',
-        '        history = row["history"]\n',
+        '        history = row["whole_history"]\n',
+        '        history = tuple(row["history"])\n',
         IN_REC + "what_the_test_asks_for_is_not_trained_on_whatever_the_window",
     ),
     (
         REC,
-        "        return any(a[-len(b) :] == b[-len(a) :] for a, b in ((history, other) for other in others))\n",
-        "        return any(a == b for a, b in ((history, other) for other in others))\n",
+        "            if history[-shorter:] == other[-shorter:]:\n",
+        "            if history == other:\n",
         IN_REC + "what_the_test_asks_for_is_not_trained_on_whatever_the_window",
     ),
     (
         REC,
-        "        return any(a[-len(b) :] == b[-len(a) :] for a, b in ((history, other) for other in others))\n",
-        "        return any(True for a, b in ((history, other) for other in others))\n",
+        "            if history[-shorter:] == other[-shorter:]:\n",
+        "            if True:\n",
         IN_REC + "what_the_test_asks_for_is_not_trained_on_whatever_the_window",
     ),
     (
         REC,
-        'for row in [*(held[row["line"]] for row in valid), *asked]:',
-        "for row in asked:",
+        "for row in valid + test:",
+        "for row in test:",
         IN_REC + "nothing_that_is_asked_later_is_trained_on",
     ),
     (
         REC,
-        '            key = (row["user"], tuple(row["sequence"][: cut + at + 1]))  # the same in every window\n',
-        '            key = (row["user"], tuple(sequence[: at + 1]))  # the same in every window\n',
+        '            key = (row["user"], whole_history, sequence[place])',
+        '            key = (row["user"], tuple(sequence[:place]), sequence[place])',
         IN_REC + "windows_of_one_transition_are_trained_on_once",
     ),
     (
         REC,
-        "catalogue, MAX_TRAIN_ROWS)",
-        "catalogue, MAX_EVAL_ROWS)",
+        "[:MAX_TRAIN_ROWS]",
+        "[:MAX_EVAL_ROWS]",
         IN_REC + "limits_of_rows_are_each_of_its_own_file",
     ),
     (
@@ -253,8 +253,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "        if name not in number:\n",
-        "        if name not in number and name != names[-1]:\n",
+        "for name in names if name not in catalogue.number]",
+        "for name in names[:-1] if name not in catalogue.number]",
         IN_REC + "bad_data_is_one_sentence",
     ),
     (
@@ -277,13 +277,13 @@ MUTANTS = [
     ),
     (
         REC,
-        'rows = [row for row in rows if row["user"] not in held_out]',
-        "rows = list(rows)",
+        "return list(itertools.compress(rows, ~held_out)),",
+        "return list(rows),",
         IN_REC + "without_a_validation_file_users_are_held_out_whole",
     ),
     (
         REC,
-        "            self.number[item] = known[codes]\n",
+        "            self.number[item] = number\n",
         "            self.number[item] = len(self.items) - 1\n",
         IN_REC + "items_of_the_same_codes_are_named_counted_and_one",
     ),
@@ -326,8 +326,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "            if at:\n                self.reference = load_model(",
-        "            if False:\n                self.reference = load_model(",
+        "            if checkpoint:\n                path",
+        "            if False:\n                path",
         IN_REC + "a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte",
     ),
     # what a figure is made of: split, policy, temperature, schedule, and which constant is handed where
@@ -357,8 +357,8 @@ MUTANTS = [
     ),
     (
         REC,
-        'targets = torch.tensor([row["target"] for row in self.train_rows])',
-        'targets = torch.tensor([row["target"] for row in [*self.train_rows, *self.test_rows]])',
+        'targets = torch.tensor(column(self.train_rows, "target"))',
+        'targets = torch.tensor(column(self.train_rows + self.test_rows, "target"))',
         IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation",
     ),
     (
@@ -387,28 +387,14 @@ MUTANTS = [
     ),
     (
         REC,
-        (
-            "            logprobs,\n"
-            "            batch.logprobs[rows],\n"
-            "            batch.advantages[rows, None],\n"
-            "            LOSS_TYPE,\n"
-            "            CLIP_RANGE,\n"
-            "            CLIP_RANGE_HIGH,\n"
-        ),
-        "            logprobs, batch.logprobs[rows], batch.advantages[rows, None], LOSS_TYPE, CLIP_RANGE, CLIP_RANGE\n",
+        "advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH\n",
+        "advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE\n",
         IN_REC + "each_constant_of_the_loss_is_handed_to_its_place",
     ),
     (
         REC,
-        (
-            "            logprobs,\n"
-            "            batch.logprobs[rows],\n"
-            "            batch.advantages[rows, None],\n"
-            "            LOSS_TYPE,\n"
-            "            CLIP_RANGE,\n"
-            "            CLIP_RANGE_HIGH,\n"
-        ),
-        '            logprobs, batch.logprobs[rows], batch.advantages[rows, None], "dapo", CLIP_RANGE, CLIP_RANGE_HIGH\n',
+        "advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH\n",
+        'advantages, "dapo", CLIP_RANGE, CLIP_RANGE_HIGH\n',
         IN_REC + "each_constant_of_the_loss_is_handed_to_its_place",
     ),
     (
@@ -431,14 +417,14 @@ MUTANTS = [
     ),
     (
         REC,
-        "(RULE_WEIGHT, rewards.rule_reward)",
-        "(VALUE_WEIGHT, rewards.rule_reward)",
+        "rewards.rule_reward, RULE_WEIGHT",
+        "rewards.rule_reward, VALUE_WEIGHT",
         IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole",
     ),
     (
         REC,
-        "(SEMANTIC_WEIGHT, self.semantic_reward)",
-        "(COLLABORATIVE_WEIGHT, self.semantic_reward)",
+        "self.semantic_reward, SEMANTIC_WEIGHT",
+        "self.semantic_reward, COLLABORATIVE_WEIGHT",
         IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole",
     ),
     (
@@ -479,8 +465,8 @@ MUTANTS = [
     ),
     (
         REC,
-        'policies["grpo"] = self.best_policy()',
-        'policies["grpo"] = self.actor',
+        "best_items(self.best_policy(), self.trie,",
+        "best_items(self.actor, self.trie,",
         IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation",
     ),
     (
@@ -533,14 +519,14 @@ MUTANTS = [
     ),
     (
         REC,
-        "return [rewards.history_value(self.values, history, item, VALUE_DECAY)",
-        "return [rewards.history_value(self.values, history, item, 0.5)",
+        "rewards.history_value(self.values, history, item, VALUE_DECAY)",
+        "rewards.history_value(self.values, history, item, 0.5)",
         IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation",
     ),
     (
         REC,
-        "best_items(model, self.trie, rows, EVAL_BEAMS, self.pad_id)",
-        "best_items(self.actor, self.trie, rows, EVAL_BEAMS, self.pad_id)",
+        "best_items(self.reference, self.trie,",
+        "best_items(self.actor, self.trie,",
         IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation",
     ),
     (
@@ -574,11 +560,11 @@ MUTANTS = [
         IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity",
     ),
     # programs in data/ that read the same rows
-    (REC, "if known and str(arrays", "if str(arrays", IN_REC + "a_sasrec_of_other_rows_is_no_baseline"),
+    (REC, "if is_known and str(arrays", "if str(arrays", IN_REC + "a_sasrec_of_other_rows_is_no_baseline"),
     (
         REC,
-        'if known and str(arrays["trained_on"]) == rows_digest(train_rows):',
-        "if known:",
+        'if is_known and str(arrays["trained_on"]) == rows_digest(train_rows):',
+        "if is_known:",
         IN_REC + "a_sasrec_of_other_rows_is_no_baseline",
     ),
     (
@@ -656,14 +642,14 @@ MUTANTS = [
     # titles in both stages
     (
         REC,
-        "        return found + titles, train_rows + by_titles\n",
-        "        return found + titles, train_rows\n",
+        '        return sft_rows, train_rows + [row for row in title_rows if "history" in row]\n',
+        "        return sft_rows, train_rows\n",
         IN_REC + "stages_ask_by_titles_where_nothing_stands_behind_the_history",
     ),
     (
         REC,
-        "for row in train_rows] + titles, train_rows + by_titles",
-        "for row in train_rows] + titles, train_rows",
+        '        return sft_rows, train_rows + [row for row in title_rows if "history" in row]\n',
+        "        return sft_rows, train_rows + []\n",
         IN_REC + "a_hub_like_tokenizer_gains_and_saves_the_codes",
     ),
     (
@@ -675,14 +661,14 @@ MUTANTS = [
     # lines of eval_test.json and of a step
     (
         REC,
-        "{key: bootstrap_interval(x) for key, x in by_row[name].items()}",
-        "{key: bootstrap_interval(x) for key, x in by_row['markov'].items()}",
+        "for key, values in by_row[name].items():",
+        "for key, values in by_row['markov'].items():",
         EVERY_FIGURE,
     ),
     (
         REC,
-        '"interval": bootstrap_interval(gained)',
-        '"interval": bootstrap_interval(by_row["grpo"][key])',
+        "interval = bootstrap_interval(gained)",
+        'interval = bootstrap_interval(by_row["grpo"][key])',
         EVERY_FIGURE,
     ),
     (REC, "scores[::GROUP_SIZE].mean().item()", "scores[:len(rows)].mean().item()", EVERY_FIGURE),
@@ -708,8 +694,8 @@ MUTANTS = [
     ),
     (
         REC,
-        'targets = torch.tensor([row["target"] for row in self.train_rows])',
-        'targets = torch.tensor([row["target"] for row in self.test_rows])',
+        'targets = torch.tensor(column(self.train_rows, "target"))',
+        'targets = torch.tensor(column(self.test_rows, "target"))',
         BEFORE,
     ),
     (REC, "        metrics = self.evaluate()\n", "        metrics = self.evaluate(self.test_rows)\n", BEFORE),

@@ -1415,7 +1415,7 @@ ERRORS = [
     ("index.json", json.dumps({**CODES, "98": []}), "item '98' has []: it takes a list of codes"),
     ("index.json", json.dumps({**CODES, "98": ["<a_0>"]}), "item '98' has ['<a_0>']: it takes"),
     ("index.json", json.dumps({**CODES, "98": ["<a_0>", "<\ud800>", "<c_9>"]}), "item '98' has ['<a_0>', "),
-    ("index.json", "[", "not JSON"),
+    ("index.json", "[", "cannot be read (Expecting value"),
     ("index.json", "[1]", "it must be one object of items"),
     ("train.csv", HEAD + "u,[[10]],11\n", "item '[10]' has no codes in INDEX_FILE"),
     ("train.csv", HEAD + 'u,"[10]",77\n', "line 2: item '77' has no codes in INDEX_FILE"),
@@ -1434,7 +1434,7 @@ ERRORS = [
     ("train.csv", HEAD + "u,'10',11\n", "line 2: history_item_id holds \"'10'\": it takes a list"),
     ("items.txt", "no tab\n", "line 1: it takes codes, title and an item of INDEX_FILE"),
     ("items.txt", "<a_0>\t10\n", "line 1: it takes codes, title and an item of INDEX_FILE"),
-    ("index.json", '{"10": ["<a_0>"], "11": ["<a_1>"], "10": ["<a_2>"]}', "item '10' stands in it 2 times"),
+    ("index.json", '{"10": ["<a_0>"], "11": ["<a_1>"], "10": ["<a_2>"]}', "item '10' stands in it twice"),
     ("items.txt", "only two\tcolumns\n", "line 1: it takes codes, title and an item of INDEX_FILE"),
     ("items.txt", "<a_0>\tname\t77\n", "line 1: it takes codes, title and an item of INDEX_FILE"),
     ("values.npy", "no array", "VALUES_FILE = "),
@@ -1461,7 +1461,7 @@ def rule(histories, items, targets):
     [
         ({"GROUP_SIZE": 12}, "GROUP_SIZE = 12 is above 11"),
         ({"GROUP_SIZE": 30}, "GROUP_SIZE = 30 is above EVAL_BEAMS = 20"),
-        ({"STAGE": "rl"}, "STAGE=rl has nothing to start from"),
+        ({"STAGE": "rl"}, "run/sft/policy, which is not there: run STAGE=sft first"),
         ({"STAGE": "rl", "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "codes are new to"),
         ({"VALUE_WEIGHT": 0.0, "RULE_WEIGHT": 0.0}, "every reward weight is 0"),
         (
@@ -1474,7 +1474,7 @@ def rule(histories, items, targets):
         ({"TITLE_ROWS": 0.5}, "need an ACTOR_MODEL of words"),
         ({"PROMPT_TEMPLATE": "no place"}, "must contain {history} once"),
         ({"MAX_HISTORY": 4000, "ACTOR_MODEL": str(ROOT / "data/tiny/policy")}, "lower MAX_HISTORY"),
-        ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': [Errno 2] No such file"),
+        ({"INDEX_FILE": "nowhere.json"}, "INDEX_FILE = 'nowhere.json': cannot be read ([Errno 2] No such"),
         ({"TEST_FILE": "nowhere.csv"}, "TEST_FILE = 'nowhere.csv': cannot be read as csv ([Errno 2] No"),
         ({"HEADS": 3}, "must be an even multiple of HEADS"),
     ],
@@ -1793,7 +1793,7 @@ def test_the_base_of_an_adapter_is_never_one_of_another_folder(rec, tmp_path):
             assert torch.equal(weight, base.state_dict()[name.replace(".base_layer", "")]), name
     shutil.rmtree(tmp_path / "one/sft")
     module = rec(**lora, OUTPUT_DIR=str(tmp_path / "other"))
-    with pytest.raises(module.UserError, match="step_1/policy needs .*one/sft/policy, which is not there"):
+    with pytest.raises(module.UserError, match="STAGE=rl starts from .*one/sft/policy, which is not there"):
         module.RecTrainer(f"{tmp_path}/one")
 
 
