@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, TINY, load_script, read, reward_batch
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 
 def own_data(folder):
@@ -110,6 +112,45 @@ def test_no_constant_of_the_file_itself_is_warned_of(each, capsys):
     module, _ = each()
     module.check_constants()
     assert "WARNING" not in capsys.readouterr().out
+
+
+def test_an_own_compute_rewards_without_answers_is_told_what_it_is_called_with(ppo):
+    """Guides show compute_rewards(self, prompts, responses)."""
+    module = ppo()
+
+    class Mine(module.PPOTrainer):
+        def compute_rewards(self, prompts, responses):
+            return [0.0] * len(responses)
+
+    with pytest.raises(module.UserError, match="compute_rewards: .* called with prompts, responses, answers"):
+        Mine().evaluate()
+
+
+def small_encoder(folder):
+    """A random BERT with a head of one label and the tiny tokenizer; returns its folder."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "policy")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=1, initializer_range=0.5, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_reward_model_may_be_an_encoder(ppo, tmp_path):
+    """Each score is that of the pair alone, whatever stands beside it; without a label it is refused."""
+    folder = small_encoder(tmp_path / "encoder")
+    trainer = ppo(REWARD_MODEL=folder).PPOTrainer()
+    prompts = ["Tom has 1 apples.", "Ann has 2 apples. How many apples are there now?", "Leo has 34 pens."]
+    responses = ["#### 1", "1+1=2\n#### 2", "34-23=11\n11+40=51\n#### 51"]
+    scores = trainer.reward_model_score(prompts, responses)
+    model = BertForSequenceClassification.from_pretrained(folder).eval()
+    for prompt, response, score in zip(prompts, responses, scores):
+        inputs = trainer.tokenizer(prompt, response, return_tensors="pt")
+        assert score.item() == pytest.approx(model(**inputs).logits.item(), abs=1e-4)
+    assert len(set(scores.tolist())) == 3
+    with pytest.raises(Exception, match="reads at most 512 tokens"):
+        trainer.reward_model_score(["Tom has 1 apples. " * 300], ["#### 1"])
 
 
 # ---------------------------------------------------------------- STAGE=evaluate

@@ -1,4 +1,4 @@
-"""The commands of docs/your-model.md, with a tiny random Qwen2 that has a chat template, on local problems."""
+"""The commands of docs/your-model.md, with a tiny random Qwen2 with a chat template, on local problems."""
 
 import json
 import re
