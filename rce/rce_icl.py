@@ -2005,8 +2005,9 @@ def check_lists():
     if max(SHOTS, *EVAL_SHOTS) > POOL_SIZE:
         raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
     name = "HARD_WEIGHT" if REWARD_MODE == "soft_only" else "SOFT_WEIGHT"
-    if REWARD_MODE in ("soft_only", "hard_only", "hybrid") and constants()[name] != 1:
-        raise UserError(f"{name} does nothing with REWARD_MODE = {REWARD_MODE!r}: set it to 1.0")
+    value = constants()[name]
+    if REWARD_MODE in ("soft_only", "hard_only", "hybrid") and value != 1:
+        raise UserError(f"{name} = {value} does nothing with REWARD_MODE = {REWARD_MODE!r}: set it to 1.0")
     if REWARD_MODE == "hybrid" and HYBRID_MIX_SCORE == "beam_score" and GRPO_EPOCHS and ON_POLICY:
         raise UserError("ON_POLICY: sampled lists have no beam_score: set HYBRID_MIX_SCORE = 'logprob'")
     if HIDDEN_SIZE % HEADS:
@@ -2779,12 +2780,13 @@ def check_room(pool, shots):
         raise UserError(f"a query's pool holds {least} candidates, a list of {shots} needs as many: {todo}")
 
 
-# What the marks of lists depend on: what was mined under others is neither trained on nor joined
-_READING = """
-    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION
-    QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE""".split()
+# The marks of lists depend on these: lists mined under other values are neither trained on nor joined
+_READING = (
+    "VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION "
+    "QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE"
+).split()
 # differs: the constants of this trainer
-# And which lists there are: parts of one file are never mined under two settings
+# Which lists there are depends on these, too: parts of one file are never mined under two settings
 _MINING = (
     _READING
     + """
@@ -2912,10 +2914,10 @@ def read_candidates(path, splits, demos, reader):
     return groups
 
 
-def check_numbers(numbers, known, own, where):
+def check_numbers(numbers, known, same_question, where):
     """Refuses row numbers of a pool or a list that are unknown, there twice or ask what the query asks."""
     for number in numbers:
-        if number in own:
+        if number in same_question:
             raise UserError(f"{where} has row {number}, which asks what the query asks: leave it out")
         if number not in known:
             raise UserError(f"{where} has {number}, which is no demonstration of the data or not in the pool")

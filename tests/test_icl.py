@@ -2463,7 +2463,7 @@ def test_candidates_that_changed_under_a_run_are_refused(icl, tmp_path):
         ({"REWARD_MODE": "soft_only", "HARD_WEIGHT": 2.0}, "HARD_WEIGHT = 2.0 does nothing with REWARD_MODE"),
         (
             {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score", "ON_POLICY": True, "GRPO_EPOCHS": 1},
-            "ON_POLICY = True: lists that are sampled have no beam_score",
+            "ON_POLICY: sampled lists have no beam_score",
         ),
         ({"CANDIDATES": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"STAGE": "train"}, "run STAGE=mine first"),
