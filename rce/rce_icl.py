@@ -831,15 +831,6 @@ def load_pretrained(auto_class, path, constant, **options):
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
-# ---------------------------------------------------------------- checking models when they are loaded
-
-
-# ---------------------------------------------------------------- batches and micro-batches
-
-
-# ---------------------------------------------------------------- sampling
-
-
 # ---------------------------------------------------------------- decoding with shared prompts
 # Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
 # (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
@@ -869,29 +860,6 @@ def shared_prompt_attention(
 
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
 AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-
-
-# ---------------------------------------------------------------- scoring
-
-
-# ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
-# check_models() must not name it.
-
-
-# ---------------------------------------------------------------- the optimizer step
-
-
-# ---------------------------------------------------------------- prompts and responses
-
-
-# ---------------------------------------------------------------- LoRA
-# Small matrices are trained beside a model's frozen weights (2106.09685).
-
-
-# ---------------------------------------------------------------- sharding
-# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
-# (FSDP2).
 
 
 # ---------------------------------------------------------------- records
@@ -976,9 +944,6 @@ def next_rows(rows, state, count):
     chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-
-
-# ---------------------------------------------------------------- rewards
 
 
 # ---------------------------------------------------------------- processes
