@@ -451,9 +451,10 @@ class ICLTrainer:
         self.miner = Miner(self.corpus, self.policy, self.reader)
         # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
         # begin the step at which the stage began, candidates the digest of the file that is trained on
-        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.demos), queries=0)
-        self.state.stage, self.state.begin, self.state.candidates = "rce", 0, ""
-        self.state.kl_coef = float(KL_COEF)
+        self.state = SimpleNamespace(stage="rce", begin=0, candidates="", queries=0, kl_coef=float(KL_COEF))
+        self.state.epoch = self.state.cursor = 0
+        self.state.order = None
+        self.state.prompts = len(self.demos)
         models = {"policy": self.policy, "reference": self.reference}
         self.optimizers = {"policy": self.make_optimizer(LEARNING_RATE)}
         self.run.register(self.state, models, self.optimizers, tokenizer=None)
@@ -515,8 +516,7 @@ class ICLTrainer:
             run.log_evaluation(self.evaluate())
 
     def prepare(self):
-        """Mines candidates unless there are some, checks new ones up, and chooses what is trained on. Returns
-        False if a signal stopped the mining."""
+        """Mines if there are no candidates; chooses training rows. Returns False if a signal stopped it."""
         path = candidates_path()
         is_new = not self.state.candidates
         if is_new and not path.exists():
@@ -572,8 +572,8 @@ class ICLTrainer:
                 self.train_rows.append({**row, "held_out": drawn < WEIGHT_QUERIES})
         self.oracle = float(np.mean(best)) if best else math.nan
         skipped = len(groups) - len(self.train_rows) - len(best)
-        held_back = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
-        self.run.log(f"{len(self.train_rows)} queries to train on; {held_back}")
+        others = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
+        self.run.log(f"{len(self.train_rows)} queries to train on; {others}")
         if self.train_rows and not any(column(self.train_rows, "held_out")):
             todo = "raise WEIGHT_QUERIES, or mine more queries"
             self.run.log(f"WARNING: none of them trains the terms' weights, so RCE stays similarity: {todo}")
@@ -621,7 +621,9 @@ class ICLTrainer:
         lists = []
         for row, group in zip(batch.rows, groups):
             answered = usable(group.candidates)
-            lists.append(answered if len(answered) > 1 else row["candidates"])  # the reader failed
+            lists.append(
+                answered if len(answered) > 1 else row["candidates"]
+            )  # mined ones if the reader failed
         return lists, list(map(shaped_rewards, lists))
 
     def update(self, batch):
@@ -2316,9 +2318,8 @@ class LanguageReader:
         """Returns ids of prompts, left-padded, (prompts, P), and their mask."""
         longest = max(map(len, rows))
         if longest + room > self.limit:
-            todo = "lower SHOTS or EVAL_SHOTS, or leave the longest rows out"
-            reads = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
-            raise UserError(f"READER = {READER!r} {reads}: {todo}")
+            fault = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
+            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
         ids = pad_rows(rows, self.pad_id, "left")
         lengths = torch.tensor(list(map(len, rows)))
         mask = torch.arange(longest) >= longest - lengths[:, None]
@@ -2381,7 +2382,7 @@ class Corpus:
         self.device = device
         questions = list(map(what_is_asked, demos))
         # Demonstrations that ask the same have one number
-        self.number = {question: n for n, question in enumerate(dict.fromkeys(questions))}
+        self.number = dict(zip(dict.fromkeys(questions), range(len(questions))))
         self.asked = torch.tensor(list(map(self.number.get, questions)))
         self.embedder = None  # of new queries
         vectors = torch.tensor(np.stack(column(demos, "candidate_vector")))

@@ -670,7 +670,7 @@ MUTANTS = [
     # files
     (
         ICL,
-        "        if number in own:\n",
+        "        if number in same_question:\n",
         "        if False:\n",
         IN_ICL + "no_file_shows_a_query_its_own_answer_or_a_demonstration_twice",
     ),
