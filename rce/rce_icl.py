@@ -61,8 +61,8 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import chain, zip_longest
-from operator import index, itemgetter
+from itertools import chain, starmap, zip_longest
+from operator import attrgetter, index, itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -529,8 +529,9 @@ class ICLTrainer:
         digest = file_digest(path)["sha256"]
         groups = read_candidates(path, self.splits, self.demos, self.reader)
         if is_new:
-            proposed = sum(group.proposed for group in groups)
-            figures = check_up([group.candidates for group in groups], proposed, path, self.run.log)
+            proposed = sum(map(attrgetter("proposed"), groups))
+            lists = list(map(attrgetter("candidates"), groups))
+            figures = check_up(lists, proposed, path, self.run.log)
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
@@ -599,7 +600,7 @@ class ICLTrainer:
             batch.facts |= {"tau": tau, "effective_lists": effective.numpy().mean()}
             batch.facts["weight_on_best"] = weights.amax(1).numpy().mean()
         else:
-            batch.facts["advantage_spread"] = np.mean([r.std().item() for r in rewards_of])
+            batch.facts["advantage_spread"] = torch.stack(list(map(torch.std, rewards_of))).numpy().mean()
         return batch
 
     @torch.no_grad()
@@ -2331,7 +2332,7 @@ class LanguageReader:
         answers = []
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
         for start in range(0, len(asked), READER_BATCH_SIZE):
-            prompts = [self.prompt(*pair) for pair in asked[start : start + READER_BATCH_SIZE]]
+            prompts = list(starmap(self.prompt, asked[start : start + READER_BATCH_SIZE]))
             ids, mask = self.padded(self.ids_of(prompts), MAX_ANSWER_TOKENS)
             out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
             texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
@@ -2506,7 +2507,7 @@ class Miner:
             group.proposed = sum(map(len, column(group.candidates, "source")))
             self.choose_kept(group)
         self.verify(groups)
-        candidates = [candidate for group in groups for candidate in group.candidates]
+        candidates = list(chain.from_iterable(map(attrgetter("candidates"), groups)))
         if all(column(candidates, "eval_failed")):
             first = candidates[0]["eval_error"]
             raise UserError(f"the reader failed for every one of {len(candidates)} lists: {first}")
@@ -2516,9 +2517,9 @@ class Miner:
     @torch.no_grad()
     def add_logprobs(self, groups):
         """Adds the log-probabilities of the groups' lists under the policy."""
-        lists = [group.candidates for group in groups]
+        lists = list(map(attrgetter("candidates"), groups))
         pointers = pad_pointers(lists).to(self.corpus.device)
-        inputs = self.corpus.inputs([group.query for group in groups])
+        inputs = self.corpus.inputs(list(map(attrgetter("query"), groups)))
         logprobs = list_logprobs(self.policy(*inputs, pointers), pointers).tolist()
         for candidates, values in zip(lists, logprobs):
             for candidate, logprob in zip(candidates, values):
@@ -2580,8 +2581,8 @@ class Miner:
         """Adds LOCAL lists: the members that are right alone in random order, then others of the pool, the
         least similar or any. A right list often has a bad member, and a reader blind to order would let the
         policy choose it first."""
-        right = [candidate["pointer"][0] for candidate in group.alone if candidate["hard"]]
-        right = torch.tensor(right, dtype=torch.long)
+        right = column(filter(itemgetter("hard"), group.alone), "pointer")
+        right = torch.tensor(right, dtype=torch.long).flatten()
         places = torch.arange(len(group.pool))
         others = places[~torch.isin(places, right)]
         ranking = self.corpus.similarity(group.query, group.pool[others]).argsort(stable=True)
@@ -2612,7 +2613,7 @@ class Miner:
         pick = group.candidates[policy_pick(group.candidates)]
         if pick["beam_score"] is not None and pick["pointer"] not in alone and pick not in kept:
             kept.append(pick)
-        kept += [candidate for candidate in group.alone if candidate["hard"]]  # short lists behind
+        kept += filter(itemgetter("hard"), group.alone)  # short lists behind
         group.candidates = kept or group.alone
 
     def score_gold(self, groups):
@@ -2901,7 +2902,7 @@ def parse_list(record):
         candidate["source"] = [record.get("gen_method") or "given"]
         candidate["temperature"] = [record.get("temperature")]
     candidate["eval_failed"] |= SKIP_FALLBACK and candidate["eval_mode"] == "fallback"
-    marks = [candidate[key] for key in ("hard", "soft", "gt_prob", "relevance")]
+    marks = itemgetter("hard", "soft", "gt_prob", "relevance")(candidate)
     if not all(mark is None or 0 <= mark <= 1 for mark in marks) or candidate["hard"] not in (0, 1, None):
         raise ValueError(f"vqa_correct takes 0 or 1, the other marks 0 to 1, not {marks}")
     return numbers, candidate

@@ -213,8 +213,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'right = [candidate["pointer"][0] for candidate in group.alone if candidate["hard"]]',
-        'right = [candidate["pointer"][0] for candidate in group.alone]',
+        'right = column(filter(itemgetter("hard"), group.alone), "pointer")',
+        'right = column(group.alone, "pointer")',
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
     (
