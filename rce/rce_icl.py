@@ -2434,15 +2434,15 @@ class Corpus:
         """Returns a tenth of log p(answer | query) of demonstrations, (numbers,), at least -1, by a logistic
         regression of all demonstrations' answers on their vectors; 0 without a classifier. For one of
         them it is fitted on the four fifths without it: none is told its own answer."""
-        from sklearn.dummy import DummyClassifier
-        from sklearn.linear_model import LogisticRegression
-
         if not self.classifies or not len(numbers):
             return torch.zeros(len(numbers))
         if query["id"] not in self.log_likelihoods:
             number = self.number.get(what_is_asked(query))
             fold = -1 if number is None else number % 5
             if fold not in self.classifiers:
+                from sklearn.dummy import DummyClassifier
+                from sklearn.linear_model import LogisticRegression
+
                 fitted = self.asked % 5 != fold
                 several = len(self.answer_of[fitted].unique()) > 1
                 model = LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several else DummyClassifier()

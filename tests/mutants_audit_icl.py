@@ -27,8 +27,10 @@ MUTANTS = [
     ),
     (
         ICL,
-        'itemgetter("id", "text", "split", "image")',
-        'itemgetter("id", "text", "split")',
+        '{image: file_digest(image)["sha256"] for image in images}]\n'
+        '    facts += map(itemgetter("id", "text", "split", "image"), examples)\n',
+        '[file_digest(image)["sha256"] for image in images]]\n'
+        '    facts += map(itemgetter("id", "text", "split"), examples)\n',
         IMAGES,
     ),
     (ICL, "name_of(make_embedder), source_of(make_embedder)]", "name_of(make_embedder)]", CODE),
