@@ -29,7 +29,7 @@ MUTANTS = [
         ICL,
         '{image: file_digest(image)["sha256"] for image in images}]\n'
         '    facts += map(itemgetter("id", "text", "split", "image"), examples)\n',
-        '[file_digest(image)["sha256"] for image in images]]\n'
+        'sorted({file_digest(image)["sha256"] for image in images})]\n'
         '    facts += map(itemgetter("id", "text", "split"), examples)\n',
         IMAGES,
     ),
