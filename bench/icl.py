@@ -58,10 +58,10 @@ def make_trainer(script, faults):
     script.group_advantages = {"never": never, "twice": twice}.get(next(iter(faults), ""), once)
 
     class Trainer(script.ICLTrainer):
-        def old_logprobs(self, batch, logprobs, ref_every):
+        def old_logprobs(self, batch, logprobs, ref_logprobs):
             if "before" not in faults:
-                return super().old_logprobs(batch, logprobs, ref_every)
-            return script.pad_columns([[c["logprob"] for c in lists] for lists in batch.lists])
+                return super().old_logprobs(batch, logprobs, ref_logprobs)
+            return script.pad_rows([[c["logprob"] for c in lists] for lists in batch.lists])
 
         def choose_rows(self, groups):
             super().choose_rows(groups)
@@ -70,18 +70,18 @@ def make_trainer(script, faults):
                 row["candidates"] = [row["candidates"][i] for i in best]
                 row["rewards"] = [row["rewards"][i] for i in best]
 
-        def grpo(self, batch, every, logprobs, inputs):
+        def grpo(self, batch, all_logprobs, logprobs, inputs):
             if "dropout" in faults:
                 self.policy.train()
-                every = self.policy(*inputs)
-                logprobs = script.list_logprobs(every, batch.pointers)
-            return super().grpo(batch, every, logprobs, inputs)
+                all_logprobs = self.policy(*inputs)
+                logprobs = script.list_logprobs(all_logprobs, batch.pointers)
+            return super().grpo(batch, all_logprobs, logprobs, inputs)
 
         def test(self):
             queries = self.splits["test"]
             before = script.load_pointer(self.run.folder / "rce/policy", self.corpus.sizes)
             for name, policy in (("before", before), ("after", self.policy)):
-                lists = [x[0] for x in self.pick(queries, script.SHOTS, policy)]
+                lists = self.pick(queries, script.SHOTS, policy)
                 setattr(self, name, float(self.accuracy_of(queries, lists).mean()))
 
     return Trainer()

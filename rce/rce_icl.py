@@ -1,8 +1,8 @@
 """RCE, then GRPO, for choosing demonstrations: a pointer network picks the examples a frozen reader sees.
 
-For a query x a list of SHOTS demonstrations d_1 .. d_S is chosen out of a pool, in order, so that a reader
-that sees them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after
-the other, by similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
+For a query x it chooses SHOTS demonstrations d_1 .. d_S out of a pool, in order, so that a reader that sees
+them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after the other, by
+similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
 
     h_0 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
     score of j = u_t cos(x, j) + c_t log p(a_j | x) + v_t cos(h_t, k_j) + s_j (w_t + z_t cos(x, j))
@@ -25,9 +25,8 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
 - mined lists are recombined ("local"); best/ leaves similarity for a clear gain. More: docs/rce_icl.md.
 
-    python rce/rce_icl.py                                 # edit the constants below, or override: KEY=VALUE
+    python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
-    python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
@@ -63,7 +62,8 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
-from operator import index
+from itertools import chain, starmap, zip_longest
+from operator import attrgetter, index, itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,25 +96,17 @@ import rewards
 # ================================================================ constants
 
 STAGE = "all"  # all | mine | train
-CANDIDATES: str | None = None  # a JSON file of candidates, the source's too, in place of mining
+CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), instead of mining
 
-# Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, "image" (a column of paths)
-# too. The output is a gold answer or a list of them, which GOLDS says how to read
-TRAIN_DATASET = {
-    "path": f"{ROOT}/data/banking77/train.csv",
-    "type": "csv",
-    "input": "text",
-    "output": "category",
-}
-TEST_DATASET: dict | None = {  # None: a fifth of TRAIN_DATASET is held out
-    "path": f"{ROOT}/data/banking77/test.csv",
-    "type": "csv",
-    "input": "text",
-    "output": "category",
-}
-GOLDS = "aliases"  # aliases | annotators: the best of a list counts; or each is a person's, as VQA's ten are
+# Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, perhaps "image" (a column of
+# paths). The output is a gold answer or a list of them, which GOLDS says how to read
+TRAIN_DATASET = {"path": f"{ROOT}/data/banking77/train.csv", "type": "csv"}
+TRAIN_DATASET |= {"input": "text", "output": "category"}
+# None: a fifth of TRAIN_DATASET is held out
+TEST_DATASET: dict | None = {**TRAIN_DATASET, "path": f"{ROOT}/data/banking77/test.csv"}
+GOLDS = "aliases"  # aliases: the best of a list counts | annotators: each is one person's, as in VQA
 VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
-TEST_QUERIES: int | None = None  # use only the first so many; None: all
+TEST_QUERIES: int | None = None  # use only the first N rows; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
 EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sentence model's folder or hub name
@@ -123,31 +115,31 @@ EMBED_ANSWERS = True  # the network reads a candidate's answer; False: its text
 
 # Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
 READER = "votes"
-PRIOR_STRENGTH = 0.2  # of votes: what the class prior weighs against a demonstration of similarity 1
+PRIOR_STRENGTH = 0.2  # votes: weight of the class prior; a demonstration of similarity 1 has weight 1
 INSTRUCTION: str | None = None  # what a language model reads first
 DEMONSTRATION = "Question: {text}\nAnswer: {answer}\n\n"
 QUERY = "Question: {text}\nAnswer:"
-CHAT_TEMPLATE = True  # the prompt is a user's message to a language model that has a template; False: a text
+CHAT_TEMPLATE = True  # use the language model's chat template if it has one; False: plain text
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
 DTYPE = "float32"  # float32 | bfloat16, of hub models
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 
 # Mining
-SHOTS = 4  # demonstrations a list, of which each beginning is a list too
-POOL = "random"  # random | similarity: the candidates of a query are drawn, or the most similar ones
+SHOTS = 4  # demonstrations per list; evaluation also takes a list's first 1, 2, ...
+POOL = "random"  # a query's candidates: random | similarity (the most similar ones)
 POOL_SIZE = 256
-MINE_QUERIES: int | None = None  # None: all that are not held back
+MINE_QUERIES: int | None = None  # None: all training queries
 BEAMS = 5  # of the policy's beam search
-SAMPLES = 4  # lists at each of SAMPLE_TEMPERATURES
+SAMPLES = 4  # sampled lists per temperature of SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.5, 1.0, 2.0]
 RETRIEVED = 4  # lists cut from the ranking by similarity
 RANDOM = 64  # lists cut from permutations of the pool, so that each candidate is tried
-LOCAL_TOP = 6  # best lists by gt_prob, whose members are asked alone; the right ones of them ...
-LOCAL = 24  # ... begin so many lists, and rows at random end them; 0: none
-KEEP_TOP = 6  # the best so many by gt_prob are answered and kept
-KEEP_RANDOM = 2  # and so many of the others
-MINE_BATCH_SIZE = 100  # queries mined together; a kill while mining loses at most these
+LOCAL_TOP = 6  # number of best lists by gt_prob whose members are asked alone
+LOCAL = 24  # number of lists that begin with members that are right alone and end at random; 0: none
+KEEP_TOP = 6  # number of best lists by gt_prob that are answered and kept
+KEEP_RANDOM = 2  # number of other lists that are answered and kept
+MINE_BATCH_SIZE = 100  # queries mined together; a run that is killed loses at most these
 
 # Reward
 REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
@@ -168,9 +160,9 @@ WEIGHT_QUERIES = 0.1  # 0 to 1: the share of queries that train the terms' weigh
 
 # RCE
 RCE_EPOCHS = 5
-BATCH_SIZE = 32  # queries an optimizer step
-TAU = 0.5  # > 0; small: only the best lists, large: all alike
-TAU_END: float | None = None  # TAU goes there by equal factors over the epochs; None: it stays
+BATCH_SIZE = 32  # queries per optimizer step
+TAU = 0.5  # > 0; small: only the best lists count, large: all count the same
+TAU_END: float | None = None  # TAU moves there by equal factors over the epochs; None: constant
 WEIGHT_REWARDS = "raw"  # raw | zscore (within the query)
 LEARNING_RATE = 3e-3
 MAX_GRAD_NORM = 1.0  # > 0
@@ -182,13 +174,13 @@ WARMUP_STEPS = 0
 
 # GRPO
 GRPO_EPOCHS = 0  # RCE alone is a result
-ON_POLICY = False  # fresh lists from the policy each step, which asks the reader; else the mined ones
-GROUP_SIZE = 16  # fresh lists a query
+ON_POLICY = False  # True: sample lists in each step and ask the reader; False: the mined lists
+GROUP_SIZE = 16  # sampled lists per query (ON_POLICY)
 GRPO_LEARNING_RATE = 1e-4
 CLIP_RANGE = 0.2  # > 0
-KL_COEF = 0.1  # price of a nat a choice away from the policy that GRPO starts from
-KL_TARGET: float | None = 0.02  # nats a choice; moves KL_COEF (1909.08593, section 2.2)
-FREEZE = True  # attention, norms and gate alone are trained
+KL_COEF = 0.1  # penalty per nat of KL per choice, to the policy that GRPO starts from
+KL_TARGET: float | None = 0.02  # nats per choice; adapts KL_COEF (arXiv 1909.08593, section 2.2)
+FREEZE = True  # train only attention, norms, gate and weights of terms
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
@@ -200,7 +192,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 160  # 0: only before the first and after the last step of each stage
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # lists a step written to samples.jsonl
+LOG_SAMPLES = 4  # lists per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce_icl"
 SEED = 1
@@ -220,9 +212,8 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "HARD_WEIGHT SOFT_WEIGHT": (0, 1e6),
+    "HARD_WEIGHT SOFT_WEIGHT CLASSIFIER_C": (0, 1e6),
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
-    "CLASSIFIER_C": (0, 1e6),
     "DROPOUT": (0, 0.9),
     "WEIGHT_QUERIES": (1e-6, 1),
     "MAX_GRAD_NORM": (1e-12, 1e12),
@@ -243,13 +234,12 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report
 
 
 def rce_loss(logprobs, weights):
-    """Mean over queries of sum_i weight_i * -log pi(list_i); both (queries, lists), absent lists weigh 0."""
+    """Returns the mean over queries of sum_i weight_i * -log pi(list_i). Both are (queries, lists)."""
     return -(weights * logprobs).sum(1).mean()
 
 
 def group_advantages(r):
-    """Rewards of one query's lists, (lists,), less their mean, over their deviation (ddof 1), once; equal
-    rewards, and one alone, give exactly 0."""
+    """Returns (r - mean) / deviation (ddof 1) of one query's rewards, (lists,). Equal ones give exactly 0."""
     r = torch.as_tensor(r, dtype=torch.float64)
     r = r - r[0]  # the mean of equal rewards is often not that reward: 0.7 three times
     if len(r) < 2:
@@ -258,35 +248,36 @@ def group_advantages(r):
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, clip_range):
-    """Clipped surrogate of each list, (queries, lists); a list's ratio is the product of its choices'."""
+    """Returns the clipped surrogate loss, (queries, lists). A list's ratio is the product of its choices'."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
 
 
 def choice_kl(logprobs, ref_logprobs):
-    """Exact KL(pi || reference) of each choice, (..., choices), from log-probabilities of all candidates
-    (..., choices, pool); masked candidates count 0."""
-    open_ = logprobs > -1e8
-    apart = (logprobs - ref_logprobs).masked_fill(~open_, 0.0)
-    return (logprobs.exp() * apart).sum(-1)
+    """Returns the exact KL(pi || reference) of each choice, (..., choices), from the log-probabilities of all
+    candidates, (..., choices, pool). Masked candidates count 0."""
+    masked = logprobs <= -1e8
+    difference = (logprobs - ref_logprobs).masked_fill(masked, 0.0)
+    return (logprobs.exp() * difference).sum(-1)
 
 
 def adapt_kl_coef(coef, kl, target):
-    """The coefficient, a tenth of the relative error (at most a fifth) larger or smaller. Source: arXiv
-    1909.08593, section 2.2."""
+    """Returns the coefficient, changed by a tenth of the KL's relative error, which is clipped to +-0.2.
+    Source: arXiv 1909.08593, section 2.2."""
     return coef * (1 + 0.1 * max(-0.2, min(0.2, kl / target - 1)))
 
 
 def shaped_rewards(candidates):
-    """r of one query's lists by REWARD_MODE. HARD_WEIGHT multiplies hard; SOFT_WEIGHT multiplies the mode's
-    graded part, which is soft or gt_prob."""
-    weights = {"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT, "gt_prob": SOFT_WEIGHT}
+    """Returns r of one query's lists by REWARD_MODE. HARD_WEIGHT multiplies hard; SOFT_WEIGHT multiplies the
+    mode's graded part, which is soft or gt_prob."""
     weighted = []
-    for c in candidates:
-        marks = {key: w * c[key] for key, w in weights.items() if c.get(key) is not None}
-        if c["hard"]:
-            marks["relevance"] = 0.0  # it is for wrong lists, and with HARD_WEIGHT = 0 all look wrong
-        weighted.append({**c, **marks})
+    for candidate in map(dict, candidates):  # copies
+        if candidate["hard"]:
+            candidate["relevance"] = 0.0  # only wrong lists get it; with HARD_WEIGHT = 0 all look wrong
+        for key, weight in (("hard", HARD_WEIGHT), ("soft", SOFT_WEIGHT), ("gt_prob", SOFT_WEIGHT)):
+            if candidate.get(key) is not None:
+                candidate[key] *= weight
+        weighted.append(candidate)
     return rewards_by_mode(weighted, "relevance" if "rel" in REWARD_MODE else HYBRID_MIX_SCORE)
 
 
@@ -333,9 +324,9 @@ class Pointer(PreTrainedModel):
         """torch's own initialisation stays."""
 
     def encode(self, queries, vectors, pool, known, held_out=None):
-        """State (queries, 1, H) and, of the candidates, keys (queries, pool, H), known (queries, 2, pool) and
-        rows (queries, 1, pool), and held_out. Queries (queries, d); pools are rows of `vectors` (rows, d') by
-        pool (queries, pool), -1 after a shorter one; known: similarity, classifier."""
+        """Returns state (queries, 1, H) and candidates: keys (queries, pool, H), known (queries, 2, pool:
+        similarity, classifier), rows (queries, 1, pool), held_out. Queries are (queries, d); pools, (queries,
+        pool), hold rows of `vectors` (rows, d'), -1 after their ends."""
         rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
         keys = self.candidate_norm(self.candidate_projection(vectors[rows]))[where]
         state = self.query_norm(self.query_projection(5 * queries))[:, None]
@@ -345,9 +336,10 @@ class Pointer(PreTrainedModel):
         return state, (keys, known, torch.where(pool < 0, -1, where)[:, None], held_out)
 
     def choice_logprobs(self, state, candidates, taken, count):
-        """Log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are -1e9. In
-        RCE the terms' weights learn from the queries held out, (queries,), the network from the others, with
-        weight 1 and no classifier: else they trust what it knows by heart, and it leaves all to that."""
+        """Returns log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are
+        -1e9. In RCE the terms' weights learn from the queries held out, (queries,), and the network from the
+        others, with weight 1 and without the classifier: otherwise the weights would trust what the network
+        has memorised, and the network would leave everything to the classifier."""
         keys, known, rows, held_out = candidates
         similarity, classifier = known[:, :1], known[:, 1:]
         cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
@@ -371,15 +363,15 @@ class Pointer(PreTrainedModel):
         return scores.masked_fill(taken, -1e9).log_softmax(-1)
 
     def advance(self, state, candidates, choice):
-        """State (queries, lists, H) after choice (queries, lists), a number within the pool."""
+        """Returns the state (queries, lists, H) after choice (queries, lists), a number within the pool."""
         keys = candidates[0]
         chosen = keys.gather(1, choice[..., None].expand(-1, -1, keys.shape[-1]))
         gate = torch.sigmoid(self.gate(torch.cat([state, chosen], -1)))
         return gate * state + (1 - gate) * chosen
 
     def forward(self, queries, vectors, pool, known, pointers, held_out=None):
-        """Log-probabilities of all candidates at each choice, (queries, lists, choices, pool), of lists that
-        are given: pointers (queries, lists, choices), -1 after a list's end; held_out: choice_logprobs()."""
+        """Returns log-probabilities of all candidates at each choice, (queries, lists, choices, pool).
+        Pointers (queries, lists, choices), are -1 after a list's end. held_out: see choice_logprobs()."""
         state, candidates = self.encode(queries, vectors, pool, known, held_out)
         lists = pointers.shape[1]
         taken = (pool < 0)[:, None]
@@ -396,11 +388,12 @@ class Pointer(PreTrainedModel):
         return torch.stack(steps, 2)
 
     def search(self, queries, vectors, pool, known, shots, beams=1, encoded=None):
-        """The likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and their
-        log-probabilities (queries, beams), below -1e8 where a pool has no more lists. One beam: greedy."""
+        """Returns the likeliest lists by beam search, likeliest first: pointers (queries, beams, shots) and
+        their log-probabilities (queries, beams), below -1e8 if a pool has no more lists. One beam: greedy."""
         check_room(pool, shots)
         state, candidates = encoded or self.encode(queries, vectors, pool, known)
         size = pool.shape[1]
+        queries_of = torch.arange(len(pool), device=pool.device)[:, None]
         taken = (pool < 0)[:, None]
         lists = torch.zeros(len(pool), 1, 0, dtype=torch.long, device=pool.device)
         scores = torch.zeros(len(pool), 1, device=pool.device)
@@ -408,19 +401,15 @@ class Pointer(PreTrainedModel):
             logprobs = self.choice_logprobs(state, candidates, taken, count)
             totals = scores[..., None] + logprobs  # (queries, beams, pool)
             scores, best = totals.flatten(1).topk(min(beams, totals[0].numel()), 1)
-            parent, choice = best // size, best % size
-
-            def of_parents(x, parent=parent):
-                return x.gather(1, parent[..., None].expand(-1, -1, x.shape[-1]))
-
-            lists = torch.cat([of_parents(lists), choice[..., None]], -1)
-            taken = of_parents(taken).scatter(2, choice[..., None], True)
-            state = self.advance(of_parents(state), candidates, choice)
+            parents, choice = (queries_of, best // size), best % size
+            lists = torch.cat([lists[parents], choice[..., None]], -1)
+            taken = taken[parents].scatter(2, choice[..., None], True)
+            state = self.advance(state[parents], candidates, choice)
         return lists, scores
 
     def sample(self, queries, vectors, pool, known, uniform, temperature=1.0, encoded=None):
-        """Lists drawn with uniform numbers (queries, lists, choices, pool) at a temperature, as Gumbel's
-        maximum: pointers (queries, lists, choices)."""
+        """Draws lists with uniform numbers (queries, lists, choices, pool) at a temperature, by the Gumbel
+        maximum. Returns pointers (queries, lists, choices)."""
         check_room(pool, uniform.shape[2])
         state, candidates = encoded or self.encode(queries, vectors, pool, known)
         state = state.expand(-1, uniform.shape[1], -1)
@@ -458,25 +447,18 @@ class ICLTrainer:
         self.run.panels += [(name, [name]) for name in names.split()]
         self.splits, self.demos = load_splits(self.run.log)
         self.resumed_from = self.run.checkpoint
-        afresh = self.run.checkpoint is None
-        self.corpus = Corpus(self.splits, self.demos, self.device, self.run.log, afresh)
+        embed_splits(self.splits, self.demos, self.device, self.run.log, self.resumed_from is None)
+        self.corpus = Corpus(self.demos, self.device)
         self.reader = self.load_reader()
-        self.told = {}  # (query's id, demonstrations' numbers): what the reader answered
+        self.answered = {}  # (query's id, demonstrations' numbers): the reader's answer
         self.load_policy()
         self.miner = Miner(self.corpus, self.policy, self.reader)
         # What a checkpoint keeps beside weights, optimizer and generators. order is this epoch's permutation,
         # begin the step at which the stage began, candidates the digest of the file that is trained on
-        self.state = SimpleNamespace(
-            epoch=0,
-            order=None,
-            cursor=0,
-            prompts=len(self.demos),
-            stage="rce",
-            begin=0,
-            queries=0,
-            kl_coef=float(KL_COEF),
-            candidates="",
-        )
+        self.state = SimpleNamespace(stage="rce", begin=0, candidates="", queries=0, kl_coef=float(KL_COEF))
+        self.state.epoch = self.state.cursor = 0
+        self.state.order = None
+        self.state.prompts = len(self.demos)
         models = {"policy": self.policy, "reference": self.reference}
         self.optimizers = {"policy": self.make_optimizer(LEARNING_RATE)}
         self.run.register(self.state, models, self.optimizers, tokenizer=None)
@@ -487,26 +469,22 @@ class ICLTrainer:
         self.plan_steps()
 
     def load_reader(self):
-        """Override to give a reader of your own: answers() and gold_probabilities() are all it needs."""
-        if READER == "votes":
-            return VoteReader(self.demos)
-        return LanguageReader(READER, self.device)
+        """Returns the reader. Override for one of your own: it needs answers() and gold_probabilities()."""
+        return VoteReader(self.demos) if READER == "votes" else LanguageReader(READER, self.device)
 
     def load_policy(self):
-        """From the checkpoint, else POINTER_POLICY, else new; the reference is what GRPO starts from."""
-        at = self.run.checkpoint
-        sizes = self.corpus.sizes
-        folders = (at / "policy", at / "reference") if at else (POINTER_POLICY, POINTER_POLICY)
-        models = [load_pointer(folder, sizes) if folder else new_pointer(sizes) for folder in folders]
-        self.policy, self.reference = models
-        self.policy.to(self.device)
-        self.reference.to(self.device).eval().requires_grad_(False)
+        """Loads policy and reference (where GRPO starts): the checkpoint's, else POINTER_POLICY, else new."""
+        checkpoint, sizes = self.run.checkpoint, self.corpus.sizes
+        folder = checkpoint / "policy" if checkpoint else POINTER_POLICY
+        self.policy = load_pointer(folder, sizes).to(self.device)
+        folder = checkpoint / "reference" if checkpoint else POINTER_POLICY
+        self.reference = load_pointer(folder, sizes).to(self.device).eval().requires_grad_(False)
 
     def make_optimizer(self, rate):
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
 
     def train(self):
-        """Mines, checks up, RCE, GRPO, test. Returns the last evaluation."""
+        """Mines, checks up, trains by RCE and GRPO, tests. Returns the last evaluation."""
         run = self.run
         with run.session(self.introduction()):  # lock, logs and signals; saves at the end
             if self.state.candidates:
@@ -542,11 +520,10 @@ class ICLTrainer:
             run.log_evaluation(self.evaluate())
 
     def prepare(self):
-        """Candidates mined or given; when they are new, their check-up; then what can be trained on. False
-        where a signal stopped the mining."""
+        """Mines if there are no candidates; chooses training rows. Returns False if a signal stopped it."""
         path = candidates_path()
-        new = not self.state.candidates
-        if new and not path.exists():
+        is_new = not self.state.candidates
+        if is_new and not path.exists():
             if STAGE == "train" or CANDIDATES:
                 todo = "run STAGE=mine first, or set CANDIDATES to a JSON file of candidates"
                 raise UserError(f"there are no candidates at {path}: {todo}")
@@ -555,9 +532,10 @@ class ICLTrainer:
                 return False
         digest = file_digest(path)["sha256"]
         groups = read_candidates(path, self.splits, self.demos, self.reader)
-        if new:
-            proposed = sum(group.proposed for group in groups)
-            figures = check_up([group.candidates for group in groups], proposed, path, self.run.log)
+        if is_new:
+            proposed = sum(map(attrgetter("proposed"), groups))
+            lists = list(map(attrgetter("candidates"), groups))
+            figures = check_up(lists, proposed, path, self.run.log)
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
@@ -568,99 +546,93 @@ class ICLTrainer:
         return True
 
     def find_candidates(self):
-        """Refuse to go on without the file of candidates that this run was trained on. A run that goes on in
-        another folder takes it from the checkpoint's."""
+        """Refuses to continue without the run's candidates. A run continued in another folder copies them."""
         path = candidates_path()
-        source = self.resumed_from.parent / path.name if self.resumed_from else path
-        todo = "put it back, or start afresh with RESUME=no"
-        if not path.exists() and source.exists():
-            write_atomically(path, lambda tmp: shutil.copy(source, tmp))
-        if not path.exists():
-            raise UserError(f"{path}, which this run was trained on, is not there: {todo}")
-        if file_digest(path)["sha256"] != self.state.candidates:
-            raise UserError(f"{path} is not the file this run was trained on: {todo}")
+        if self.resumed_from and not path.exists():
+            source = self.resumed_from.parent / path.name
+            if source.exists():
+                write_atomically(path, lambda tmp: shutil.copy(source, tmp))
+        if not path.exists() or file_digest(path)["sha256"] != self.state.candidates:
+            todo = "put it back, or start afresh with RESUME=no"
+            raise UserError(f"{path} is not the file this run was trained on, or is missing: {todo}")
 
     def choose_rows(self, groups):
-        """What is trained on: queries that do not validate and whose lists' rewards differ. Where they are
-        equal all lists weigh alike, and nothing says which to prefer."""
-        held_out = {row["id"] for row in self.splits["validation"]}
-        best = []
+        """Chooses what is trained on: queries that do not validate and whose lists' rewards differ. Equal
+        rewards give all lists the same weight, so nothing says which to prefer."""
+        validation = set(column(self.splits["validation"], "id"))
+        best = []  # accuracy of the best list of each validation query
         self.train_rows = []
         for group in groups:
-            candidates = usable(group.candidates)
-            shaped = shaped_rewards(candidates) if candidates else []
-            if group.query["id"] in held_out:
-                group.query["pool"] = group.pool  # given candidates have pools of their own
-                if candidates:  # a given file may have hard alone
-                    best.append(max(c["hard"] if c["soft"] is None else c["soft"] for c in candidates))
-            elif shaped and not is_flat(shaped):
-                drawn = torch.rand(1, generator=query_stream(group.query, "weights")).item()
-                self.train_rows.append(
-                    {
-                        "held_out": drawn < WEIGHT_QUERIES,
-                        "id": group.query["id"],
-                        "query": group.query,
-                        "pool": group.pool,
-                        "candidates": candidates,
-                        "rewards": shaped,
-                    }
-                )
+            query, candidates = group.query, usable(group.candidates)
+            query["pool"] = group.pool  # given candidates have pools of their own
+            if not candidates:
+                continue
+            if query["id"] in validation:  # given candidates may have hard alone
+                best.append(max(c["hard"] if c["soft"] is None else c["soft"] for c in candidates))
+                continue
+            shaped = shaped_rewards(candidates)
+            if not is_flat(shaped):
+                drawn = torch.rand(1, generator=query_stream(query, "weights")).item()
+                row = {"id": query["id"], "query": query, "candidates": candidates, "rewards": shaped}
+                self.train_rows.append({**row, "held_out": drawn < WEIGHT_QUERIES})
         self.oracle = float(np.mean(best)) if best else math.nan
         skipped = len(groups) - len(self.train_rows) - len(best)
-        held_back = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
-        self.run.log(f"{len(self.train_rows)} queries to train on; {held_back}")
-        if self.train_rows and not any(row["held_out"] for row in self.train_rows):
+        others = f"{len(best)} validate, {skipped} are skipped since their rewards are equal"
+        self.run.log(f"{len(self.train_rows)} queries to train on; {others}")
+        if self.train_rows and not any(column(self.train_rows, "held_out")):
             todo = "raise WEIGHT_QUERIES, or mine more queries"
             self.run.log(f"WARNING: none of them trains the terms' weights, so RCE stays similarity: {todo}")
 
     def next_batch(self):
-        """The next queries with their lists: what the policy reads, pointers (queries, lists, choices) and
-        present, weights, advantages (queries, lists)."""
+        """Returns the next queries: what the policy reads, pointers (queries, lists, choices), and present,
+        weights, advantages (queries, lists)."""
         rows = next_rows(self.train_rows, self.state, BATCH_SIZE)
-        batch = SimpleNamespace(rows=rows, lists=[row["candidates"] for row in rows])
-        batch.inputs = self.corpus.inputs([row["query"] for row in rows], [row["pool"] for row in rows])
-        found = [row["rewards"] for row in rows]
+        batch = SimpleNamespace(rows=rows, inputs=self.corpus.inputs(column(rows, "query")))
+        batch.lists, batch.rewards = column(rows, "candidates"), column(rows, "rewards")
         if self.state.stage == "grpo" and ON_POLICY:
-            batch.lists, found = self.fresh_lists(batch)
-        batch.rewards = found
-        batch.pointers = pad_pointers(batch.lists).to(self.device)
-        batch.present = pad_columns([[1.0] * len(r) for r in found]).to(self.device)
+            batch.lists, batch.rewards = self.fresh_lists(batch)
         tau = tau_at(self.state.epoch - 1, RCE_EPOCHS)
-        weights = [rce_weights(r, tau, WEIGHT_REWARDS) for r in found]
-        batch.weights = pad_columns(weights).to(self.device)
-        batch.advantages = pad_columns([group_advantages(r) for r in found]).to(self.device)
-        batch.facts = {"reward": float(np.mean([x for r in found for x in r]))}
+        rewards_of = [torch.tensor(r, dtype=torch.float64) for r in batch.rewards]
+        weights = pad_rows([rce_weights(r, tau, WEIGHT_REWARDS) for r in rewards_of])
+        batch.pointers = pad_pointers(batch.lists).to(self.device)
+        batch.present = pad_rows(map(torch.ones_like, rewards_of)).float().to(self.device)
+        batch.weights = weights.float().to(self.device)
+        batch.advantages = pad_rows(map(group_advantages, rewards_of)).float().to(self.device)
+        batch.facts = {"reward": torch.cat(rewards_of).numpy().mean()}
         if self.state.stage == "rce":
-            effective = [torch.special.entr(w).sum().exp().item() for w in weights]
-            batch.facts |= {"tau": tau, "effective_lists": float(np.mean(effective))}
-            batch.facts["weight_on_best"] = float(np.mean([w.max().item() for w in weights]))
+            effective = torch.special.entr(weights).sum(1).exp()
+            batch.facts |= {"tau": tau, "effective_lists": effective.numpy().mean()}
+            batch.facts["weight_on_best"] = weights.amax(1).numpy().mean()
         else:
-            spread = [torch.as_tensor(r, dtype=torch.float64).std().item() for r in found]
-            batch.facts["advantage_spread"] = float(np.mean(spread))  # of what is divided by it
+            batch.facts["advantage_spread"] = torch.stack(list(map(torch.std, rewards_of))).numpy().mean()
         return batch
 
     @torch.no_grad()
     def fresh_lists(self, batch):
-        """GROUP_SIZE lists a query drawn from the policy as it is, answered now: candidates and rewards."""
+        """Draws GROUP_SIZE lists per query from the policy. Returns them, answered, and their rewards."""
         with self.run.timed("rollout"):
             self.policy.eval()
             uniform = torch.rand(len(batch.rows), GROUP_SIZE, SHOTS, batch.inputs[2].shape[1])
             pointers = self.policy.sample(*batch.inputs, uniform.to(self.device)).tolist()
             groups = []
-            for row, lists in zip(batch.rows, pointers):
-                candidates = [new_candidate(pointer, "sample", 1.0) for pointer in lists]
-                groups.append(SimpleNamespace(query=row["query"], pool=row["pool"], candidates=candidates))
+            for row, of_query in zip(batch.rows, pointers):
+                candidates = [new_candidate(pointer, "sample", 1.0) for pointer in of_query]
+                groups.append(SimpleNamespace(query=row["query"], candidates=candidates))
             if REWARD_MODE == "hybrid":
                 self.miner.add_logprobs(groups)
         with self.run.timed("score"):
             self.miner.score_gold(groups)
             self.miner.verify(groups)
-        lists = [usable(group.candidates) for group in groups]
-        lists = [x if len(x) > 1 else row["candidates"] for x, row in zip(lists, batch.rows)]  # all failed
-        return lists, [shaped_rewards(x) for x in lists]
+        lists = []
+        for row, group in zip(batch.rows, groups):
+            answered = usable(group.candidates)
+            lists.append(
+                answered if len(answered) > 1 else row["candidates"]
+            )  # mined ones if the reader failed
+        return lists, list(map(shaped_rewards, lists))
 
     def update(self, batch):
-        """One optimizer step of the stage on the batch; returns its metrics."""
+        """Takes one optimizer step of the stage on the batch; returns its metrics."""
         in_rce = self.state.stage == "rce"
         steps_done = max(0, self.run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
@@ -672,35 +644,35 @@ class ICLTrainer:
         with self.run.timed("update"):
             self.policy.train(in_rce)  # dropout in RCE alone
             inputs = *batch.inputs, batch.pointers
-            held_out = torch.tensor([row["held_out"] for row in batch.rows], device=self.device)
-            every = self.policy(*inputs, held_out if in_rce else None)  # (queries, lists, choices, pool)
-            logprobs = list_logprobs(every, batch.pointers)
             if in_rce:
-                loss = rce_loss(logprobs, batch.weights)
+                held_out = torch.tensor(column(batch.rows, "held_out"), device=self.device)
+                all_logprobs = self.policy(*inputs, held_out)  # (queries, lists, choices, pool)
+                loss = rce_loss(list_logprobs(all_logprobs, batch.pointers), batch.weights)
                 metrics = {"policy_loss": loss.item()}
             else:
-                loss, metrics = self.grpo(batch, every, logprobs, inputs)
+                all_logprobs = self.policy(*inputs)
+                logprobs = list_logprobs(all_logprobs, batch.pointers)
+                loss, metrics = self.grpo(batch, all_logprobs, logprobs, inputs)
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
             finite = math.isfinite(loss.item() + norm.item())
             if finite:
                 optimizer.step()
-        self.run.count_skipped_step(finite, [row["id"] for row in batch.rows])
+        self.run.count_skipped_step(finite, column(batch.rows, "id"))
         chosen = (batch.pointers >= 0).float()
-        entropy = -(every.detach().exp() * every.detach().clamp(min=-1e8)).sum(-1)
+        entropy = -(all_logprobs.detach().exp() * all_logprobs.detach().clamp(min=-1e8)).sum(-1)
         metrics["entropy"] = ((entropy * chosen).sum() / chosen.sum()).item()
         return {**metrics, "grad_norm": norm.item(), "learning_rate": rate}
 
-    def grpo(self, batch, every, logprobs, inputs):
-        """The loss of GRPO: old log-probabilities are those of what drew the lists as GRPO sees it, which is
-        the policy that it starts from or, with fresh lists, the policy as it is."""
+    def grpo(self, batch, all_logprobs, logprobs, inputs):
+        """Returns the loss of GRPO and its metrics; all_logprobs (queries, lists, choices, pool)."""
         with torch.no_grad():
-            ref_every = self.reference(*inputs)
-        old_logprobs = self.old_logprobs(batch, logprobs, ref_every)
+            ref_logprobs = self.reference(*inputs)
+        old_logprobs = self.old_logprobs(batch, logprobs, ref_logprobs)
         losses = grpo_loss(logprobs, old_logprobs, batch.advantages, CLIP_RANGE)
         chosen = (batch.pointers >= 0).float()
-        kl = (choice_kl(every, ref_every) * chosen).sum() / chosen.sum()
+        kl = (choice_kl(all_logprobs, ref_logprobs) * chosen).sum() / chosen.sum()
         policy_loss = (losses * batch.present).sum() / batch.present.sum()
         ratio = (logprobs.detach() - old_logprobs).exp()
         clipped = ((ratio - 1) * batch.advantages.sign() > CLIP_RANGE).float() * batch.present
@@ -716,21 +688,22 @@ class ICLTrainer:
             self.state.kl_coef = adapt_kl_coef(self.state.kl_coef, metrics["kl"], KL_TARGET)
         return loss, metrics
 
-    def old_logprobs(self, batch, logprobs, ref_every):
-        """(queries, lists), of the weights that the lists count as drawn from."""
-        return logprobs.detach() if ON_POLICY else list_logprobs(ref_every, batch.pointers)
+    def old_logprobs(self, batch, logprobs, ref_logprobs):
+        """Returns (queries, lists) under what drew the lists: the policy now, or what GRPO starts from."""
+        return logprobs.detach() if ON_POLICY else list_logprobs(ref_logprobs, batch.pointers)
 
     def plan_steps(self):
-        """The step at which the stage ends, and the run. Depends on the state alone: a resumed run plans
-        alike."""
-        queries = self.state.queries or len(self.splits["train"][:MINE_QUERIES])  # until it is mined a guess
-        an_epoch = math.ceil(queries / BATCH_SIZE)
-        in_rce = self.state.stage == "rce"
-        self.end = self.state.begin + an_epoch * (RCE_EPOCHS if in_rce else GRPO_EPOCHS)
-        self.run.total_steps = self.end + an_epoch * GRPO_EPOCHS * in_rce
+        """Computes the last step of the stage and of the run, from the state alone: resumed runs agree."""
+        queries = self.state.queries or len(self.splits["train"][:MINE_QUERIES])  # a guess until it is mined
+        steps_per_epoch = math.ceil(queries / BATCH_SIZE)
+        grpo_steps = GRPO_EPOCHS * steps_per_epoch
+        self.end = self.run.total_steps = self.state.begin + grpo_steps
+        if self.state.stage == "rce":
+            self.end = self.state.begin + RCE_EPOCHS * steps_per_epoch
+            self.run.total_steps = self.end + grpo_steps
 
     def begin_grpo(self):
-        """The best policy of RCE is kept in rce/, and is what GRPO starts from and stays near to."""
+        """Starts GRPO from the best policy of RCE, which is kept in rce/ and is the reference of the KL."""
         best = load_pointer(self.run.folder / "best/policy", self.corpus.sizes)
         self.policy.load_state_dict(best.state_dict())
         self.reference.load_state_dict(best.state_dict())
@@ -746,114 +719,106 @@ class ICLTrainer:
         self.run.save()
 
     def keep_rce_policy(self):
-        """Write rce/policy: what RCE ended with, which GRPO's reference is."""
-        write_atomically(
-            self.run.folder / "rce", lambda tmp: self.run.save_model(self.reference, tmp / "policy")
-        )
+        """Writes rce/policy: what RCE ended with, which is GRPO's reference."""
+        save = partial(self.run.save_model, self.reference)
+        write_atomically(self.run.folder / "rce", lambda tmp: save(tmp / "policy"))
 
     def freeze(self):
-        """Attention, norms and gate alone learn."""
+        """Stops training the projections, if FREEZE."""
         for name, parameter in self.policy.named_parameters():
             parameter.requires_grad_(not FREEZE or "projection" not in name)
 
     def mine(self, path, queries, shots):
-        """Mine lists for queries into `path`; False when a signal stopped it."""
+        """Mines lists for queries into `path`. Returns False if a signal stopped it."""
 
-        def mine(some):
-            return [group_record(group, self.demos) for group in self.miner.mine(some, shots)]
+        def mine_chunk(chunk):
+            return [group_record(group, self.demos) for group in self.miner.mine(chunk, shots)]
 
-        files = list_facts(queries, shots, self.reader), mine, read_json, write_candidates
-        return mine_in_chunks(self.run, path, queries, MINE_BATCH_SIZE, *files)
+        arguments = list_facts(queries, shots, self.reader), mine_chunk, read_json, write_candidates
+        return mine_in_chunks(self.run, path, queries, MINE_BATCH_SIZE, *arguments)
 
     # ------------------------------------------------------------ evaluation and what is logged
 
     @torch.no_grad()
-    def pick(self, queries, shots, policy=None, beams=1):
-        """The policy's `beams` likeliest lists of each query, or as many as there are, as demos' numbers."""
+    def pick(self, queries, shots, policy=None):
+        """Returns the policy's greedy list for each query, as numbers of demonstrations."""
         policy = (policy or self.policy).eval()
-        found = []
-        for i in range(0, len(queries), 64):
-            some = queries[i : i + 64]
-            pools = [self.corpus.pool_of(query) for query in some]
-            inputs = self.corpus.inputs(some, pools)
-            lists, scores = (x.cpu() for x in policy.search(*inputs, shots, beams))
-            chosen = stack_pools(pools).gather(1, lists.flatten(1)).view(lists.shape)
-            found += [row[there].tolist() for row, there in zip(chosen, scores > -1e8)]
-        return found
+        picked = []
+        for start in range(0, len(queries), 64):
+            chunk = queries[start : start + 64]
+            pointers, _ = policy.search(*self.corpus.inputs(chunk), shots)
+            for query, pointer in zip(chunk, pointers[:, 0].cpu()):
+                picked.append(self.corpus.pool_of(query)[pointer].tolist())
+        return picked
 
     def accuracy_of(self, queries, lists):
-        """Accuracy of the reader after these demonstrations, (queries,); each is asked once."""
-        keys = [(query["id"], tuple(numbers)) for query, numbers in zip(queries, lists)]
-        new = [n for n, key in enumerate(keys) if key not in self.told]
-        asked = [(queries[n], [self.demos[j] for j in lists[n]]) for n in new]
-        texts = ask_reader(self.reader.answers, asked) if asked else []
-        self.told.update(zip([keys[n] for n in new], texts))
-        return np.array([answer_accuracy(self.told[k], q["golds"]) for k, q in zip(keys, queries)])
+        """Returns the reader's accuracy after these demonstrations, (queries,). Each list is asked once."""
+        keys, new = [], {}
+        for query, numbers in zip(queries, lists):
+            keys.append((query["id"], tuple(numbers)))
+            if keys[-1] not in self.answered:
+                new[keys[-1]] = query, self.corpus.examples(numbers)
+        if new:
+            self.answered.update(zip(new, ask_reader(self.reader.answers, list(new.values()))))
+        texts = map(self.answered.get, keys)
+        return np.array(list(map(answer_accuracy, texts, column(queries, "golds"))))
+
+    def mean_accuracy(self, queries, lists):
+        """Returns the mean accuracy over the first 1 .. SHOTS demonstrations of each list, (queries,)."""
+        by_shots = []
+        for shots in range(1, SHOTS + 1):
+            by_shots.append(self.accuracy_of(queries, [numbers[:shots] for numbers in lists]))
+        return np.mean(by_shots, 0)
 
     def evaluate(self):
-        """Metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
+        """Returns metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
         clear_gain, the gain over similarity less one standard error of the paired difference (0 at step 0):
         a few queries' noise does not choose a policy. Override to add yours."""
         with self.run.timed("evaluate"):
             queries = self.splits["validation"]
             similar = [self.corpus.most_similar(query, SHOTS) for query in queries]
-            picked = [lists[0] for lists in self.pick(queries, SHOTS)]
-            found = []
-            for lists in (similar, picked):
-                each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(SHOTS)]
-                found.append(np.mean(each, 0))  # (queries,)
-            gain = found[1] - found[0]
+            baseline = self.mean_accuracy(queries, similar)
+            accuracy = self.mean_accuracy(queries, self.pick(queries, SHOTS))
+            gain = accuracy - baseline
             clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
-            metrics = {"pick_accuracy": float(found[1].mean()), "clear_gain": float(clear_gain)}
+            metrics = {"pick_accuracy": float(accuracy.mean()), "clear_gain": float(clear_gain)}
             if math.isfinite(self.oracle):
                 metrics["oracle_accuracy"] = self.oracle
             return metrics
 
     def select(self, query, shots=SHOTS):
-        """The demonstrations that the best policy of this run picks for a query text (where there is none
-        yet, the policy as it is), as rows of the training data, out of all of them."""
+        """Returns the demonstrations, out of all, that this run's best policy (if there is none, the current
+        one) picks for a query text."""
         query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
         query["vector"] = self.corpus.embed_query(query["text"])
         best = self.run.folder / "best/policy"
-        policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else None
-        return [self.demos[j] for j in self.pick([query], shots, policy)[0][0]]
+        policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else self.policy
+        return self.corpus.examples(self.pick([query], shots, policy)[0])
 
     def test(self):
         test_policies(self)
 
     def introduction(self):
-        """What a run begins with, on the terminal."""
+        """Returns what a run begins with on the terminal."""
         counts = ", ".join(f"{len(rows)} {name}" for name, rows in self.splits.items())
         name = "/".join(Path(READER).parts[-2:])
         policy = f"a policy of {self.policy.num_parameters():,} parameters on {self.device}"
         return f"{counts} queries, {len(self.demos)} demonstrations; reader {name}; {policy}; {OUTPUT_DIR}"
 
     def record(self, batch, metrics):
-        """The step's metrics, a few of its lists and its line on the terminal, for the run to write."""
-        lists = sum(len(candidates) for candidates in batch.lists)
+        """Hands the step's metrics, a few of its lists and its line on the terminal to the run."""
         metrics = {"epoch": self.state.epoch, **metrics, **batch.facts}
         samples = []
-        for i, row in enumerate(batch.rows[:LOG_SAMPLES]):
-            c = batch.lists[i][0]
-            chosen = [self.demos[row["pool"][j]]["id"] for j in c["pointer"]]
-            kept = {key: c[key] for key in ("source", "hard", "soft", "gt_prob")}
-            samples.append(
-                {
-                    "id": row["id"],
-                    "query": row["query"]["text"],
-                    "golds": row["query"]["golds"],
-                    "demonstrations": chosen,
-                    "response": c["text"],
-                    **kept,
-                    "reward": batch.rewards[i][0],
-                }
-            )
-        line = (
-            "{stage} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} "
-            "LR:{learning_rate:.2e}"
-        )
-        line = line.format(stage=self.state.stage.upper(), **metrics)
-        self.run.log_step(metrics, lists, samples, line, unit="lists")
+        for row, candidates, shaped in zip(batch.rows[:LOG_SAMPLES], batch.lists, batch.rewards):
+            query, first = row["query"], candidates[0]
+            shown = self.corpus.examples(self.corpus.pool_of(query)[list(first["pointer"])])
+            sample = {"id": row["id"], "query": query["text"], "golds": query["golds"]}
+            sample |= {"demonstrations": column(shown, "id"), "response": first["text"]}
+            sample |= {key: first[key] for key in ("source", "hard", "soft", "gt_prob")}
+            samples.append({**sample, "reward": shaped[0]})
+        line = "{} epoch {epoch}: PL:{policy_loss:.4f} R:{reward:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+        line = line.format(self.state.stage.upper(), **metrics)
+        self.run.log_step(metrics, sum(map(len, batch.lists)), samples, line, unit="lists")
 
 
 # ================ machinery: the same in all trainers that have it
@@ -871,15 +836,6 @@ def load_pretrained(auto_class, path, constant, **options):
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
-
-
-# ---------------------------------------------------------------- checking models when they are loaded
-
-
-# ---------------------------------------------------------------- batches and micro-batches
-
-
-# ---------------------------------------------------------------- sampling
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
@@ -907,29 +863,6 @@ def shared_prompt_attention(module, query, key, value, attention_mask, shared_pr
 
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
 AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
-
-
-# ---------------------------------------------------------------- scoring
-
-
-# ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
-# check_models() must not name it.
-
-
-# ---------------------------------------------------------------- the optimizer step
-
-
-# ---------------------------------------------------------------- prompts and responses
-
-
-# ---------------------------------------------------------------- LoRA
-# Small matrices are trained beside a model's frozen weights (2106.09685).
-
-
-# ---------------------------------------------------------------- sharding
-# Models larger than a GPU: each process holds a part of every parameter, gradient and optimizer state
-# (FSDP2).
 
 
 # ---------------------------------------------------------------- records
@@ -1013,9 +946,6 @@ def next_rows(rows, state, count):
     chosen = state.order[state.cursor : state.cursor + count].tolist()
     state.cursor = (state.cursor + len(chosen)) % len(rows)
     return [rows[i] for i in chosen]
-
-
-# ---------------------------------------------------------------- rewards
 
 
 # ---------------------------------------------------------------- processes
@@ -2032,58 +1962,48 @@ def check_up(groups, proposed, path, log):
 
 
 def check_lists():
-    """Refuse what _VALID_RANGES cannot say before anything is read."""
-    if not SAMPLE_TEMPERATURES or not all(1e-3 <= value <= 1e3 for value in SAMPLE_TEMPERATURES):
+    """Refuses what _VALID_RANGES cannot say before anything is read."""
+    if not SAMPLE_TEMPERATURES or min(SAMPLE_TEMPERATURES) < 1e-3 or max(SAMPLE_TEMPERATURES) > 1e3:
         raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
-    if not EVAL_SHOTS or not all(isinstance(shots, int) and shots > 0 for shots in EVAL_SHOTS):
+    if set(map(type, EVAL_SHOTS)) != {int} or min(EVAL_SHOTS) < 1:
         raise UserError(f"EVAL_SHOTS = {EVAL_SHOTS}: it takes one or more whole numbers from 1")
     if max(SHOTS, *EVAL_SHOTS) > POOL_SIZE:
         raise UserError(f"POOL_SIZE = {POOL_SIZE} holds fewer than the rows of SHOTS or EVAL_SHOTS: raise it")
-    without = f"does nothing with REWARD_MODE = {REWARD_MODE!r}: set it to 1.0"
-    if REWARD_MODE in ("hard_only", "hybrid") and SOFT_WEIGHT != 1:
-        raise UserError(f"SOFT_WEIGHT = {SOFT_WEIGHT} {without}")
-    if REWARD_MODE == "soft_only" and HARD_WEIGHT != 1:
-        raise UserError(f"HARD_WEIGHT = {HARD_WEIGHT} {without}")
+    name = "HARD_WEIGHT" if REWARD_MODE == "soft_only" else "SOFT_WEIGHT"
+    value = constants()[name]
+    if REWARD_MODE in ("soft_only", "hard_only", "hybrid") and value != 1:
+        raise UserError(f"{name} = {value} does nothing with REWARD_MODE = {REWARD_MODE!r}: set it to 1.0")
     if REWARD_MODE == "hybrid" and HYBRID_MIX_SCORE == "beam_score" and GRPO_EPOCHS and ON_POLICY:
-        todo = "take HYBRID_MIX_SCORE = 'logprob'"
-        raise UserError(f"ON_POLICY = True: lists that are sampled have no beam_score: {todo}")
+        raise UserError("ON_POLICY: sampled lists have no beam_score: set HYBRID_MIX_SCORE = 'logprob'")
     if HIDDEN_SIZE % HEADS:
         raise UserError(f"HIDDEN_SIZE = {HIDDEN_SIZE} must be a multiple of HEADS = {HEADS}")
 
 
 def load_examples(spec, constant, split, limit=None):
-    """[{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set; answer is the gold
-    that is named most often, which a demonstration shows. number is the row's, from 0."""
-    needs = {"path", "type", "input", "output"}
-    texts = isinstance(spec, dict) and all(isinstance(x, str) for x in (*spec, *spec.values()))
-    if not texts or not needs <= set(spec) <= needs | {"image", "name", "split"}:
+    """Returns [{"id", "number", "text", "image", "golds", "answer", "split"}] of a data set: the row's number
+    from 0; answer, the gold named most often, is what a demonstration shows."""
+    keys = {"path", "type", "input", "output"}
+    is_texts = isinstance(spec, dict) and set(map(type, (*spec, *spec.values()))) == {str}
+    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split"}:
         takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
     examples = []
     for line, record in read_records(spec, where):
-        at = f"{where} line {line}"
-        text = cell_text(look_up(record, spec["input"], at), f"{at}: {spec['input']!r}")
-        golds = cell_texts(look_up(record, spec["output"], at), f"{at}: {spec['output']!r}")
-        if not text.strip() or not all(gold.strip() for gold in golds):
-            column = spec["output"] if text.strip() else spec["input"]
-            raise UserError(f"{at}: column {column!r} is empty: write it, or delete the line")
+        row = f"{where} line {line}"
+        text = cell_text(look_up(record, spec["input"], row), f"{row}: {spec['input']!r}")
+        golds = cell_texts(look_up(record, spec["output"], row), f"{row}: {spec['output']!r}")
+        for key, texts in (("input", [text]), ("output", golds)):
+            if "" in map(str.strip, texts):
+                raise UserError(f"{row}: column {spec[key]!r} is empty: write it, or delete the line")
         image = None
         if spec.get("image"):
-            image = cell_text(look_up(record, spec["image"], at), f"{at}: {spec['image']!r}")
+            image = cell_text(look_up(record, spec["image"], row), f"{row}: {spec['image']!r}")
             if not Path(image).is_file():
-                raise UserError(f"{at}: there is no image {image!r}")
-        examples.append(
-            {
-                "id": f"{Path(spec['path']).name}:{line}",
-                "number": len(examples),
-                "text": text,
-                "image": image,
-                "golds": golds,
-                "answer": Counter(golds).most_common(1)[0][0],
-                "split": split,
-            }
-        )
+                raise UserError(f"{row}: there is no image {image!r}")
+        example = {"id": f"{Path(spec['path']).name}:{line}", "number": len(examples), "split": split}
+        example |= {"text": text, "image": image, "golds": golds}
+        examples.append({**example, "answer": Counter(golds).most_common(1)[0][0]})
         if len(examples) == limit:
             break
     if not examples:
@@ -2135,18 +2055,18 @@ class TfidfEmbedder:
         from sklearn.decomposition import TruncatedSVD
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        rare = 2 if len(demos) > 100 else 1  # a word or pair in fewer texts is left out
+        rare = 2 if len(demos) > 100 else 1  # words and pairs in fewer texts are left out
         self.words = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=rare)
         try:
-            counts = self.words.fit_transform([demo["text"] for demo in demos])
+            counts = self.words.fit_transform(column(demos, "text"))
             size = min(EMBEDDING_SIZE, min(counts.shape) - 1)
             self.svd = TruncatedSVD(size, random_state=0).fit(counts)
         except ValueError as error:  # no word at all, none in `rare` texts, or one alone
-            why = f"finds too few words in the demonstrations ({first_line(error)})"
-            raise UserError(f"EMBEDDING = 'tfidf' {why}: give a sentence model") from None
+            why = f"EMBEDDING = 'tfidf' finds too few words in the demonstrations ({first_line(error)})"
+            raise UserError(f"{why}: give a sentence model") from None
 
     def vectors(self, rows):
-        return self.svd.transform(self.words.transform([row["text"] for row in rows]))
+        return self.svd.transform(self.words.transform(column(rows, "text")))
 
 
 class HubEmbedder:
@@ -2166,8 +2086,8 @@ class HubEmbedder:
     def vectors(self, rows):
         means = []
         limit = min(512, self.tokenizer.model_max_length)
-        for i in range(0, len(rows), READER_BATCH_SIZE):
-            texts = [row["text"] for row in rows[i : i + READER_BATCH_SIZE]]
+        for start in range(0, len(rows), READER_BATCH_SIZE):
+            texts = column(rows[start : start + READER_BATCH_SIZE], "text")
             read = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
             states = self.model(**read.to(self.model.device)).last_hidden_state
             mask = read["attention_mask"][..., None].to(states.dtype)
@@ -2176,19 +2096,18 @@ class HubEmbedder:
 
 
 def make_embedder(demos, device):
-    """An object with vectors(rows), which gives (rows, d) of rows with "text" and "image". Replace it by your
-    own function or class."""
+    """Returns an object with vectors(rows), (rows, d), of rows with "text" and "image". Replace it."""
     return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
 
 
 def scaled(vectors):
-    """float32 vectors of length 1; a vector of zeros, a text without a known word, stays one."""
+    """Returns float32 vectors of length 1. A vector of zeros, of a text without a known word, stays zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.maximum(lengths, 1e-9)).astype(np.float32)
 
 
 def embed(embedder, rows):
-    """Scaled vectors of rows, (rows, d)."""
+    """Returns scaled vectors of rows, (rows, d)."""
     vectors = np.asarray(embedder.vectors(rows))
     if vectors.ndim != 2 or len(vectors) != len(rows) or not np.isfinite(vectors).all():
         wanted = f"must give finite numbers of shape ({len(rows)}, d)"
@@ -2197,7 +2116,7 @@ def embed(embedder, rows):
 
 
 def name_of(thing):
-    """The name of a function or of an object's class; says whether another file than this one defines it."""
+    """Returns the name of a function or of an object's class, and whether another file defines it."""
     name = json_name(thing)
     return name if thing.__module__ == __name__ else f"{name} of another file"
 
@@ -2212,8 +2131,8 @@ def source_of(thing):
 
 
 def embedder_facts():
-    """What vectors depend on beside the rows: the source of make_embedder and of the functions and classes
-    that it names, the plain values that it names, and the files of a model's folder."""
+    """Returns what vectors depend on beside the rows: the source of make_embedder and of the functions and
+    classes that it names, the plain values that it names, and the files of a model's folder."""
     facts = [EMBEDDING, EMBEDDING_SIZE, name_of(make_embedder), source_of(make_embedder)]
     if inspect.isfunction(make_embedder):
         named = inspect.getclosurevars(make_embedder)
@@ -2222,73 +2141,61 @@ def embedder_facts():
                 facts.append([name, source_of(value)])
             elif isinstance(value, (str, int, float)):
                 facts.append([name, value])
-    if Path(EMBEDDING).is_dir():
-        files = [path for path in Path(EMBEDDING).rglob("*") if path.is_file()]
-        facts += [[str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]] for path in sorted(files)]
+    for path in sorted(Path(EMBEDDING).rglob("*")):
+        if path.is_file():
+            facts.append([str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]])
     return facts
 
 
 def embed_splits(splits, demos, device, say, afresh):
-    """Give each example its "vector", and each demonstration its "candidate_vector", which is that of its
-    answer. Vectors are kept in OUTPUT_DIR under a digest of the rows, the images' bytes and embedder_facts().
-    A run that starts afresh makes those of an embedder of your own again: what such code reads besides, the
-    digest cannot see."""
-    every = list({id(e): e for rows in (demos, *splits.values()) for e in rows}.values())
-    every.sort(key=lambda e: (e["split"] == "test", e["number"]))
-    answers = sorted({demo["answer"] for demo in demos})
-    images = {e["image"] for e in every} - {None}
-    images = {image: file_digest(image)["sha256"] for image in images}
-    facts = [embedder_facts(), answers]
-    facts += [[e["id"], e["text"], e["split"], e["image"], images.get(e["image"])] for e in every]
+    """Gives each example its "vector", and each demonstration the "candidate_vector" of its answer. A file
+    keeps them, named by a digest of the rows, the images' bytes and embedder_facts(). A fresh run computes
+    those of an embedder of your own again: the digest cannot see what else such code reads."""
+    examples = {}  # each once, training rows first, in the order of their numbers
+    for example in chain(demos, *splits.values()):
+        examples[example["split"] == "test", example["number"]] = example
+    examples = list(dict(sorted(examples.items())).values())
+    answers = sorted(set(column(demos, "answer")))
+    images = sorted(set(column(examples, "image")) - {None})
+    facts = [embedder_facts(), answers, {image: file_digest(image)["sha256"] for image in images}]
+    facts += map(itemgetter("id", "text", "split", "image"), examples)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     path = Path(OUTPUT_DIR) / f"embeddings_{digest}.npz"
     of_your_own = name_of(make_embedder) != "make_embedder"
     if not path.exists() or (afresh and of_your_own):
         embedder = make_embedder(demos, device)
-        shown = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
-        arrays = [embed(embedder, rows) for rows in (every, shown)]
+        vectors = embed(embedder, examples)
+        answer_rows = [{"text": answer.replace("_", " "), "image": None} for answer in answers]
+        answer_vectors = embed(embedder, answer_rows)
         # Decorrelated: what is learnt of one answer leaves the others as they are
-        arrays[1] = scaled(np.linalg.svd(arrays[1], full_matrices=False)[0])
+        answer_vectors = scaled(np.linalg.svd(answer_vectors, full_matrices=False)[0])
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda tmp: np.savez(open(tmp, "wb"), *arrays))
-        say(f"Embedded {len(every)} texts, {arrays[0].shape[1]} numbers each: {path}")
+        write_atomically(path, lambda tmp: np.savez(open(tmp, "wb"), vectors, answer_vectors))
+        say(f"Embedded {len(examples)} texts, {vectors.shape[1]} numbers each: {path}")
     with np.load(path) as file:
-        vectors, of_answers = file["arr_0"], dict(zip(answers, file["arr_1"]))
-    for example, vector in zip(every, vectors):
+        vectors, answer_vectors = file["arr_0"], dict(zip(answers, file["arr_1"]))
+    for example, vector in zip(examples, vectors):
         example["vector"] = vector
     for demo in demos:
-        demo["candidate_vector"] = of_answers[demo["answer"]] if EMBED_ANSWERS else demo["vector"]
-
-
-def new_pointer(sizes):
-    """A policy whose weights the run's generator draws."""
-    return Pointer(
-        PointerConfig(
-            query_size=sizes[0],
-            candidate_size=sizes[1],
-            hidden_size=HIDDEN_SIZE,
-            layers=LAYERS,
-            heads=HEADS,
-            dropout=DROPOUT,
-            pointer_temperature=POINTER_TEMPERATURE,
-        )
-    )
+        demo["candidate_vector"] = answer_vectors[demo["answer"]] if EMBED_ANSWERS else demo["vector"]
 
 
 def load_pointer(folder, sizes):
-    """A policy from its folder; one weight that is missing or unexpected is an error."""
-    now = {"dropout": DROPOUT, "pointer_temperature": POINTER_TEMPERATURE}  # whatever it was trained with
+    """Returns a folder's policy; None: a new one. sizes are those of a query's and a candidate's vector."""
+    options = {"dropout": DROPOUT, "pointer_temperature": POINTER_TEMPERATURE}  # whatever it was trained with
+    if folder is None:
+        shape = {"hidden_size": HIDDEN_SIZE, "layers": LAYERS, "heads": HEADS}
+        return Pointer(PointerConfig(query_size=sizes[0], candidate_size=sizes[1], **shape, **options))
     try:
-        policy, found = Pointer.from_pretrained(str(folder), output_loading_info=True, **now)
-    except Exception as error:  # transformers raises many kinds
+        policy, report = Pointer.from_pretrained(str(folder), output_loading_info=True, **options)
+    except Exception as error:  # transformers raises many types
         raise UserError(f"{folder} is no policy of this program ({first_line(error)})") from None
-    faults = {key: names for key, names in found.items() if names}
-    if faults:
-        raise UserError(f"{folder}: {faults}: take a policy that this version made")
-    made = policy.config.query_size, policy.config.candidate_size
-    if made != tuple(sizes):
+    if any(report.values()):  # weights that are missing or unexpected
+        raise UserError(f"{folder}: {report}: take a policy that this version made")
+    trained_sizes = policy.config.query_size, policy.config.candidate_size
+    if trained_sizes != tuple(sizes):
         todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
-        raise UserError(f"{folder} reads vectors of {made} numbers, there are {tuple(sizes)}: {todo}")
+        raise UserError(f"{folder} reads vectors of {trained_sizes} numbers, not {tuple(sizes)}: {todo}")
     return policy
 
 
@@ -2298,49 +2205,40 @@ def load_pointer(folder, sizes):
 
 
 def gold_weights(golds):
-    """{distinct gold answer: its weight}: 1, or of annotators min(count / 3, 1). Answers that VQA's
+    """Returns {distinct gold answer: its weight}: 1, or of annotators min(count / 3, 1). Answers that VQA's
     normalisation makes equal are one."""
-    counts = {}
+    spellings = {}  # normalised gold: how it is written first
+    counts = Counter()
     for gold in golds:
-        first = next((known for known in counts if same_answer(known, gold)), gold)
-        counts[first] = counts.get(first, 0) + 1
+        counts[spellings.setdefault(rewards.normalise_vqa(gold), gold)] += 1
     enough = min(3, len(golds)) if GOLDS == "annotators" else 1
     return {gold: min(1.0, count / enough) for gold, count in counts.items()}
 
 
 def answer_accuracy(text, golds):
-    """1 where the answer is one of the golds, else 0; of annotators VQA's accuracy."""
+    """Returns 1 if the answer is one of the golds, else 0; of annotators VQA's accuracy."""
     if GOLDS == "annotators":
         return rewards.vqa_accuracy(text, golds)
-    return float(any(same_answer(text, gold) for gold in golds))
-
-
-def same_answer(a, b):
-    return rewards.normalise_vqa(a) == rewards.normalise_vqa(b)
+    return float(rewards.normalise_vqa(text) in map(rewards.normalise_vqa, golds))
 
 
 class VoteReader:
-    """A frozen classifier: P(answer) = (PRIOR_STRENGTH * its share of all demonstrations' answers +
-    similarity of those read that show it) / their sum. Exact, and blind to the order."""
+    """A frozen classifier: P(answer) = (PRIOR_STRENGTH * its share of all demonstrations' answers + the
+    similarity of those read that show it) / the sum over all answers. Exact, and blind to the order. Answers
+    are counted as VQA's normalisation writes them."""
 
     def __init__(self, demos):
-        self.forms = {}  # normalised answer: the first way in which a demonstration writes it
-        for demo in demos:
-            self.forms.setdefault(rewards.normalise_vqa(demo["answer"]), demo["answer"])
-        counts = Counter(self.form(demo["answer"]) for demo in demos)
-        self.prior = {answer: count / len(demos) for answer, count in counts.items()}
+        answers = list(map(rewards.normalise_vqa, column(demos, "answer")))
+        self.spellings = dict(zip(reversed(answers), reversed(column(demos, "answer"))))  # the first of each
+        self.prior = {answer: count / len(demos) for answer, count in Counter(answers).items()}
         self.commonest = max(self.prior, key=self.prior.get)
 
-    def form(self, answer):
-        """One way of writing for all answers that count as the same."""
-        return self.forms.get(rewards.normalise_vqa(answer), answer)
-
     def votes(self, query, demonstrations):
-        """{answer: votes} of the demonstrations; one of similarity 0 or less still says a little."""
+        """Returns {answer: votes} of the demonstrations; one of similarity 0 or less still gives a little."""
         votes = {}
         for demo in demonstrations:
             similarity = max(0.0, float(query["vector"] @ demo["vector"])) + 1e-3
-            answer = self.form(demo["answer"])
+            answer = rewards.normalise_vqa(demo["answer"])
             votes[answer] = votes.get(answer, 0.0) + similarity
         return votes
 
@@ -2350,17 +2248,19 @@ class VoteReader:
 
     def answers(self, asked):
         texts = []
-        for pair in asked:
-            votes = {self.commonest: 0.0} | self.votes(*pair)
-            texts.append(max(votes, key=partial(self.probability, votes)))
+        for query, demonstrations in asked:
+            votes = {self.commonest: 0.0} | self.votes(query, demonstrations)
+            best = max(votes, key=partial(self.probability, votes))
+            texts.append(self.spellings.get(best, best))
         return texts
 
     def gold_probabilities(self, asked):
         probabilities = []
         for query, demonstrations in asked:
             votes = self.votes(query, demonstrations)
-            weights = gold_weights(query["golds"]).items()
-            total = sum(w * self.probability(votes, self.form(gold)) for gold, w in weights)
+            total = 0.0
+            for gold, weight in gold_weights(query["golds"]).items():
+                total += weight * self.probability(votes, rewards.normalise_vqa(gold))
             probabilities.append(min(1.0, total))
         return probabilities
 
@@ -2374,58 +2274,63 @@ class LanguageReader:
         self.tokenizer = tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
         model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
         self.model = model.to(device).eval()
-        own = model.generation_config
-        eos = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-        eos = sorted({*eos, tokenizer.eos_token_id} - {None})
-        self.pad_id = next((x for x in (tokenizer.pad_token_id, *eos) if x is not None), 0)
+        config = model.generation_config
+        # The model may have one id, several or none
+        eos = np.hstack([config.eos_token_id, tokenizer.eos_token_id]).tolist()
+        eos = sorted(set(eos) - {None})
+        self.pad_id = [*eos, 0][0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # A model's own penalties and cuts stay out: gt_prob knows none
         model.generation_config = GenerationConfig(
-            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id
+            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=config.bos_token_id
         )
-        # What ends an answer: EOS and each token that begins with a newline, such as a paragraph's "\n\n"
-        texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))])
-        ends = {n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))} | {*eos}
-        size = model.config.get_text_config().vocab_size
-        self.ends = torch.tensor(sorted(n for n in ends if n < size), dtype=torch.long, device=device)
+        # An answer ends with EOS or a token that begins with a newline, such as a paragraph's "\n\n"
+        texts = tokenizer.batch_decode(torch.arange(len(tokenizer))[:, None])
+        newlines = [n for n, text in enumerate(texts) if text.lstrip(" ").startswith(("\n", "\r\n"))]
+        ends = torch.tensor(sorted({*eos, *newlines}), dtype=torch.long, device=device)
+        self.ends = ends[ends < model.config.get_text_config().vocab_size]
         if not len(self.ends):
             raise UserError(f"READER = {name!r} has no token that ends an answer, neither EOS nor a newline")
         self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
         self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
 
     def prompt(self, query, demonstrations):
-        """What the model reads. A blank at its end would be the answer's: tokens begin with theirs."""
-        shown = "".join(DEMONSTRATION.format(text=d["text"], answer=d["answer"]) for d in demonstrations)
-        text = ((INSTRUCTION or "") + shown + QUERY.format(text=query["text"])).rstrip(" ")
+        """Returns what the model reads. A space at its end is cut: tokens of the answer begin with theirs."""
+        text = INSTRUCTION or ""
+        for demo in demonstrations:
+            text += DEMONSTRATION.format(text=demo["text"], answer=demo["answer"])
+        text = (text + QUERY.format(text=query["text"])).rstrip(" ")
         if not self.chats:
             return text
-        said = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def ids_of(self, texts):
-        """Ids of prompts with or without an answer; a chat's template has written BOS."""
+        """Returns ids of prompts with or without an answer. A chat's template has written BOS."""
         ids = self.tokenizer(texts, add_special_tokens=not self.chats)["input_ids"]
-        eos = self.tokenizer.eos_token_id  # some tokenizers end every text
-        return [row[:-1] if not self.chats and len(row) > 1 and row[-1] == eos else row for row in ids]
+        for row in ids:
+            if not self.chats and len(row) > 1 and row[-1] == self.tokenizer.eos_token_id:
+                row.pop()  # some tokenizers end every text
+        return ids
 
     def padded(self, rows, room):
-        """Ids of prompts, left-padded, (prompts, P), and their mask."""
+        """Returns ids of prompts, left-padded, (prompts, P), and their mask."""
         longest = max(map(len, rows))
         if longest + room > self.limit:
-            todo = "lower SHOTS or EVAL_SHOTS, or leave the longest rows out"
-            reads = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
-            raise UserError(f"READER = {READER!r} {reads}: {todo}")
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        ids = torch.tensor([[self.pad_id] * (longest - len(row)) + row for row in rows])
-        return ids.to(self.model.device), mask.to(self.model.device)
+            fault = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
+            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
+        ids = pad_rows(rows, self.pad_id, "left")
+        lengths = torch.tensor(list(map(len, rows)))
+        mask = torch.arange(longest) >= longest - lengths[:, None]
+        return ids.to(self.model.device), mask.long().to(self.model.device)
 
     @torch.no_grad()
     def answers(self, asked, **sampling):
-        """Greedy answers; sampled ones by generate()'s own options."""
+        """Returns greedy answers; sampled ones by generate()'s own options."""
         answers = []
-        for i in range(0, len(asked), READER_BATCH_SIZE):
-            rows = self.ids_of([self.prompt(*pair) for pair in asked[i : i + READER_BATCH_SIZE]])
-            ids, mask = self.padded(rows, MAX_ANSWER_TOKENS)
-            options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
+        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
+        for start in range(0, len(asked), READER_BATCH_SIZE):
+            prompts = list(starmap(self.prompt, asked[start : start + READER_BATCH_SIZE]))
+            ids, mask = self.padded(self.ids_of(prompts), MAX_ANSWER_TOKENS)
             out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
             texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             answers += [text.strip().partition("\n")[0].strip() for text in texts]  # up to a line's end
@@ -2433,23 +2338,25 @@ class LanguageReader:
 
     @torch.no_grad()
     def gold_probabilities(self, asked):
+        space = "" if self.chats else " "
         golds = []  # (number of the query, prompt, prompt and answer, weight)
-        for n, (query, demonstrations) in enumerate(asked):
+        for number, (query, demonstrations) in enumerate(asked):
             prompt = self.prompt(query, demonstrations)
             for gold, weight in gold_weights(query["golds"]).items():
-                golds.append((n, prompt, prompt + (gold if self.chats else f" {gold}"), weight))
-        found = [0.0] * len(asked)
-        for i in range(0, len(golds), READER_BATCH_SIZE):
-            numbers, prompts, texts, weights = zip(*golds[i : i + READER_BATCH_SIZE])
-            before, rows = self.ids_of(list(prompts)), self.ids_of(list(texts))
-            # less where a tokenizer merges the prompt's end with the answer's beginning
-            lengths = [len(row) - len(os.path.commonprefix([row, ids])) for row, ids in zip(rows, before)]
-            for n, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
-                found[n] += weight * math.exp(logprob)
-        return [min(1.0, probability) for probability in found]
+                golds.append((number, prompt, prompt + space + gold, weight))
+        probabilities = np.zeros(len(asked))
+        for start in range(0, len(golds), READER_BATCH_SIZE):
+            numbers, prompts, texts, weights = zip(*golds[start : start + READER_BATCH_SIZE])
+            rows = self.ids_of(list(texts))
+            lengths = []  # of answers, with a token that merges the prompt's end with the answer's beginning
+            for row, prompt_ids in zip(rows, self.ids_of(list(prompts))):
+                lengths.append(len(row) - len(os.path.commonprefix([row, prompt_ids])))
+            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
+                probabilities[number] += weight * math.exp(logprob)
+        return probabilities.clip(max=1.0).tolist()
 
     def answer_logprobs(self, rows, lengths):
-        """Log-probability of each row's last tokens, so many, and of an end after them, a list."""
+        """Returns the log-probability of each row's last `lengths` tokens and an end after them, a list."""
         ids, mask = self.padded(rows, 0)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         kept = max(lengths) + 1
@@ -2457,9 +2364,9 @@ class LanguageReader:
         logprobs = out.logits[:, -kept:].float().log_softmax(-1)
         chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept :, None])[..., 0].double()  # (rows, kept - 1)
         places = torch.arange(1 - kept, 0, device=ids.device)
-        own = places >= -torch.tensor(lengths, device=ids.device)[:, None]
+        in_answer = places >= -torch.tensor(lengths, device=ids.device)[:, None]
         ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
-        return ((chosen * own).sum(1) + ends).tolist()
+        return ((chosen * in_answer).sum(1) + ends).tolist()
 
 
 # ---------------------------------------------------------------- pools and mining
@@ -2468,91 +2375,97 @@ class LanguageReader:
 class Corpus:
     """Demonstrations, their vectors, and the pool of each query."""
 
-    def __init__(self, splits, demos, device, say, afresh):
+    def __init__(self, demos, device):
         self.demos = demos
         self.device = device
-        self.number = {}  # rows that ask the same have one
-        self.asked = torch.tensor([self.number.setdefault(what_is_asked(d), len(self.number)) for d in demos])
-        embed_splits(splits, demos, device, say, afresh)
+        questions = list(map(what_is_asked, demos))
+        # Demonstrations that ask the same have one number
+        self.number = dict(zip(dict.fromkeys(questions), range(len(questions))))
+        self.asked = torch.tensor(list(map(self.number.get, questions)))
         self.embedder = None  # of new queries
-        vectors = torch.tensor(np.stack([d["candidate_vector"] for d in demos]))
+        vectors = torch.tensor(np.stack(column(demos, "candidate_vector")))
         vectors, self.vector_of = torch.unique(vectors, dim=0, return_inverse=True)
         self.vectors = vectors.to(device)  # one row for all demonstrations of one answer
-        self.demo_vectors = torch.tensor(np.stack([demo["vector"] for demo in demos]))
+        self.demo_vectors = torch.tensor(np.stack(column(demos, "vector")))
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
-        answers, answer_of = np.unique([demo["answer"] for demo in demos], return_inverse=True)
+        answers, answer_of = np.unique(column(demos, "answer"), return_inverse=True)
         self.answer_of = torch.tensor(answer_of)
         self.classifies = CLASSIFIER_C > 0 and 1 < len(answers) <= 500
         self.classifiers = {}  # by the fold that each was not fitted on
         self.log_likelihoods = {}  # by the query's id
 
+    def examples(self, numbers):
+        return [self.demos[j] for j in numbers]
+
     def embed_query(self, text):
-        """The vector of a new query."""
+        """Returns the vector of a new query."""
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
         return embed(self.embedder, [{"text": text, "image": None}])[0]
 
     def pool_of(self, query):
-        """Numbers of a query's pool within the demonstrations, (pool,): never one that asks the same."""
+        """Returns the numbers of a query's demonstrations, (pool,), without those that ask the same."""
         if "pool" not in query:
             if POOL == "random":
-                stream = query_stream(query, "pool")
-                order = torch.randperm(len(self.demos), generator=stream)
+                order = torch.randperm(len(self.demos), generator=query_stream(query, "pool"))
             else:
-                every = torch.arange(len(self.demos))
-                order = self.similarity(query, every).argsort(descending=True, stable=True)
-            own = self.number.get(what_is_asked(query), -1)
-            size = None if query["split"] == "select" else POOL_SIZE
-            query["pool"] = order[self.asked[order] != own][:size]
+                order = self.ranking(query, torch.arange(len(self.demos)))
+            query["pool"] = order[self.asked[order] != self.number.get(what_is_asked(query), -1)]
+            if query["split"] != "select":
+                query["pool"] = query["pool"][:POOL_SIZE]
         return query["pool"]
 
     def similarity(self, query, numbers):
-        """Cosines of a query and demonstrations, (numbers,)."""
+        """Returns the cosines of a query and demonstrations, (numbers,)."""
         return self.demo_vectors[numbers] @ torch.tensor(query["vector"])
 
+    def ranking(self, query, numbers):
+        """Returns places within `numbers`, that of the demonstration most similar to the query first."""
+        return self.similarity(query, numbers).argsort(descending=True, stable=True)
+
     def most_similar(self, query, count):
-        """Numbers of the pool's most similar rows, the most similar first: what a new policy picks."""
+        """Returns the numbers of the pool's most similar rows, most similar first: a new policy's pick."""
         pool = self.pool_of(query)
-        return pool[self.similarity(query, pool).argsort(descending=True, stable=True)[:count]].tolist()
+        return pool[self.ranking(query, pool)[:count]].tolist()
 
     def log_likelihood(self, query, numbers):
-        """A tenth of log p(answer | query) of demonstrations, (numbers,), -1 at least, by a logistic
-        regression of all demonstrations' answers on their vectors; for a query that is one of them by that of
-        four fifths without it, so that none is told its own answer. 0 without a classifier."""
+        """Returns a tenth of log p(answer | query) of demonstrations, (numbers,), at least -1, by a logistic
+        regression of all demonstrations' answers on their vectors; 0 without a classifier. For one of
+        them it is fitted on the four fifths without it: none is told its own answer."""
         if not self.classifies or not len(numbers):
             return torch.zeros(len(numbers))
         if query["id"] not in self.log_likelihoods:
             number = self.number.get(what_is_asked(query))
-            fold = None if number is None else number % 5
+            fold = -1 if number is None else number % 5
             if fold not in self.classifiers:
-                kept = [n for n, asked in enumerate(self.asked.tolist()) if fold is None or asked % 5 != fold]
-                vectors, answers = self.demo_vectors[kept], self.answer_of[kept]
-                self.classifiers[fold] = fit_classifier(vectors.numpy(), answers.numpy())
+                from sklearn.dummy import DummyClassifier
+                from sklearn.linear_model import LogisticRegression
+
+                fitted = self.asked % 5 != fold
+                several = len(self.answer_of[fitted].unique()) > 1
+                model = LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several else DummyClassifier()
+                model.fit(self.demo_vectors[fitted].numpy(), self.answer_of[fitted].numpy())
+                self.classifiers[fold] = model
             model = self.classifiers[fold]
-            found = torch.full((self.answer_of.max().item() + 1,), -1.0)
+            of_answers = torch.full((self.answer_of.max().item() + 1,), -1.0)
             logprobs = model.predict_log_proba(query["vector"][None])[0]
-            found[model.classes_] = torch.tensor(logprobs, dtype=torch.float32).div(10).clamp(min=-1)
-            self.log_likelihoods[query["id"]] = found
+            of_answers[model.classes_] = torch.tensor(logprobs, dtype=torch.float32).div(10).clamp(min=-1)
+            self.log_likelihoods[query["id"]] = of_answers
         return self.log_likelihoods[query["id"]][self.answer_of[numbers]]
 
-    def inputs(self, queries, pools):
-        """What the policy reads of queries and their pools: Pointer.encode()'s arguments."""
-        vectors = torch.tensor(np.stack([query["vector"] for query in queries]))
-        rows = stack_pools([self.vector_of[pool] for pool in pools])
-        for query, pool in zip(queries, pools):
+    def inputs(self, queries):
+        """Returns what the policy reads of queries and their pools: the arguments of Pointer.encode()."""
+        rows, similarities, likelihoods = [], [], []
+        for query in queries:
+            pool = self.pool_of(query)
             if "known" not in query or query["known"][0] is not pool:
                 query["known"] = pool, self.similarity(query, pool), self.log_likelihood(query, pool)
-        known = torch.stack([pad_columns([q["known"][i] for q in queries]) for i in (1, 2)], 1)
+            rows.append(self.vector_of[pool])
+            similarities.append(query["known"][1])
+            likelihoods.append(query["known"][2])
+        vectors = torch.tensor(np.stack(column(queries, "vector")))
+        rows = pad_rows(rows, -1)
+        known = torch.stack([pad_rows(similarities), pad_rows(likelihoods)], 1)
         return vectors.to(self.device), self.vectors, rows.to(self.device), known.to(self.device)
-
-
-def fit_classifier(vectors, answers):
-    """predict_log_proba() of answers, numbers; where there is one alone it is certain."""
-    from sklearn.dummy import DummyClassifier
-    from sklearn.linear_model import LogisticRegression
-
-    several = len(set(answers.tolist())) > 1
-    model = LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several else DummyClassifier()
-    return model.fit(vectors, answers)
 
 
 def what_is_asked(example):
@@ -2560,15 +2473,14 @@ def what_is_asked(example):
 
 
 def query_stream(query, use):
-    """A random stream for one use of one query, whatever was drawn before. Held out queries have the same
-    under every SEED."""
+    """Returns a random generator for one use of one query. SEED does not change those of held-out queries."""
     seed = SEED if query["split"] == "train" else SPLIT_SEED
     digest = hashlib.sha256(f"{seed} {query['id']} {use}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 class Miner:
-    """Proposes lists and asks the reader about them."""
+    """Proposes lists and asks the reader about them. A group has one query, its pool and its candidates."""
 
     def __init__(self, corpus, policy, reader):
         self.corpus = corpus
@@ -2577,8 +2489,7 @@ class Miner:
 
     @torch.no_grad()
     def mine(self, queries, shots):
-        """Groups of some queries: proposed, scored by gt_prob, recombined, the best and some others answered
-        and marked."""
+        """Returns groups: proposed, scored by gt_prob, recombined; the best and a few others marked."""
         self.policy.eval()
         groups = self.propose(queries, shots)
         self.score_gold(groups)
@@ -2590,165 +2501,163 @@ class Miner:
             self.recombine(group, shots)
         self.score_gold(groups)
         for group in groups:
-            group.proposed = sum(len(c["source"]) for c in group.candidates)
+            group.proposed = sum(map(len, column(group.candidates, "source")))
             self.choose_kept(group)
         self.verify(groups)
-        failed = [c["eval_error"] for group in groups for c in group.candidates if c["eval_failed"]]
-        if len(failed) == sum(len(group.candidates) for group in groups):
-            raise UserError(f"the reader failed for every one of {len(failed)} lists: {failed[0]}")
+        candidates = list(chain.from_iterable(map(attrgetter("candidates"), groups)))
+        if all(column(candidates, "eval_failed")):
+            first = candidates[0]["eval_error"]
+            raise UserError(f"the reader failed for every one of {len(candidates)} lists: {first}")
         self.add_logprobs(groups)
         return groups
 
     @torch.no_grad()
     def add_logprobs(self, groups):
-        """Log-probabilities of the groups' lists under the policy."""
-        pointers = pad_pointers([group.candidates for group in groups]).to(self.corpus.device)
-        inputs = self.corpus.inputs([group.query for group in groups], [group.pool for group in groups])
+        """Adds the log-probabilities of the groups' lists under the policy."""
+        lists = list(map(attrgetter("candidates"), groups))
+        pointers = pad_pointers(lists).to(self.corpus.device)
+        inputs = self.corpus.inputs(list(map(attrgetter("query"), groups)))
         logprobs = list_logprobs(self.policy(*inputs, pointers), pointers).tolist()
-        for group, values in zip(groups, logprobs):
-            for c, value in zip(group.candidates, values):
-                c["logprob"] = value
+        for candidates, values in zip(lists, logprobs):
+            for candidate, logprob in zip(candidates, values):
+                candidate["logprob"] = logprob
 
     def propose(self, queries, shots):
-        """A group a query: its pool and its distinct ordered lists, each with all its sources."""
-        pools = [self.corpus.pool_of(query) for query in queries]
-        inputs = self.corpus.inputs(queries, pools)  # padded, for the policy alone
+        """Returns one group per query: its pool and its distinct ordered lists, each with all its sources."""
+        inputs = self.corpus.inputs(queries)  # padded, for the policy alone
         check_room(inputs[2], shots)
         encoded = self.policy.encode(*inputs)  # once for all beams and samples
-        found = [{} for _ in queries]
-
-        def add(n, pointer, source, temperature=None, score=None):
-            candidate = found[n].setdefault(tuple(pointer), new_candidate(pointer))
-            candidate["source"].append(source)
-            candidate["temperature"].append(temperature)
-            if score is not None:
-                candidate["beam_score"] = score
-
+        proposed = [{} for _ in queries]  # {pointer: candidate}
         if BEAMS:
-            lists, scores = (x.tolist() for x in self.policy.search(*inputs, shots, BEAMS, encoded))
-            for n in range(len(queries)):
-                for pointer, score in zip(lists[n], scores[n]):
+            pointers, scores = self.policy.search(*inputs, shots, BEAMS, encoded)
+            for candidates, beams, beam_scores in zip(proposed, pointers.tolist(), scores.tolist()):
+                for pointer, score in zip(beams, beam_scores):
                     if score > -1e8:  # a small pool has fewer lists than BEAMS
-                        add(n, pointer, "beam", score=score)
-        for k, temperature in enumerate(SAMPLE_TEMPERATURES if SAMPLES else ()):
-            streams = [query_stream(query, f"sample {k}") for query in queries]
-            size = SAMPLES, shots, inputs[2].shape[1]
-            uniform = torch.stack([torch.rand(size, generator=g) for g in streams]).to(self.corpus.device)
-            lists = self.policy.sample(*inputs, uniform, temperature, encoded).tolist()
-            for n in range(len(queries)):
-                for pointer in lists[n]:
-                    add(n, pointer, "sample", float(temperature))
-        for n, query in enumerate(queries):
-            ranking = self.corpus.similarity(query, pools[n]).argsort(descending=True, stable=True).tolist()
-            for pointer in cut_lists(ranking, shots, RETRIEVED):
-                add(n, pointer, "retrieval")
-            stream = query_stream(query, "random")
-            order = []
-            whole = len(ranking) // shots * shots
-            while len(order) < RANDOM * shots:
-                order += torch.randperm(len(ranking), generator=stream).tolist()[:whole]
-            for pointer in cut_lists(order, shots, RANDOM):
-                add(n, pointer, "random")
-        if not all(found):
-            raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
+                        add_candidate(candidates, pointer, "beam")["beam_score"] = score
+        for number, temperature in enumerate(SAMPLE_TEMPERATURES):
+            uniform = []
+            for query in queries:
+                stream = query_stream(query, f"sample {number}")
+                uniform.append(torch.rand(SAMPLES, shots, inputs[2].shape[1], generator=stream))
+            uniform = torch.stack(uniform).to(self.corpus.device)
+            pointers = self.policy.sample(*inputs, uniform, temperature, encoded)
+            for candidates, samples in zip(proposed, pointers.tolist()):
+                for pointer in samples:
+                    add_candidate(candidates, pointer, "sample", float(temperature))
         groups = []
-        for query, pool, lists in zip(queries, pools, found):
-            groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(lists.values())))
+        for query, candidates in zip(queries, proposed):
+            pool = self.corpus.pool_of(query)
+            for pointer in cut_lists(self.corpus.ranking(query, pool), shots)[:RETRIEVED]:
+                add_candidate(candidates, pointer, "retrieval")
+            stream = query_stream(query, "random")
+            pointers = []
+            while len(pointers) < RANDOM:
+                pointers += cut_lists(torch.randperm(len(pool), generator=stream), shots)
+            for pointer in pointers[:RANDOM]:
+                add_candidate(candidates, pointer, "random")
+            groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(candidates.values())))
+        if not all(proposed):
+            raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
         return groups
 
     def take_apart(self, group):
-        """Add each member of the LOCAL_TOP best lists without a common member as a list of its own."""
-        known = {c["pointer"]: c for c in group.candidates}
+        """Adds each member of the LOCAL_TOP best lists without a common member as a list of its own."""
         members = []
-        left = LOCAL_TOP
-        for c in sorted(group.candidates, key=gold_first):
-            if left and not set(c["pointer"]) & set(members):
-                members += c["pointer"]
-                left -= 1
-        group.alone = [known.get((j,)) or new_candidate((j,), "alone") for j in members]
-        group.candidates += [c for c in group.alone if c["pointer"] not in known]
+        remaining = LOCAL_TOP
+        for candidate in sorted(group.candidates, key=gold_first):
+            if remaining and not set(candidate["pointer"]) & set(members):
+                members += candidate["pointer"]
+                remaining -= 1
+        candidates = by_pointer(group.candidates)
+        group.alone = []
+        for member in members:
+            group.alone.append(candidates.setdefault((member,), new_candidate((member,), "alone")))
+        group.candidates = list(candidates.values())
 
     def recombine(self, group, shots):
-        """Add LOCAL lists: the members that are right alone in random order, then other rows of the pool, the
-        least similar or any. A right list often has a bad member, which a reader that is blind to order
-        would have the policy choose first."""
-        right = [c["pointer"][0] for c in group.alone if c["hard"]]
-        others = torch.tensor([j for j in range(len(group.pool)) if j not in right])
+        """Adds LOCAL lists: the members that are right alone in random order, then others of the pool, the
+        least similar or any. A right list often has a bad member, and a reader blind to order would let the
+        policy choose it first."""
+        right = column(filter(itemgetter("hard"), group.alone), "pointer")
+        right = torch.tensor(right, dtype=torch.long).flatten()
+        places = torch.arange(len(group.pool))
+        others = places[~torch.isin(places, right)]
         ranking = self.corpus.similarity(group.query, group.pool[others]).argsort(stable=True)
         stream = query_stream(group.query, "local")
-        known = {c["pointer"] for c in group.candidates}
-        for n in range(LOCAL):
-            first = torch.randperm(len(right), generator=stream).tolist()
-            fillers = others[ranking[: 2 * shots]] if n % 2 else others
-            rest = fillers[torch.randperm(len(fillers), generator=stream)[:shots]].tolist()
-            pointer = tuple([right[i] for i in first] + rest)[:shots]
-            if len(pointer) == shots and pointer not in known:
-                known.add(pointer)
-                group.candidates.append(new_candidate(pointer, "local"))
+        candidates = by_pointer(group.candidates)
+        for number in range(LOCAL):
+            first = right[torch.randperm(len(right), generator=stream)]
+            fillers = others[ranking[: 2 * shots]] if number % 2 else others
+            fillers = fillers[torch.randperm(len(fillers), generator=stream)]
+            pointer = tuple(torch.cat([first, fillers])[:shots].tolist())
+            if len(pointer) == shots:
+                candidates.setdefault(pointer, new_candidate(pointer, "local"))
+        group.candidates = list(candidates.values())
 
     def choose_kept(self, group):
-        """Keep what is right alone, the policy's own pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others;
-        of lists whose members were asked alone those that show a right one before a wrong one."""
-        right = {c["pointer"]: c["hard"] or 0 for c in group.alone}
-
-        def orderly(c):
-            found = [right.get((j,), 0) for j in c["pointer"]]
-            return c["pointer"] not in right and found == sorted(found, reverse=True)
-
-        ranked = sorted(filter(orderly, group.candidates), key=gold_first)
-        kept = ranked[:KEEP_TOP]
-        others = ranked[KEEP_TOP:]
-        order = torch.randperm(len(others), generator=query_stream(group.query, "keep")).tolist()
+        """Keeps what is right alone, the policy's pick, KEEP_TOP by gt_prob and KEEP_RANDOM of the others.
+        Of lists whose members were asked alone those count that show no wrong one before a right one."""
+        alone = by_pointer(group.alone)
+        ordered = []
+        for candidate in group.candidates:
+            marks = [alone.get((j,), {}).get("hard") or 0 for j in candidate["pointer"]]
+            if candidate["pointer"] not in alone and marks == sorted(marks, reverse=True):
+                ordered.append(candidate)
+        ordered.sort(key=gold_first)
+        kept, others = ordered[:KEEP_TOP], ordered[KEEP_TOP:]
+        order = torch.randperm(len(others), generator=query_stream(group.query, "keep"))
         kept += [others[i] for i in order[:KEEP_RANDOM]]
-        own = group.candidates[policy_pick(group.candidates)]
-        if own["beam_score"] is not None and not any(c is own for c in kept):
-            kept.append(own)
-        alone = [c for c in group.alone if c["hard"]]
-        kept = [c for c in kept if c["pointer"] not in right] + alone  # short lists behind
+        pick = group.candidates[policy_pick(group.candidates)]
+        if pick["beam_score"] is not None and pick["pointer"] not in alone and pick not in kept:
+            kept.append(pick)
+        kept += filter(itemgetter("hard"), group.alone)  # short lists behind
         group.candidates = kept or group.alone
 
     def score_gold(self, groups):
-        """gt_prob of the lists that have none yet."""
-        self.ask(
-            [(g, c) for g in groups for c in g.candidates if c["gt_prob"] is None],
-            self.reader.gold_probabilities,
-            take_gold,
-        )
+        """Asks for gt_prob of the lists that have none yet."""
+        self.ask(groups, "candidates", "gt_prob", self.reader.gold_probabilities, take_gold)
 
     def verify(self, groups, which="candidates"):
-        """Answers of the lists that have none yet, marked."""
-        pairs = [(g, c) for g in groups for c in getattr(g, which) if c["hard"] is None]
-        self.ask(pairs, self.reader.answers, take_answer)
+        """Asks for answers of the lists that have none yet, and marks them."""
+        self.ask(groups, which, "hard", self.reader.answers, take_answer)
 
-    def ask(self, pairs, method, take):
-        """Ask the reader about (group, candidate) pairs, all at once; where that raises, one by one, and
-        what raises by itself is marked as failed and not asked again."""
-        pairs = [(group, c) for group, c in pairs if not c["eval_failed"]]
-        numbers = {id(group): group.pool.tolist() for group, _ in pairs}
-        demos = self.corpus.demos
-        asked = [(g.query, [demos[numbers[id(g)][j]] for j in c["pointer"]]) for g, c in pairs]
-        try:
-            values = ask_reader(method, asked) if asked else []
-        except UserError:
-            raise
-        except Exception as error:  # a reader may raise anything
-            if len(pairs) == 1:
-                pairs[0][1].update(eval_failed=True, eval_error=f"{type(error).__name__}: {error}")
-                return
-            for pair in pairs:
-                self.ask([pair], method, take)
+    def ask(self, groups, which, mark, method, take):
+        """Asks the reader about the lists that lack a mark and did not fail."""
+        asked, candidates = [], []
+        for group in groups:
+            pool = self.corpus.examples(self.corpus.pool_of(group.query).tolist())
+            for candidate in getattr(group, which):
+                if candidate[mark] is None and not candidate["eval_failed"]:
+                    asked.append((group.query, [pool[j] for j in candidate["pointer"]]))
+                    candidates.append(candidate)
+        if asked:
+            ask_and_take(asked, candidates, method, take)
+
+
+def ask_and_take(asked, candidates, method, take):
+    """Asks about all lists at once; if that raises, one by one. What raises by itself is marked as failed and
+    not asked again."""
+    try:
+        values = ask_reader(method, asked)
+    except UserError:
+        raise
+    except Exception as error:  # a reader may raise anything
+        if len(asked) == 1:
+            candidates[0].update(eval_failed=True, eval_error=f"{type(error).__name__}: {error}")
             return
-        for (group, c), value in zip(pairs, values):
-            take(c, value, group.query)
+        for pair, candidate in zip(asked, candidates):
+            ask_and_take([pair], [candidate], method, take)
+        return
+    for (query, _), candidate, value in zip(asked, candidates, values):
+        take(candidate, value, query)
 
 
 def ask_reader(method, asked):
-    """What a method of a reader gives for [(query, demonstrations)], a list: one value for each."""
+    """Returns what a method of a reader gives for [(query, demonstrations)], a list: one value for each."""
     values = list(method(asked))
     if len(values) != len(asked):
-        name = getattr(method, "__qualname__", "the reader")
-        todo = "it must give one for each"
-        raise UserError(f"{name} gave {len(values)} values for {len(asked)} lists: {todo}")
+        counts = f"{len(values)} values for {len(asked)} lists"
+        raise UserError(f"the reader gave {counts}: it must give one for each")
     return values
 
 
@@ -2756,89 +2665,92 @@ def ask_reader(method, asked):
 
 
 def new_candidate(pointer, source=None, temperature=None):
-    """A list, as numbers within the pool, in order; source and temperature list every way it was proposed."""
-    return {
-        "pointer": tuple(pointer),
-        "source": [source] if source else [],
-        "temperature": [temperature] if source else [],
-        "beam_score": None,
-        "logprob": None,
-        "text": "",
-        "hard": None,
-        "soft": None,
-        "gt_prob": None,
-        "relevance": None,
-        "eval_mode": None,
-        "eval_failed": False,
-        "eval_error": None,
-    }
+    """Returns a list: numbers within the pool, in order, and every way in which it was proposed."""
+    candidate = {"pointer": tuple(pointer), **dict.fromkeys(_FIELDS)}
+    candidate |= {"source": [], "temperature": [], "text": "", "eval_failed": False}
+    if source:
+        candidate |= {"source": [source], "temperature": [temperature]}
+    return candidate
 
 
-def cut_lists(order, shots, most):
-    """An order cut into lists of `shots`, `most` at most."""
-    return [order[i : i + shots] for i in range(0, len(order) - shots + 1, shots)][:most]
+def by_pointer(candidates):
+    """Returns {pointer: candidate}."""
+    return {candidate["pointer"]: candidate for candidate in candidates}
 
 
-def gold_first(c):
-    """Sorts by gt_prob, the highest first; a list without one last."""
-    return -c["gt_prob"] if c["gt_prob"] is not None else math.inf
+def add_candidate(candidates, pointer, source, temperature=None):
+    """Adds a way in which a list was proposed to {pointer: candidate}. Returns the candidate."""
+    candidate = candidates.setdefault(tuple(pointer), new_candidate(pointer))
+    candidate["source"].append(source)
+    candidate["temperature"].append(temperature)
+    return candidate
 
 
-def take_gold(c, value, query):
+def cut_lists(order, shots):
+    """Cuts an order, a tensor, into lists of `shots`; the rest is left out."""
+    return order[: len(order) // shots * shots].view(-1, shots).tolist()
+
+
+def gold_first(candidate):
+    """Sorts by gt_prob, the highest first; a list without one comes last."""
+    return math.inf if candidate["gt_prob"] is None else -candidate["gt_prob"]
+
+
+def take_gold(candidate, value, query):
     if isinstance(value, str) or not 0 <= value <= 1:
         raise UserError(f"the reader gives {query['id']} gt_prob {value!r}: it must be from 0 to 1")
-    c["gt_prob"] = float(value)
+    candidate["gt_prob"] = float(value)
 
 
-def take_answer(c, text, query):
-    """Mark an answer: its accuracy, right where that is above 0, relevance."""
+def take_answer(candidate, text, query):
+    """Marks an answer: its accuracy, right if that is above 0, and its relevance."""
     if not isinstance(text, str):
         raise UserError(f"the reader answers {query['id']} with {text!r}: it must be a text")
-    c["text"] = text
-    c["soft"] = answer_accuracy(text, query["golds"])
-    c["hard"] = int(c["soft"] > 0)
-    c["relevance"] = max(rewards.f1_score(text, gold) for gold in query["golds"])
-    c["eval_mode"] = "vqa" if GOLDS == "annotators" else "exact"
+    candidate["text"] = text
+    candidate["soft"] = answer_accuracy(text, query["golds"])
+    candidate["hard"] = int(candidate["soft"] > 0)
+    candidate["relevance"] = max(map(partial(rewards.f1_score, text), query["golds"]))
+    candidate["eval_mode"] = "vqa" if GOLDS == "annotators" else "exact"
 
 
-def list_logprobs(every, pointers):
-    """Log-probabilities of lists (queries, lists) from those of all candidates at each choice (queries,
-    lists, choices, pool); choices after a list's end, -1, count 0."""
-    chosen = every.gather(3, pointers.clamp(min=0)[..., None])[..., 0]
+def list_logprobs(all_logprobs, pointers):
+    """Returns the log-probabilities of lists, (queries, lists), from those of all candidates at each choice,
+    (queries, lists, choices, pool). Choices after a list's end, -1, count 0."""
+    chosen = all_logprobs.gather(3, pointers.clamp(min=0)[..., None])[..., 0]
     return (chosen * (pointers >= 0)).sum(2)
 
 
-def pad_pointers(groups):
-    """Pointers of lists of candidates, (queries, lists, choices), -1 where there are none."""
-    most = max(len(c["pointer"]) for group in groups for c in group)
-    lists = [[[*c["pointer"]] + [-1] * (most - len(c["pointer"])) for c in group] for group in groups]
-    return pad_sequence([torch.tensor(rows) for rows in lists], True, -1)
+def pad_pointers(lists):
+    """Returns the pointers of each query's candidates, (queries, lists, choices), -1 where there are none."""
+    pointers = [candidate["pointer"] for candidates in lists for candidate in candidates]
+    pointers = torch.tensor(list(zip_longest(*pointers, fillvalue=-1))).T
+    return pad_rows(pointers.split(list(map(len, lists))), -1)
 
 
-def pad_columns(rows):
-    """Lists of numbers as (rows, longest), 0 after each end."""
-    return pad_sequence([torch.as_tensor(row, dtype=torch.float32) for row in rows], True)
+def pad_rows(rows, fill=0, side="right"):
+    """Returns rows of different lengths, tensors or lists, as one tensor (rows, longest, ...)."""
+    return pad_sequence(list(map(torch.as_tensor, rows)), True, fill, side)
 
 
-def stack_pools(pools):
-    """(queries, pool), -1 after the end of a shorter one."""
-    return pad_sequence(pools, True, -1)
+def column(rows, key):
+    return [row[key] for row in rows]
 
 
 def check_room(pool, shots):
-    """Refuse pools (queries, pool), padded by -1, of which one has fewer candidates than a list."""
+    """Refuses pools (queries, pool), padded by -1, of which one has fewer candidates than a list."""
     least = (pool >= 0).sum(-1).min().item()
     if least < shots:
         todo = "ask for fewer SHOTS or EVAL_SHOTS, or give rows that ask something else"
         raise UserError(f"a query's pool holds {least} candidates, a list of {shots} needs as many: {todo}")
 
 
-# What the marks of lists depend on: what was mined under others is neither trained on nor joined
-_READING = """
-    VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION
-    QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE""".split()
+# The marks of lists depend on these: lists mined under other values are neither trained on nor joined
+_READING = (
+    "VALIDATION_QUERIES SPLIT_SEED EMBEDDING EMBEDDING_SIZE READER PRIOR_STRENGTH INSTRUCTION DEMONSTRATION "
+    "QUERY CHAT_TEMPLATE MAX_ANSWER_TOKENS DTYPE GOLDS POOL POOL_SIZE"
+).split()
 # differs: the constants of this trainer
-# And which lists there are: parts of one file are never mined under two settings
+# Which lists there are depends on these, too: parts of one file are never mined under two settings
 _MINING = (
     _READING
     + """
@@ -2849,12 +2761,12 @@ _MINING = (
 
 
 def code_facts(reader):
-    """What else marks depend on: which class reads and what makes vectors, by name."""
+    """Returns what else marks depend on: which class reads and what makes vectors, by name."""
     return {"reader class": name_of(reader), "embedder": name_of(make_embedder)}
 
 
 def list_facts(queries, shots, reader):
-    """What the lists of these queries depend on."""
+    """Returns what the lists of these queries depend on."""
     count = "TEST_QUERIES" if queries[0]["split"] == "test" else "MINE_QUERIES"
     facts = {"program": "rce_icl", "shots": shots, count: len(queries)}
     return mining_facts(**facts, **code_facts(reader))
@@ -2882,25 +2794,27 @@ _FIELDS = {  # of a list: its key in the file, which is the source's
 
 
 def group_record(group, demos):
-    """(row number, a query and its lists as JSON has them); pointers and pool are row numbers of the data."""
+    """Returns (row number, a query and its lists as JSON has them). Pointers and pool are row numbers."""
     pool = [demos[j]["number"] for j in group.pool.tolist()]
-    lists = [
-        {"pointer": [pool[j] for j in c["pointer"]], **{name: c[key] for key, name in _FIELDS.items()}}
-        for c in group.candidates
-    ]
+    lists = []
+    for candidate in group.candidates:
+        record = {"pointer": [pool[j] for j in candidate["pointer"]]}
+        for key, name in _FIELDS.items():
+            record[name] = candidate[key]
+        lists.append(record)
     query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
     record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
     return str(group.query["number"]), {**record, "pointer_candidates": lists}
 
 
 def write_candidates(records, path, facts):
-    """[(row number, record)] and _meta as JSON, there whole or not at all."""
+    """Writes [(row number, record)] and _meta as JSON: the whole file or nothing."""
     text = json.dumps({"_meta": facts, **dict(records)}) + "\n"
     write_atomically(path, lambda tmp: tmp.write_text(text))
 
 
 def read_json(path):
-    """([(row number, record)], what they were mined with) of a file of candidates."""
+    """Returns [(row number, record)] of a file of candidates, and what they were mined with."""
     try:
         records = json.loads(Path(path).read_text())
         mined_with = records.pop("_meta", {})
@@ -2964,10 +2878,10 @@ def read_candidates(path, splits, demos, reader):
     return groups
 
 
-def check_numbers(numbers, known, own, where):
-    """Refuse row numbers of a pool or a list that are not known, there twice or ask what the query asks."""
+def check_numbers(numbers, known, same_question, where):
+    """Refuses row numbers of a pool or a list that are unknown, there twice or ask what the query asks."""
     for number in numbers:
-        if number in own:
+        if number in same_question:
             raise UserError(f"{where} has row {number}, which asks what the query asks: leave it out")
         if number not in known:
             raise UserError(f"{where} has {number}, which is no demonstration of the data or not in the pool")
@@ -2975,19 +2889,19 @@ def check_numbers(numbers, known, own, where):
         raise UserError(f"{where} is empty or names a demonstration twice")
 
 
-def parse_list(c):
-    """(row numbers, candidate) of one list. Where it has pointer_global, the source's newer format, that
+def parse_list(record):
+    """Returns (row numbers, candidate) of one list. If it has pointer_global, the source's newer format, that
     holds the rows, and pointer their places in the pool."""
-    numbers = [index(number) for number in c.get("pointer_global") or c["pointer"]]
+    numbers = list(map(index, record.get("pointer_global") or record["pointer"]))
     candidate = new_candidate(())
-    candidate |= {key: c[name] for key, name in _FIELDS.items() if c.get(name) is not None}
+    candidate |= {key: record[name] for key, name in _FIELDS.items() if record.get(name) is not None}
     if not candidate["source"]:
-        candidate["source"] = [c.get("gen_method") or "given"]
-        candidate["temperature"] = [c.get("temperature")]
+        candidate["source"] = [record.get("gen_method") or "given"]
+        candidate["temperature"] = [record.get("temperature")]
     candidate["eval_failed"] |= SKIP_FALLBACK and candidate["eval_mode"] == "fallback"
-    shares = [candidate[key] for key in ("hard", "soft", "gt_prob", "relevance")]
-    if not all(value is None or 0 <= value <= 1 for value in shares) or candidate["hard"] not in (0, 1, None):
-        raise ValueError(f"vqa_correct takes 0 or 1, the other marks 0 to 1, not {shares}")
+    marks = itemgetter("hard", "soft", "gt_prob", "relevance")(candidate)
+    if not all(mark is None or 0 <= mark <= 1 for mark in marks) or candidate["hard"] not in (0, 1, None):
+        raise ValueError(f"vqa_correct takes 0 or 1, the other marks 0 to 1, not {marks}")
     return numbers, candidate
 
 
@@ -2995,24 +2909,25 @@ def parse_list(c):
 
 
 def test_policies(trainer):
-    """The best policy on the test queries beside what needs no training, at each of EVAL_SHOTS."""
-    policies = {"RCE": load_pointer(trainer.run.folder / "best/policy", trainer.corpus.sizes)}
+    """Tests the best policy on the test queries beside what needs no training, at each of EVAL_SHOTS."""
+    folders = {"RCE": "best/policy"}
     if trainer.state.stage == "grpo":
-        before = load_pointer(trainer.run.folder / "rce/policy", trainer.corpus.sizes)
-        policies = {"RCE": before, "RCE + GRPO": policies["RCE"]}
+        folders = {"RCE": "rce/policy", "RCE + GRPO": "best/policy"}
+    policies = {}
+    for name, folder in folders.items():
+        policies[name] = load_pointer(trainer.run.folder / folder, trainer.corpus.sizes).to(trainer.device)
     queries = trainer.splits["test"]
     models = fit_baselines(trainer)
     results = {}
     for shots in EVAL_SHOTS:
-        found = baseline_accuracies(trainer, models, queries, shots)
+        accuracies = baseline_accuracies(trainer, models, queries, shots)
         for name, policy in policies.items():
-            policy.to(trainer.device)
-            found[name] = trainer.accuracy_of(queries, [x[0] for x in trainer.pick(queries, shots, policy)])
-        found["oracle"] = test_oracle(trainer, queries, shots)
-        if found["oracle"] is None:
+            accuracies[name] = trainer.accuracy_of(queries, trainer.pick(queries, shots, policy))
+        accuracies["oracle"] = test_oracle(trainer, queries, shots)
+        if accuracies["oracle"] is None:
             return  # a signal
-        results[shots] = found
-    figures = test_figures(results, "RCE + GRPO" if "RCE + GRPO" in policies else "RCE")
+        results[shots] = accuracies
+    figures = test_figures(results, name)
     text = json.dumps(figures, indent=1) + "\n"
     write_atomically(trainer.run.folder / "eval_test.json", lambda tmp: tmp.write_text(text))
     trainer.run.log(test_lines(figures))
@@ -3020,72 +2935,76 @@ def test_policies(trainer):
 
 
 def fit_baselines(trainer):
-    """{"kNN": model, "classifier": model}, of the demonstrations' answers by their vectors: those of several
-    settings whose ranking is the best on validation at one shot. None where there are too many answers."""
+    """Returns {"kNN": model, "classifier": model} of the demonstrations' answers by their vectors: of several
+    settings those whose ranking is the best on validation at one shot. None if there are too many answers."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.neighbors import KNeighborsClassifier
 
-    answers = [demo["answer"] for demo in trainer.demos]
+    answers = column(trainer.demos, "answer")
     if not 1 < len(set(answers)) <= 500:
         return {}
-    counts = {min(k, len(answers)) for k in (5, 10, 20, 40)}
-    made = {
-        "kNN": [KNeighborsClassifier(k, weights="distance", metric="cosine") for k in sorted(counts)],
-        "classifier": [LogisticRegression(C=C, max_iter=1000) for C in (3, 10, 30)],
-    }
-    vectors = trainer.corpus.demo_vectors.numpy()
+    models = []
+    for neighbors in (5, 10, 20, 40):
+        neighbors = min(neighbors, len(answers))
+        models.append(("kNN", KNeighborsClassifier(neighbors, weights="distance", metric="cosine")))
+    for C in (3, 10, 30):
+        models.append(("classifier", LogisticRegression(C=C, max_iter=1000)))
     queries = trainer.splits["validation"]
-    best = {}
-    for name, models in made.items():
-        fitted = [model.fit(vectors, answers) for model in models]
-        right = [trainer.accuracy_of(queries, ranked(trainer, model, queries, 1)).mean() for model in fitted]
-        best[name] = fitted[int(np.argmax(right))]
+    best = {"kNN": None, "classifier": None}
+    accuracies = dict.fromkeys(best, -1.0)
+    for name, model in models:
+        model.fit(trainer.corpus.demo_vectors.numpy(), answers)
+        accuracy = trainer.accuracy_of(queries, ranked(trainer, model, queries, 1)).mean()
+        if accuracy > accuracies[name]:
+            best[name], accuracies[name] = model, accuracy
     return best
 
 
 def ranked(trainer, model, queries, shots, fillers=False):
-    """Lists of the pool's rows of the likeliest answer, the most similar first, then of the next one; with
-    fillers of the likeliest alone, filled up with the pool's least similar rows."""
-    column = {answer: n for n, answer in enumerate(model.classes_)}
+    """Returns lists of the pool's rows of the likeliest answer, the most similar first, then of the next one;
+    with fillers of the likeliest alone, filled up with the pool's least similar rows."""
     lists = []
-    scores = model.predict_proba(np.stack([query["vector"] for query in queries]))
-    for query, of_answers in zip(queries, scores):
+    probabilities = model.predict_proba(np.stack(column(queries, "vector")))
+    for query, of_answers in zip(queries, probabilities):
         pool = trainer.corpus.pool_of(query)
         similarity = trainer.corpus.similarity(query, pool).numpy()
-        score = of_answers[[column[trainer.demos[j]["answer"]] for j in pool.tolist()]]
+        answers = column(trainer.corpus.examples(pool), "answer")
+        score = of_answers[np.searchsorted(model.classes_, answers)]
         if fillers:
-            score = np.where(score == score.max(), 1.0, 0.0)
+            score = (score == score.max()).astype(float)
             similarity = np.where(score, similarity, -similarity)
         lists.append(pool[np.lexsort((-similarity, -score))[:shots]].tolist())
     return lists
 
 
 def baseline_accuracies(trainer, models, queries, shots):
-    """Accuracies, (queries,) each, of what sees no reward."""
-    named = {"no demonstrations": [], "random": [], "similarity": []}
+    """Returns {name: accuracies, (queries,)} of what sees no reward."""
+    lists = {"no demonstrations": [], "random": [], "similarity": []}
     for query in queries:
         pool = trainer.corpus.pool_of(query)
         drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))[:shots]
-        named["no demonstrations"].append([])
-        named["random"].append(pool[drawn].tolist())
-        named["similarity"].append(trainer.corpus.most_similar(query, shots))
+        lists["no demonstrations"].append([])
+        lists["random"].append(pool[drawn].tolist())
+        lists["similarity"].append(trainer.corpus.most_similar(query, shots))
     for name, model in models.items():
-        named[name] = ranked(trainer, model, queries, shots)
+        lists[name] = ranked(trainer, model, queries, shots)
     if models:
-        named["classifier, fillers"] = ranked(trainer, models["classifier"], queries, shots, True)
-    return {name: trainer.accuracy_of(queries, lists) for name, lists in named.items()}
+        lists["classifier, fillers"] = ranked(trainer, models["classifier"], queries, shots, True)
+    return {name: trainer.accuracy_of(queries, of_queries) for name, of_queries in lists.items()}
 
 
 def test_oracle(trainer, queries, shots):
-    """Accuracy of the best mined list, (queries,); None where a signal stopped the mining."""
+    """Returns the accuracy of the best mined list, (queries,); None if a signal stopped the mining."""
     path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
     if not path.exists() and not trainer.mine(path, queries, shots):
         return None
     facts = list_facts(queries, shots, trainer.reader)
-    check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined anew")
-    groups = read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
-    best = {group.query["id"]: group.candidates for group in groups}
-    return np.array([max([c["soft"] or 0.0 for c in best[q["id"]]], default=0.0) for q in queries])
+    check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined again")
+    best = dict.fromkeys(column(queries, "id"), 0.0)
+    for group in read_candidates(path, trainer.splits, trainer.demos, trainer.reader):
+        for candidate in group.candidates:
+            best[group.query["id"]] = max(best[group.query["id"]], candidate["soft"] or 0.0)
+    return np.array(list(best.values()))
 
 
 # differs: the figures of this trainer
@@ -3139,13 +3058,14 @@ def test_lines(figures):
 
 
 def draw_results(figures, path, title):
-    """icl_results.png: test accuracy by shots of the policy and what it is compared with."""
+    """Draws icl_results.png: test accuracy by shots of the policy and what it is compared with."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     axis = figure.subplots()
-    shots = [int(key) for key in figures["shots"]]
-    for method in next(iter(figures["shots"].values()))["accuracy"]:
-        values = [each["accuracy"][method] for each in figures["shots"].values()]
-        axis.plot(shots, values, "o-" if method.startswith("RCE") else "o--", label=method)
+    shots = list(map(int, figures["shots"]))
+    accuracies = column(figures["shots"].values(), "accuracy")
+    for method in accuracies[0]:
+        style = "o-" if method.startswith("RCE") else "o--"
+        axis.plot(shots, column(accuracies, method), style, label=method)
     axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
     figure.legend(fontsize=8, loc="outside right upper")
     axis.grid(alpha=0.3)

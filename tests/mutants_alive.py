@@ -215,7 +215,12 @@ MUTANTS = [
         "value_loss(values, batch.rewards[chunk], batch.values[chunk],",
         RAG_STEP,
     ),
-    (ICL, "(choice_kl(every, ref_every) * chosen)", "(choice_kl(ref_every, every) * chosen)", ICL_LISTS),
+    (
+        ICL,
+        "(choice_kl(all_logprobs, ref_logprobs) * chosen)",
+        "(choice_kl(ref_logprobs, all_logprobs) * chosen)",
+        ICL_LISTS,
+    ),
     # recipes
     (
         PAGE,

@@ -21,14 +21,16 @@ MUTANTS = [
     # what vectors depend on
     (
         ICL,
-        'e["split"], e["image"], images.get(e["image"])] for e in every]',
-        'e["split"], e["image"]] for e in every]',
+        'answers, {image: file_digest(image)["sha256"] for image in images}]',
+        "answers]",
         IMAGES,
     ),
     (
         ICL,
-        'e["split"], e["image"], images.get(e["image"])] for e in every]',
-        'e["split"], images.get(e["image"])] for e in every]',
+        '{image: file_digest(image)["sha256"] for image in images}]\n'
+        '    facts += map(itemgetter("id", "text", "split", "image"), examples)\n',
+        'sorted({file_digest(image)["sha256"] for image in images})]\n'
+        '    facts += map(itemgetter("id", "text", "split"), examples)\n',
         IMAGES,
     ),
     (ICL, "name_of(make_embedder), source_of(make_embedder)]", "name_of(make_embedder)]", CODE),
@@ -36,14 +38,14 @@ MUTANTS = [
     (ICL, "facts.append([name, value])", "facts.append(name)", CODE),
     (ICL, "{**named.globals, **named.nonlocals}", "{**named.globals}", CODE),
     (ICL, "        return inspect.getsource(thing)", "        return json_name(thing)", CODE),
-    (ICL, "    if Path(EMBEDDING).is_dir():", "    if False:", FOLDER),
+    (ICL, "        if path.is_file():\n            facts", "        if False:\n            facts", FOLDER),
     (
         ICL,
         '[str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]]',
         "[str(path.relative_to(EMBEDDING)), path.stat().st_size]",
         FOLDER,
     ),
-    (ICL, "        afresh = self.run.checkpoint is None", "        afresh = False", AFRESH),
+    (ICL, "self.run.log, self.resumed_from is None)", "self.run.log, False)", AFRESH),
     (
         ICL,
         "    if vectors.ndim != 2 or len(vectors) != len(rows) or not np.isfinite(vectors).all():",
@@ -63,21 +65,31 @@ MUTANTS = [
         IN_ICL + "queries_of_two_files_of_one_name_are_told_apart",
     ),
     # what a reward is made of
-    (ICL, '"soft": SOFT_WEIGHT, "gt_prob": SOFT_WEIGHT}', '"soft": SOFT_WEIGHT}', WEIGHTS),
+    (ICL, '("soft", SOFT_WEIGHT), ("gt_prob", SOFT_WEIGHT)):', '("soft", SOFT_WEIGHT)):', WEIGHTS),
     (
         ICL,
-        '"soft": SOFT_WEIGHT, "gt_prob": SOFT_WEIGHT}',
-        '"soft": SOFT_WEIGHT, "gt_prob": HARD_WEIGHT}',
+        '("soft", SOFT_WEIGHT), ("gt_prob", SOFT_WEIGHT)):',
+        '("soft", SOFT_WEIGHT), ("gt_prob", HARD_WEIGHT)):',
         WEIGHTS,
     ),
     (
         ICL,
-        '            marks["relevance"] = 0.0',
+        '            candidate["relevance"] = 0.0',
         "            pass",
         IN_ICL + "a_right_list_gets_nothing_for_relevance_though_hard_has_no_weight",
     ),
-    (ICL, 'if REWARD_MODE in ("hard_only", "hybrid") and SOFT_WEIGHT != 1:', "if False:", MENDED),
-    (ICL, 'if REWARD_MODE == "soft_only" and HARD_WEIGHT != 1:', "if False:", MENDED),
+    (
+        ICL,
+        'if REWARD_MODE in ("soft_only", "hard_only", "hybrid") and',
+        'if REWARD_MODE in ("soft_only",) and',
+        MENDED,
+    ),
+    (
+        ICL,
+        'if REWARD_MODE in ("soft_only", "hard_only", "hybrid") and',
+        'if REWARD_MODE in ("hard_only", "hybrid") and',
+        MENDED,
+    ),
     (ICL, 'and HYBRID_MIX_SCORE == "beam_score" and GRPO_EPOCHS and ON_POLICY:', "and False:", MENDED),
     (
         ICL,
@@ -113,8 +125,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "kl = (choice_kl(every, ref_every) * chosen).sum() / chosen.sum()",
-        "kl = choice_kl(every, ref_every).mean()",
+        "kl = (choice_kl(all_logprobs, ref_logprobs) * chosen).sum() / chosen.sum()",
+        "kl = choice_kl(all_logprobs, ref_logprobs).mean()",
         GRADIENTS,
     ),
     (ICL, "ratio.clamp(1 - clip_range, 1 + clip_range)", "ratio.clamp(1 - clip_range, 1.28)", GRADIENTS),
@@ -132,14 +144,14 @@ MUTANTS = [
     (ICL, "[key for key in facts if key in mined_with]", "[*facts]", MARKED),
     (
         ICL,
-        "    if len(values) != len(asked):\n        name",
-        "    if False:\n        name",
+        "    if len(values) != len(asked):\n        counts",
+        "    if False:\n        counts",
         IN_ICL + "a_reader_that_gives_too_few_values_or_odd_ones_is_an_error",
     ),
     (
         ICL,
-        "texts = ask_reader(self.reader.answers, asked)",
-        "texts = self.reader.answers(asked)",
+        "ask_reader(self.reader.answers, list(new.values()))",
+        "self.reader.answers(list(new.values()))",
         IN_ICL + "a_reader_that_gives_too_few_answers_in_evaluation_is_an_error",
     ),
     (
@@ -156,25 +168,25 @@ MUTANTS = [
     ),
     (
         ICL,
-        "self.probability(votes, self.form(gold))",
+        "self.probability(votes, rewards.normalise_vqa(gold))",
         "self.probability(votes, gold)",
         IN_ICL + "votes_count_answers_that_are_written_differently_as_one",
     ),
     (
         ICL,
-        '            answer = self.form(demo["answer"])',
+        '            answer = rewards.normalise_vqa(demo["answer"])',
         '            answer = demo["answer"]',
         IN_ICL + "votes_count_answers_that_are_written_differently_as_one",
     ),
     (
         ICL,
-        'Counter(self.form(demo["answer"]) for demo in demos)',
-        'Counter(demo["answer"] for demo in demos)',
+        'answers = list(map(rewards.normalise_vqa, column(demos, "answer")))',
+        'answers = column(demos, "answer")',
         IN_ICL + "votes_count_answers_that_are_written_differently_as_one",
     ),
     (
         ICL,
-        'if self.train_rows and not any(row["held_out"] for row in self.train_rows):',
+        'if self.train_rows and not any(column(self.train_rows, "held_out")):',
         "if False:",
         IN_ICL + "a_run_none_of_whose_queries_trains_the_weights_says_so",
     ),

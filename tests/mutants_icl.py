@@ -48,14 +48,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            taken = of_parents(taken).scatter(",
-        "            taken = taken.expand(-1, parent.shape[1], -1).scatter(",
+        "            taken = taken[parents].scatter(",
+        "            taken = taken.expand(-1, choice.shape[1], -1).scatter(",
         IN_ICL + "beams_are_the_likeliest_lists_and_one_beam_is_greedy",
     ),
     (
         ICL,
-        "            state = self.advance(of_parents(state), candidates, choice)",
-        "            state = self.advance(state.expand(-1, parent.shape[1], -1), candidates, choice)",
+        "            state = self.advance(state[parents], candidates, choice)",
+        "            state = self.advance(state.expand(-1, choice.shape[1], -1), candidates, choice)",
         IN_ICL + "beams_are_the_likeliest_lists_and_one_beam_is_greedy",
     ),
     (
@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "    apart = (logprobs - ref_logprobs).masked_fill(~open_, 0.0)",
-        "    apart = ref_logprobs - logprobs",
+        "    difference = (logprobs - ref_logprobs).masked_fill(masked, 0.0)",
+        "    difference = ref_logprobs - logprobs",
         IN_ICL + "the_kl_of_a_choice_is_exact_and_masked_candidates_count_nothing",
     ),
     (
@@ -152,13 +152,13 @@ MUTANTS = [
     ),
     (
         ICL,
-        "                found[n] += weight * math.exp(logprob)",
-        "                found[n] += math.exp(logprob)",
+        "                probabilities[number] += weight * math.exp(logprob)",
+        "                probabilities[number] += math.exp(logprob)",
         IN_ICL + "golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt",
     ),
     (
         ICL,
-        "        return ((chosen * own).sum(1) + ends).tolist()",
+        "        return ((chosen * in_answer).sum(1) + ends).tolist()",
         "        return (chosen.sum(1) + ends).tolist()",
         IN_ICL + "a_language_models_gold_probability_is_that_of_each_gold_read_alone",
     ),
@@ -171,20 +171,20 @@ MUTANTS = [
     # mining
     (
         ICL,
-        "    whole = len(ranking) // shots * shots",
-        "    ranking = ranking[:12]\n            whole = len(ranking) // shots * shots",
+        "cut_lists(torch.randperm(len(pool), generator=stream), shots)",
+        "cut_lists(torch.randperm(12, generator=stream), shots)",
         IN_ICL + "random_lists_try_the_whole_pool_not_its_first_few",
     ),
     (
         ICL,
-        "found[n].setdefault(tuple(pointer), new_candidate(pointer))",
-        "found[n].setdefault(tuple(sorted(pointer)), new_candidate(sorted(pointer)))",
+        "candidates.setdefault(tuple(pointer), new_candidate(pointer))",
+        "candidates.setdefault(tuple(sorted(pointer)), new_candidate(sorted(pointer)))",
         IN_ICL + "lists_are_distinct_in_order_and_keep_every_source",
     ),
     (
         ICL,
-        '            query["pool"] = order[self.asked[order] != own][:size]\n',
-        '            query["pool"] = order[:size]\n',
+        '            query["pool"] = order[self.asked[order] != self.number.get(what_is_asked(query), -1)]\n',
+        '            query["pool"] = order\n',
         IN_ICL + "no_pool_holds_the_query_or_another_row_that_asks_the_same",
     ),
     (
@@ -195,43 +195,43 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            kept.append(own)\n",
+        "            kept.append(pick)\n",
         "            pass\n",
         IN_ICL + "kept_are_the_best_by_gt_prob_some_others_and_the_policys_own",
     ),
     (
         ICL,
-        "        for c in sorted(group.candidates, key=gold_first):\n            if left",
-        "        for c in group.candidates:\n            if left",
+        "        for candidate in sorted(group.candidates, key=gold_first):\n            if remaining",
+        "        for candidate in group.candidates:\n            if remaining",
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
     (
         ICL,
-        'if left and not set(c["pointer"]) & set(members):',
-        "if left:",
+        'if remaining and not set(candidate["pointer"]) & set(members):',
+        "if remaining:",
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
     (
         ICL,
-        'right = [c["pointer"][0] for c in group.alone if c["hard"]]',
-        'right = [c["pointer"][0] for c in group.alone]',
+        'right = column(filter(itemgetter("hard"), group.alone), "pointer")',
+        'right = column(group.alone, "pointer")',
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
     (
         ICL,
-        "pointer = tuple([right[i] for i in first] + rest)[:shots]",
-        "pointer = tuple(rest[::-1] + [right[i] for i in first])[-shots:]",
+        "pointer = tuple(torch.cat([first, fillers])[:shots].tolist())",
+        "pointer = tuple(torch.cat([first, fillers])[:shots].flip(0).tolist())",
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
     (
         ICL,
-        "for j in range(len(group.pool)) if j not in right]",
-        'for c in group.alone for j in c["pointer"]]',
+        "others = places[~torch.isin(places, right)]",
+        'others = torch.tensor([c["pointer"][0] for c in group.alone])',
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
     (
         ICL,
-        "found == sorted(found, reverse=True)",
+        "marks == sorted(marks, reverse=True)",
         "True",
         IN_ICL + "recombined_lists_begin_with_what_is_right_alone",
     ),
@@ -302,22 +302,27 @@ MUTANTS = [
         "",
         IN_ICL + "the_weights_learn_from_queries_held_out_and_the_network_from_the_others",
     ),
-    (ICL, "*inputs, held_out if in_rce else None)", "*inputs)", IN_ICL + "an_update_takes_its_own_constants"),
     (
         ICL,
-        '"held_out": drawn < WEIGHT_QUERIES,',
-        '"held_out": True,',
+        "self.policy(*inputs, held_out)",
+        "self.policy(*inputs)",
+        IN_ICL + "an_update_takes_its_own_constants",
+    ),
+    (
+        ICL,
+        '"held_out": drawn < WEIGHT_QUERIES}',
+        '"held_out": True}',
         IN_ICL + "validation_queries_and_flat_ones_are_not_trained_on",
     ),
     (
         ICL,
-        "if fold is None or asked % 5 != fold]",
-        "]",
+        "fitted = self.asked % 5 != fold",
+        "fitted = self.asked >= 0",
         IN_ICL + "the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same",
     ),
     (
         ICL,
-        "fold = None if number is None else number % 5",
+        "fold = -1 if number is None else number % 5",
         "fold = 0",
         IN_ICL + "the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same",
     ),
@@ -335,8 +340,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "found = torch.full((self.answer_of.max().item() + 1,), -1.0)",
-        "found = torch.zeros((self.answer_of.max().item() + 1,))",
+        "of_answers = torch.full((self.answer_of.max().item() + 1,), -1.0)",
+        "of_answers = torch.zeros((self.answer_of.max().item() + 1,))",
         IN_ICL + "an_answer_that_no_kept_row_has_is_the_least_likely_and_one_alone_is_certain",
     ),
     # the test's texts and worths before the test, figures, an earlier policy, weights of hard and soft
@@ -351,25 +356,25 @@ MUTANTS = [
         ICL,
         '            queries = self.splits["validation"] + self.splits["train"][:MINE_QUERIES]\n',
         '            queries = [*self.splits["validation"], *self.splits["train"][:MINE_QUERIES]]\n'
-        '            self.reader.prior |= {query["answer"]: 1.0 for query in self.splits["test"]}\n',
+        '            self.reader.prior |= {rewards.normalise_vqa(query["answer"]): 1.0 for query in self.splits["test"]}\n',
         BEFORE,
     ),
     (
         ICL,
-        "        arrays = [embed(embedder, rows) for rows in (every, shown)]",
-        "        arrays = [scaled(v - v.mean(0)) for v in map(embedder.vectors, (every, shown))]",
+        "        vectors = embed(embedder, examples)\n",
+        "        vectors = embedder.vectors(examples)\n        vectors = scaled(vectors - vectors.mean(0))\n",
         BEFORE,
     ),
     (
         ICL,
-        'policies = {"RCE": load_pointer(trainer.run.folder / "best/policy", trainer.corpus.sizes)}',
-        'policies = {"RCE": trainer.policy}',
+        "policies[name] = load_pointer(trainer.run.folder / folder, trainer.corpus.sizes).to(trainer.device)",
+        "policies[name] = trainer.policy",
         OF_BEST,
     ),
     (
         ICL,
-        "x[0] for x in trainer.pick(queries, shots, policy)]",
-        "x[0] for x in trainer.pick(queries, shots)]",
+        "trainer.pick(queries, shots, policy))",
+        "trainer.pick(queries, shots))",
         OF_BEST,
     ),
     (ICL, 'if k != "oracle" and not k.startswith("RCE")}', 'if not k.startswith("RCE")}', LINES),
@@ -393,8 +398,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "if at else (POINTER_POLICY, POINTER_POLICY)",
-        "if at else (None, None)",
+        'folder = checkpoint / "policy" if checkpoint else POINTER_POLICY',
+        'folder = checkpoint / "policy" if checkpoint else None',
         IN_ICL + "an_earlier_policy_mines_and_is_trained_on",
     ),
     (
@@ -405,8 +410,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        '{"hard": HARD_WEIGHT, "soft": SOFT_WEIGHT, ',
-        '{"hard": SOFT_WEIGHT, "soft": HARD_WEIGHT, ',
+        '(("hard", HARD_WEIGHT), ("soft", SOFT_WEIGHT), ',
+        '(("hard", SOFT_WEIGHT), ("soft", HARD_WEIGHT), ',
         IN_ICL + "hard_and_soft_have_weights_of_their_own",
     ),
     # best/ leaves similarity for a clear gain
@@ -418,26 +423,26 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        gain = found[1] - found[0]\n",
-        "        gain = found[1]\n",
+        "            gain = accuracy - baseline\n",
+        "            gain = accuracy\n",
         IN_ICL + "the_policy_that_is_kept_is_chosen_on_validation_queries_alone",
     ),
     (
         ICL,
-        "argsort(descending=True, stable=True)[:count]].tolist()",
-        "argsort(stable=True)[:count]].tolist()",
+        "return pool[self.ranking(query, pool)[:count]].tolist()",
+        "return pool[self.similarity(query, pool).argsort(stable=True)[:count]].tolist()",
         IN_ICL + "each_baseline_shows_the_rows_that_its_name_says",
     ),
     (
         ICL,
-        "        arrays[1] = scaled(np.linalg.svd(arrays[1], full_matrices=False)[0])\n",
+        "        answer_vectors = scaled(np.linalg.svd(answer_vectors, full_matrices=False)[0])\n",
         "",
         IN_ICL + "a_candidates_vector_holds_its_answers",
     ),
     (
         ICL,
-        "rows = stack_pools([self.vector_of[pool] for pool in pools])",
-        "rows = stack_pools(pools)",
+        "rows.append(self.vector_of[pool])",
+        "rows.append(pool)",
         IN_ICL + "a_new_policy_is_similarity",
     ),
     # one file, and all of its rows
@@ -461,8 +466,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        '            size = None if query["split"] == "select" else POOL_SIZE\n',
-        "            size = POOL_SIZE\n",
+        '            if query["split"] != "select":\n',
+        "            if True:\n",
         IN_ICL + "select_gives_rows_of_the_training_data",
     ),
     (
@@ -484,7 +489,12 @@ MUTANTS = [
         "        if False:\n",
         IN_ICL + "an_index_outside_the_pool_is_an_error_that_names_it",
     ),
-    (ICL, "    if faults:\n", "    if False:\n", IN_ICL + "a_checkpoint_with_a_wrong_weight_is_an_error"),
+    (
+        ICL,
+        "    if any(report.values()):",
+        "    if False:",
+        IN_ICL + "a_checkpoint_with_a_wrong_weight_is_an_error",
+    ),
     (
         ICL,
         'SKIP_FALLBACK and candidate["eval_mode"] == "fallback"',
@@ -500,8 +510,8 @@ MUTANTS = [
     # RCE, GRPO, runs
     (
         ICL,
-        "return logprobs.detach() if ON_POLICY else list_logprobs(ref_every, batch.pointers)",
-        "return list_logprobs(ref_every, batch.pointers) - 1.0",
+        "return logprobs.detach() if ON_POLICY else list_logprobs(ref_logprobs, batch.pointers)",
+        "return list_logprobs(ref_logprobs, batch.pointers) - 1.0",
         IN_ICL + "grpos_first_ratio_is_one_since_old_means_where_grpo_starts",
     ),
     (
@@ -530,14 +540,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        "pad_columns([group_advantages(r) for r in found])",
-        "pad_columns([group_advantages(group_advantages(r) * 9) * 2 for r in found])",
+        "pad_rows(map(group_advantages, rewards_of))",
+        "pad_rows([group_advantages(group_advantages(r) * 9) * 2 for r in rewards_of])",
         IN_ICL + "every_list_counts_and_rewards_are_normalised_once",
     ),
     (
         ICL,
-        "            elif shaped and not is_flat(shaped):",
-        "            elif shaped:",
+        "            if not is_flat(shaped):",
+        "            if True:",
         IN_ICL + "validation_queries_and_flat_ones_are_not_trained_on",
     ),
     (
@@ -554,14 +564,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        '(at / "policy", at / "reference") if at',
-        '(at / "policy", None) if at',
+        'folder = checkpoint / "reference" if checkpoint else POINTER_POLICY',
+        "folder = POINTER_POLICY",
         IN_ICL + "a_run_killed_while_mining_and_in_both_stages_equals_an_unbroken_one",
     ),
     (
         ICL,
-        '        if file_digest(path)["sha256"] != self.state.candidates:',
-        "        if False:",
+        '        if not path.exists() or file_digest(path)["sha256"] != self.state.candidates:',
+        "        if not path.exists():",
         IN_ICL + "candidates_that_changed_under_a_run_are_refused",
     ),
     (
@@ -573,58 +583,58 @@ MUTANTS = [
     # padding, pools
     (
         ICL,
-        "            ranking = self.corpus.similarity(query, pools[n]).argsort(",
-        "            ranking = self.corpus.similarity(query, stack_pools(pools)[n]).argsort(",
+        "cut_lists(self.corpus.ranking(query, pool), shots)",
+        "cut_lists(self.corpus.ranking(query, F.pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)), shots)",
         IN_ICL + "a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates",
     ),
     (
         ICL,
-        "        for query, pool, lists in zip(queries, pools, found):",
-        "        for query, pool, lists in zip(queries, stack_pools(pools), found):",
+        "groups.append(SimpleNamespace(query=query, pool=pool, candidates",
+        "pool = F.pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)\n            groups.append(SimpleNamespace(query=query, pool=pool, candidates",
         IN_ICL + "a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates",
     ),
     (ICL, "    if least < shots:\n", "    if False:\n", IN_ICL + "a_masked_candidate_is_never_chosen"),
     (
         ICL,
-        "zip(chosen, scores > -1e8)]",
-        "zip(chosen, scores < 1e8)]",
+        "                    if score > -1e8:",
+        "                    if score < 1e8:",
         IN_ICL + "a_masked_candidate_is_never_chosen",
     ),
     (
         ICL,
-        '                group.query["pool"] = group.pool  # given',
-        "                pass  # given",
+        '            query["pool"] = group.pool  # given',
+        "            pass  # given",
         IN_ICL + "given_candidates_validate_on_the_pools_that_their_oracle_is_of",
     ),
     # what a reader writes
     (
         ICL,
-        'if text.lstrip(" ").startswith(("\\n", "\\r\\n"))}',
-        'if text == "\\n"}',
+        'if text.lstrip(" ").startswith(("\\n", "\\r\\n"))]',
+        'if text == "\\n"]',
         IN_ICL + "gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_token",
     ),
     (
         ICL,
-        'startswith(("\\n", "\\r\\n"))} | {*eos}',
-        'startswith(("\\n", "\\r\\n"))}',
+        "sorted({*eos, *newlines})",
+        "sorted(newlines)",
         IN_ICL + "a_language_models_gold_probability_is_that_of_each_gold_read_alone",
     ),
     (
         ICL,
-        'prompt + (gold if self.chats else f" {gold}")',
-        'prompt + f" {gold}"',
+        'space = "" if self.chats else " "',
+        'space = " "',
         IN_ICL + "gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_token",
     ),
     (
         ICL,
-        "[len(row) - len(os.path.commonprefix([row, ids])) for",
-        "[len(row) - len(ids) for",
+        "lengths.append(len(row) - len(os.path.commonprefix([row, prompt_ids])))",
+        "lengths.append(len(row) - len(prompt_ids))",
         IN_ICL + "golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt",
     ),
     (
         ICL,
-        "            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=own.bos_token_id\n",
-        '            **{**own.to_diff_dict(), "eos_token_id": eos, "pad_token_id": self.pad_id}\n',
+        "            eos_token_id=eos or None, pad_token_id=self.pad_id, bos_token_id=config.bos_token_id\n",
+        '            **{**config.to_diff_dict(), "eos_token_id": eos, "pad_token_id": self.pad_id}\n',
         IN_ICL + "gt_prob_is_how_often_a_reader_gives_the_gold_where_two_newlines_are_a_token",
     ),
     (
@@ -660,7 +670,7 @@ MUTANTS = [
     # files
     (
         ICL,
-        "        if number in own:\n",
+        "        if number in same_question:\n",
         "        if False:\n",
         IN_ICL + "no_file_shows_a_query_its_own_answer_or_a_demonstration_twice",
     ),
@@ -678,8 +688,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'c.get("pointer_global") or c["pointer"]]',
-        'c["pointer"]]',
+        'record.get("pointer_global") or record["pointer"]',
+        'record["pointer"]',
         IN_ICL + "the_sources_newer_pointers_are_places_in_the_pool_and_the_global_ones_rows",
     ),
     (
@@ -702,8 +712,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "value is None or 0 <= value <= 1 for value in shares)",
-        "True for value in shares)",
+        "mark is None or 0 <= mark <= 1 for mark in marks)",
+        "True for mark in marks)",
         IN_ICL + "an_odd_input_ends_with_one_sentence",
     ),
     (
@@ -733,14 +743,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        '        keys = [(query["id"], tuple(numbers)) for',
-        '        keys = [(query["id"], tuple(sorted(numbers))) for',
+        'keys.append((query["id"], tuple(numbers)))',
+        'keys.append((query["id"], tuple(sorted(numbers))))',
         IN_ICL + "answers_are_remembered_by_query_and_order",
     ),
     (
         ICL,
-        '    return np.array([max([c["soft"] or 0.0 for c in best',
-        '    return np.array([max([c["hard"] or 0.0 for c in best',
+        'candidate["soft"] or 0.0)',
+        'candidate["hard"] or 0.0)',
         IN_ICL + "the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots",
     ),
     (
@@ -757,14 +767,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(SHOTS)]\n",
-        "            each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(max(EVAL_SHOTS))]\n",
+        "        for shots in range(1, SHOTS + 1):\n",
+        "        for shots in range(1, max(EVAL_SHOTS) + 1):\n",
         IN_ICL + "the_policy_that_is_kept_is_chosen_on_validation_queries_alone",
     ),
     (
         ICL,
-        "            each = [self.accuracy_of(queries, [x[: n + 1] for x in lists]) for n in range(SHOTS)]\n",
-        "            each = [self.accuracy_of(queries, lists) for n in range(SHOTS)]\n",
+        "self.accuracy_of(queries, [numbers[:shots] for numbers in lists])",
+        "self.accuracy_of(queries, lists)",
         IN_ICL + "the_policy_that_is_kept_is_chosen_on_validation_queries_alone",
     ),
     (
@@ -775,20 +785,20 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            for pointer in cut_lists(ranking, shots, RETRIEVED):",
-        "            for pointer in cut_lists(ranking, shots, SAMPLES):",
+        "shots)[:RETRIEVED]:",
+        "shots)[:SAMPLES]:",
         IN_ICL + "each_number_of_the_search_is_handed_where_it_belongs",
     ),
     (
         ICL,
-        "            size = SAMPLES, shots,",
-        "            size = RETRIEVED, shots,",
+        "torch.rand(SAMPLES, shots,",
+        "torch.rand(RETRIEVED, shots,",
         IN_ICL + "each_number_of_the_search_is_handed_where_it_belongs",
     ),
     (
         ICL,
-        "        left = LOCAL_TOP\n",
-        "        left = BEAMS\n",
+        "        remaining = LOCAL_TOP\n",
+        "        remaining = BEAMS\n",
         IN_ICL + "each_number_of_the_search_is_handed_where_it_belongs",
     ),
     (
@@ -799,20 +809,20 @@ MUTANTS = [
     ),
     (
         ICL,
-        '            streams = [query_stream(query, f"sample {k}") for query in queries]',
-        '            streams = [query_stream(query, "sample") for query in queries]',
+        'query_stream(query, f"sample {number}")',
+        'query_stream(query, "sample")',
         IN_ICL + "samples_of_each_temperature_and_query_are_drawn_from_a_stream_of_their_own",
     ),
     (
         ICL,
-        '            streams = [query_stream(query, f"sample {k}") for query in queries]',
-        '            streams = [query_stream(queries[0], f"sample {k}") for query in queries]',
+        'query_stream(query, f"sample {number}")',
+        'query_stream(queries[0], f"sample {number}")',
         IN_ICL + "samples_of_each_temperature_and_query_are_drawn_from_a_stream_of_their_own",
     ),
     (
         ICL,
-        ("            layers=LAYERS,\n            heads=HEADS,\n"),
-        ("            layers=HEADS,\n            heads=LAYERS,\n"),
+        ('"layers": LAYERS, "heads": HEADS}'),
+        ('"layers": HEADS, "heads": LAYERS}'),
         IN_ICL + "the_networks_constants_are_handed_to_it_and_to_one_that_is_loaded",
     ),
     (
@@ -829,8 +839,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        weights = [rce_weights(r, tau, WEIGHT_REWARDS) for r in found]",
-        "        weights = [rce_weights(r, tau) for r in found]",
+        "[rce_weights(r, tau, WEIGHT_REWARDS) for r in rewards_of]",
+        "[rce_weights(r, tau) for r in rewards_of]",
         IN_ICL + "an_update_takes_its_own_constants",
     ),
     (
@@ -877,14 +887,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        '    queries = trainer.splits["validation"]\n    best = {}',
-        '    queries = trainer.splits["test"]\n    best = {}',
+        '    queries = trainer.splits["validation"]\n    best = {',
+        '    queries = trainer.splits["test"]\n    best = {',
         IN_ICL + "the_baselines_settings_are_chosen_on_validation_at_one_shot",
     ),
     (
         ICL,
-        "        best[name] = fitted[int(np.argmax(right))]",
-        "        best[name] = fitted[0]",
+        "        if accuracy > accuracies[name]:",
+        "        if accuracies[name] < 0:",
         IN_ICL + "the_baselines_settings_are_chosen_on_validation_at_one_shot",
     ),
     (
@@ -901,8 +911,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        return [self.demos[j] for j in self.pick([query], shots, policy)[0][0]]",
-        "        return [self.demos[j] for j in self.pick([query], shots)[0][0]]",
+        "self.pick([query], shots, policy)[0]",
+        "self.pick([query], shots)[0]",
         IN_ICL + "select_gives_rows_of_the_training_data",
     ),
 ]
