@@ -1622,10 +1622,6 @@ class GradientSum:
         """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
         self.rounds[-1][name] = value
 
-    def log_max(self, name, value):
-        """Logs a number of which the step's is the greatest; its name begins with max_."""
-        self.rounds[-1][name] = value
-
     def add_round(self):
         if self.is_dummy:
             self.rounds[-1] = {}

@@ -84,8 +84,7 @@ from matplotlib.figure import Figure
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel, PretrainedConfig
 
 ROOT = next((p for p in Path(__file__).resolve().parents if (p / "rewards").is_dir()), None)
 if ROOT is None:
@@ -438,7 +437,7 @@ class ICLTrainer:
         self.device = find_device()
         self.run = Run("rce_icl", resume_from_checkpoint, self.device)
         self.run.best_by = ["clear_gain"]
-        self.run.old_files += ["test_candidates_*", "eval_test.json", "icl_*.png", "rce"]
+        self.run.old_files += ["test_candidates_*", "icl_*.png", "rce"]
         if STAGE != "train":  # which starts from candidates
             self.run.old_files.append("candidates*")
         self.run.title = f"RCE for demonstrations ({REWARD_MODE}, {SHOTS} shots), seed {SEED}"
@@ -836,33 +835,6 @@ def load_pretrained(auto_class, path, constant, **options):
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
-
-
-# ---------------------------------------------------------------- decoding with shared prompts
-# Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
-# it.
-
-
-def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
-    """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
-    response. Some models pass attention_mask by name."""
-    if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
-    prompt_keys, prompt_values = shared_prompts.layers[module.layer_idx].prompt
-    rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (options.get("scaling") or width**-0.5)
-    prompt_scores = by_row(by_prompt(query) @ prompt_keys.mT + shared_prompts.bias)
-    scores = torch.cat([prompt_scores, query @ key.mT], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    prompt_weights, response_weights = weights.split([prompt_scores.shape[-1], key.shape[2]], -1)
-    out = response_weights @ value + by_row(by_prompt(prompt_weights) @ prompt_values)
-    return out.reshape(rows, 1, heads, -1), None
-
-
-AttentionInterface.register("shared_prompts", shared_prompt_attention)
-AttentionMaskInterface.register("shared_prompts", AttentionMaskInterface()["sdpa"])
 
 
 # ---------------------------------------------------------------- records
@@ -2732,8 +2704,9 @@ def pad_rows(rows, fill=0, side="right"):
     return pad_sequence(list(map(torch.as_tensor, rows)), True, fill, side)
 
 
-def column(rows, key):
-    return [row[key] for row in rows]
+def column(rows, field):
+    """Returns one field of all rows, a list."""
+    return [row[field] for row in rows]
 
 
 def check_room(pool, shots):
