@@ -117,14 +117,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "set_learning_rate(optimizer, LEARNING_RATE * scale)",
-        "set_learning_rate(optimizer, LEARNING_RATE)",
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
         IN_GRPO + "the_schedule_reaches_the_optimizer",
     ),
     (
         RCE,
-        "set_learning_rate(optimizer, LEARNING_RATE * scale)",
-        "set_learning_rate(optimizer, LEARNING_RATE)",
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
         IN_RCE + "the_schedule_reaches_the_optimizer",
     ),
     (
@@ -504,26 +504,26 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "            DUAL_CLIP,\n",
-        "            None,\n",
+        "CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP\n",
+        "CLIP_RANGE, CLIP_RANGE_HIGH, None\n",
         IN_GRPO + "the_clip_constants_reach_the_loss",
     ),
     (
         GRPO,
-        "            CLIP_RANGE_HIGH,\n",
-        "            CLIP_RANGE,\n",
+        "CLIP_RANGE_HIGH, DUAL_CLIP\n",
+        "CLIP_RANGE, DUAL_CLIP\n",
         IN_GRPO + "the_clip_constants_reach_the_loss",
     ),
     (
         GRPO,
-        "len(mask) * max_new_tokens if",
-        "mask.numel() if",
+        "(len(mask) * max_new_tokens)",
+        "mask.numel()",
         IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-dr_grpo]",
     ),
     (
         GRPO,
-        "else mask.sum())",
-        "else len(mask))",
+        "    return mask / mask.sum()\n",
+        "    return mask / len(mask)\n",
         IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-dapo]",
     ),
     (
@@ -619,14 +619,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "self.token_losses(batch, rows, logprobs, entropy)[0]",
-        "self.token_losses(batch, rows, logprobs, entropy)[1]",
+        "trainer.token_losses(batch, rows, logprobs, entropies)[0]",
+        "trainer.token_losses(batch, rows, logprobs, entropies)[1]",
         IN_GRPO + "with_a_reference_flat_groups_are_trained_too",
     ),
     (
         GRPO,
-        "self.token_losses(batch, rows, logprobs, entropy)[0]",
-        "self.token_losses(batch, rows, logprobs, entropy.detach())[0]",
+        "trainer.token_losses(batch, rows, logprobs, entropies)[0]",
+        "trainer.token_losses(batch, rows, logprobs, entropies.detach())[0]",
         IN_SPEED + "flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same",
     ),
     (
@@ -667,8 +667,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        "(batch.trained[index] * self.token_losses(",
-        "(self.token_losses(",
+        "(batch.trained[index] * trainer.token_losses(",
+        "(trainer.token_losses(",
         "tests/test_grpo.py::test_rows_that_are_masked_out_are_left_out_whatever_the_loss",
     ),
     (
@@ -679,8 +679,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "torch.nn.utils.rnn.pad_sequence(rows, True)",
-        'torch.nn.utils.rnn.pad_sequence(rows, True, padding_side="left")',
+        "pad_sequence(rows, batch_first=True)",
+        'pad_sequence(rows, batch_first=True, padding_side="left")',
         IN_GRPO + "flat_groups_make_place_for_further_prompts",
     ),
     (
