@@ -689,11 +689,10 @@ class RCETrainer:
         if asked_prompts:
             logprobs = iter(self.token_logprobs(asked_prompts, asked_responses).double())
         for candidate, (start, golds) in zip(candidates, found):
-            probability = 0.0
-            for ids, weight in golds:
-                gold_logprob = next(logprobs)[start : start + len(ids)].sum().item()
-                probability += weight * math.exp(gold_logprob)
-            candidate["gt_prob"] = min(1.0, probability) if golds else None  # 1.0: rounding
+            candidate["gt_prob"] = None
+            if golds:
+                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids, _ in golds]
+                candidate["gt_prob"] = gold_probability(gold_logprobs, [weight for _, weight in golds])
 
     # ------------------------------------------------------------ rewards
 
@@ -3454,6 +3453,11 @@ def take_reward_parts(candidate, reward_parts):
         )
     candidate |= {f"reward/{name}": value for name, value in reward_parts.items()}
     candidate.update(eval_mode="verified", hard=hard, soft=soft)
+
+
+def gold_probability(logprobs, weights):
+    """Returns the sum of weight * exp(log-probability) over a prompt's distinct gold answers, at most 1."""
+    return min(1.0, sum(weight * math.exp(logprob) for logprob, weight in zip(logprobs, weights)))
 
 
 def gold_after_working(tokenizer, row, token_ids):

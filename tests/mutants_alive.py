@@ -57,8 +57,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "    hybrid_score = HYBRID_SCORE\n",
-        "    hybrid_score = SIMILARITY\n",
+        'else f"reward/{HYBRID_SCORE}"',
+        'else f"reward/{SIMILARITY}"',
         TEST + "hybrid_and_similarity_name_parts_of_their_own",
     ),
     (

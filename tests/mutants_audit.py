@@ -192,8 +192,8 @@ MUTANTS = [
     (RCE, 'head = text + "\\n"\n', "head = text\n", IN_RCE + "the_working_ends_where_the_gold_ids_begin"),
     (
         RCE,
-        "scores.append(-math.inf if score is None else score)",
-        "scores.append(score or -math.inf)",
+        "[-math.inf if score is None else score for",
+        "[score or -math.inf for",
         IN_RCE + "a_log_probability_of_exactly_zero_is_the_likeliest",
     ),
 ]

@@ -330,8 +330,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        '"soft": candidate.get("soft"),',
-        '"soft": candidate.get("hard"),',
+        '("source", "hard", "soft", "gt_prob")}',
+        '("source", "hard", "gt_prob")} | {"soft": candidate.get("hard")}',
         IN_RCE + "each_line_of_samples_is_of_one_candidate_and_metrics_are_means",
     ),
     (
@@ -815,8 +815,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "row_weights.append(weight)",
-        "row_weights.append(weight / len(weights))",
+        "kept.append((row, candidate, reward, weight))",
+        "kept.append((row, candidate, reward, weight / len(weights)))",
         IN_RCE + "facts_of_the_weights",
     ),
     (
@@ -903,8 +903,8 @@ MUTANTS = [
     # RCE: mining
     (
         RCE,
-        "                tuple(ids),\n",
-        "                tuple(ids[:-1]),\n",
+        "setdefault(tuple(ids), candidate)",
+        "setdefault(tuple(ids[:-1]), candidate)",
         IN_RCE + "candidates_that_differ_in_their_last_token_stay_two",
     ),
     (
@@ -915,14 +915,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        'add(i // BEAMS, ids, "beam")',
-        'add(i % len(rows), ids, "beam")',
+        '(i // BEAMS, ids, "beam"',
+        '(i % len(rows), ids, "beam"',
         IN_RCE + "every_proposal_goes_to_its_own_prompt",
     ),
     (
         RCE,
-        'add(i // count, ids, "sample"',
-        'add(i % len(rows), ids, "sample"',
+        '(i // count, ids, "sample"',
+        '(i % len(rows), ids, "sample"',
         IN_RCE + "every_proposal_goes_to_its_own_prompt",
     ),
     (
@@ -1037,7 +1037,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        'rows = [row for row in rows if as_text(row["prompt"]) not in self.held_back]',
+        "rows = [row for row in rows if not self.is_held_back(row)]",
         "pass",
         IN_RCE + "later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out",
     ),
@@ -1049,14 +1049,17 @@ MUTANTS = [
     ),
     (
         RCE,
-        'if as_text(row["prompt"]) in self.held_back or len(candidates) < 2:',
-        "if len(candidates) < 2:",
+        "if len(candidates) > 1 and not self.is_held_back(row):",
+        "if len(candidates) > 1:",
         IN_RCE + "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on",
     ),
     (
         RCE,
-        "            candidates = usable(candidates)\n            if as_text",
-        '            candidates = [c for c in candidates if c["hard"] is not None]\n            if as_text',
+        ("            candidates = usable(candidates)\n            if len(candidates)"),
+        (
+            '            candidates = [c for c in candidates if c["hard"] is not None]\n'
+            "            if len(candidates)"
+        ),
         IN_RCE + "failed_candidates_are_neither_trained_nor_validated_on",
     ),
     (
@@ -1092,33 +1095,33 @@ MUTANTS = [
     (RCE, "max(ids) >= vocabulary", "max(ids) > vocabulary", IN_RCE + "the_mapping_is_strict"),
     (
         RCE,
-        "scores.index(max(scores))",
-        "scores.index(min(scores))",
+        "len(candidates)].argmax()",
+        "len(candidates)].argmin()",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
     (
         RCE,
-        '                    score /= len(candidate["token_ids"])',
-        "                    pass",
+        "            scores /= np.array(list(map(len, responses)))",
+        "            pass",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
     # RCE: the check-up
     (
         RCE,
-        '"prompts with flat reward": is_flat(',
-        '"prompts with flat reward": not is_flat(',
+        "facts.append([not any(hard), is_flat(",
+        "facts.append([not any(hard), not is_flat(",
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     (
         RCE,
-        'return ("greedy" in candidate["source"], *scores)',
+        'return ("greedy" in candidates[i]["source"], *scores)',
         "return (False, *scores)",
         IN_RCE + "the_check_ups_pick_is_the_greedy_response_else_the_likeliest",
     ),
     (
         RCE,
-        '"accuracy of the oracle": any(hard)',
-        '"accuracy of the oracle": all(hard)',
+        "hard[policy_pick(group)], any(hard)]",
+        "hard[policy_pick(group)], all(hard)]",
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     (
