@@ -3310,7 +3310,9 @@ def check_choices(trainer):
             f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
         )
     if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
-        raise UserError("REFERENCE_SYNC_STEPS with LORA_RANK: the base stays frozen: set one of them to 0")
+        raise UserError(
+            f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: LORA_RANK keeps the base frozen: set one to 0"
+        )
     if GROUP_SIZE == 1 and not trainer.distils:
         raise UserError(
             "GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or distil: rewards of weight 0, "
@@ -3322,7 +3324,10 @@ def check_choices(trainer):
             "per step, because the KL's gradient has no ratio: set both to 1"
         )
     if trainer.distils and RESAMPLE_FLAT_GROUPS:
-        raise UserError("RESAMPLE_FLAT_GROUPS: with rewards of weight 0 all groups are flat: set it to 0")
+        raise UserError(
+            f"RESAMPLE_FLAT_GROUPS = {RESAMPLE_FLAT_GROUPS}: with rewards of weight 0 all groups are flat: "
+            "set it to 0"
+        )
 
 
 def last_step(state, step):

@@ -52,6 +52,7 @@ import faulthandler
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -274,7 +275,7 @@ def shaped_rewards(candidates):
     shaped = rewards_by_mode(candidates, hybrid_score)
     if SIMILARITY_WEIGHT == 0:
         return shaped
-    hard = [c["hard"] for c in candidates]
+    hard = column(candidates, "hard")
     similarities = [c.get(f"reward/{SIMILARITY}") for c in candidates]
     if None in similarities:
         raise UserError(f"SIMILARITY = {SIMILARITY!r} is none of the rewards that the candidates have")
@@ -290,7 +291,8 @@ class RCETrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        if not SAMPLE_TEMPERATURES or not all(1e-3 <= value <= 1e3 for value in SAMPLE_TEMPERATURES):
+        temperatures = SAMPLE_TEMPERATURES or [0.0]
+        if min(temperatures) < 1e-3 or max(temperatures) > 1e3:
             raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
         if ANSWER_FORM.count("{answer}") != 1:
             raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
@@ -400,8 +402,9 @@ class RCETrainer:
         self.split()
         self.choose_rows(groups)
         if is_new:
-            proposed = sum(len(c["source"]) for _, candidates in groups for c in candidates)
-            figures = check_up([candidates for _, candidates in groups], proposed, path, self.run.log)
+            lists = [candidates for _, candidates in groups]
+            proposed = sum(map(len, column(itertools.chain(*lists), "source")))
+            figures = check_up(lists, proposed, path, self.run.log)
             self.state.responses += proposed
             counts = {"round": self.state.round, "responses": self.state.responses}
             self.run.write_metrics("mine", {**counts, **figures})
@@ -445,7 +448,7 @@ class RCETrainer:
                 if weight > 0:
                     kept.append((row, candidate, reward, weight))
         rows, candidates, row_rewards, row_weights = map(list, zip(*kept))
-        batch = make_batch([row["ids"] for row in rows], [c["token_ids"] for c in candidates], self.device)
+        batch = make_batch(column(rows, "ids"), column(candidates, "token_ids"), self.device)
         batch.rows, batch.candidates, batch.rewards = rows, candidates, row_rewards
         batch.weights = torch.tensor(row_weights, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
@@ -475,8 +478,8 @@ class RCETrainer:
                 gradients.log_sum("policy_loss", loss.detach())
                 gradients.log_means({"entropy": entropy}, mask, num_tokens)
             metrics = gradients.finish()
-            prompt_ids = [row["id"] for row in batch.rows]
-            norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], run, prompt_ids)
+            loss = metrics["policy_loss"]
+            norms = clip_and_step(self.optimizers.values(), loss, run, column(batch.rows, "id"))
         return {**metrics, "grad_norm": norms[0], "learning_rate": LEARNING_RATE * scale}
 
     # ------------------------------------------------------------ rounds
@@ -532,43 +535,40 @@ class RCETrainer:
         if self.state.round == 1:
             return first_round
         self.split()
-        count = sum(not self.is_held_back(row) for row in first_round)
-        rows = [row for row in rows if not self.is_held_back(row)]
+        count = len(first_round) - sum(map(self.is_held_back, first_round))
+        rows = list(itertools.filterfalse(self.is_held_back, rows))
         start = (self.state.round - 1) * count
-        return [rows[(start + i) % len(rows)] for i in range(min(count, len(rows)))]
+        return list(itertools.islice(itertools.cycle(rows), start, start + min(count, len(rows))))
 
     @torch.no_grad()
     def mine_chunk(self, rows):
         """Proposes candidates for some prompts, scores them by the cheap signal and verifies some of them.
         Returns their records, prompt after prompt."""
         groups = self.propose(rows)
-        candidates = [c for group in groups for c in group]
-        by_id = {row["id"]: row for row in rows}
-        prompts = [by_id[c["prompt_id"]]["ids"] for c in candidates]
-        logprobs = self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])
-        for candidate, logprob in zip(candidates, logprobs):
+        candidates = list(itertools.chain(*groups))
+        for candidate, logprob in zip(candidates, self.sequence_logprobs(candidates)):
             candidate["logprob"] = logprob
             if not math.isfinite(logprob):
                 raise UserError(
                     f"ACTOR_MODEL = {ACTOR_MODEL!r} gives a response the log-probability {logprob}"
                 )
-        self.score_gold(by_id, candidates, prompts)
+        self.score_gold(candidates)
         for row, group in zip(rows, groups):
             self.choose_verified(row, group)
-        self.verify([c for c in candidates if c["eval_mode"] == "verified"], by_id)
+        self.verify([c for c in candidates if c["eval_mode"] == "verified"])
         # Only a prompt with right and wrong candidates teaches: verify all where one of both is missing
         unverified = []
         for group in groups:
-            if not {0, 1} <= {c["hard"] for c in group}:
+            if not {0, 1} <= set(column(group, "hard")):
                 unverified += [c for c in group if c["eval_mode"] == "cheap"]
-        self.verify(unverified, by_id)
+        self.verify(unverified)
         return candidates
 
     def propose(self, rows):
         """Returns the candidates of each prompt, one list per prompt. Proposals of equal token ids are one
         candidate that lists its sources."""
         eos = self.eos_ids.tolist()
-        prompts = [row["ids"] for row in rows]
+        prompts = column(rows, "ids")
         proposals = []  # (the prompt's index, token ids, source, temperature)
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
@@ -582,8 +582,10 @@ class RCETrainer:
             count = len(range(k, GROUP_SIZE, len(SAMPLE_TEMPERATURES)))  # GROUP_SIZE dealt out in turn
             if count == 0:
                 continue
-            generators = [self.prompt_generator(row, f"sample {k}") for row in rows]
-            uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=g) for g in generators])
+            uniform = torch.empty(len(rows), count, MAX_NEW_TOKENS)
+            for row, numbers in zip(rows, uniform):
+                numbers.uniform_(generator=self.prompt_generator(row, f"sample {k}"))
+            uniform = uniform.flatten(0, 1)
             batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
             for i, ids in enumerate(batch.columns["response_ids"]):
                 proposals.append((i // count, ids, "sample", float(temperature)))
@@ -617,9 +619,14 @@ class RCETrainer:
         distribution, 0 after each response's end."""
         return batch_logprobs(self.actor, make_batch(prompts, responses, self.device), full_logprobs).cpu()
 
-    def sequence_logprobs(self, prompts, responses):
-        """Returns the log-probability of each response, a list of numbers."""
-        return self.token_logprobs(prompts, responses).double().sum(1).tolist()
+    def sequence_logprobs(self, candidates):
+        """Returns the log-probability of each candidate, a list of numbers."""
+        prompts = column(self.rows_of(candidates), "ids")
+        return self.token_logprobs(prompts, column(candidates, "token_ids")).double().sum(1).tolist()
+
+    def rows_of(self, candidates):
+        """Returns the row of the prompt of each candidate."""
+        return [self.rows[candidate["prompt_id"]] for candidate in candidates]
 
     def choose_verified(self, row, group):
         """Marks the candidates that the reward will score: the best VERIFY_TOP by the cheap signal,
@@ -640,18 +647,18 @@ class RCETrainer:
             candidate["eval_mode"] = "verified" if is_chosen else "cheap"
             candidate.update(eval_failed=False, eval_error=None, hard=None, soft=None)
 
-    def verify(self, candidates, by_id):
+    def verify(self, candidates):
         """Scores candidates with the reward, all in one call. If that raises, they are scored one by one, and
         those that raise are marked as failed."""
         if not candidates:
             return
         try:
-            scored = list(zip(candidates, self.reward_parts_of(candidates, by_id)))
+            scored = list(zip(candidates, self.reward_parts_of(candidates)))
         except Exception:  # a reward function may raise anything
             scored = []
             for candidate in candidates:
                 try:
-                    scored.append((candidate, self.reward_parts_of([candidate], by_id)[0]))
+                    scored.append((candidate, self.reward_parts_of([candidate])[0]))
                 except Exception as error:
                     notes = getattr(error, "__notes__", ())
                     why = " ".join([f"{type(error).__name__}: {error}", *notes])
@@ -663,36 +670,35 @@ class RCETrainer:
         for candidate, reward_parts in scored:
             take_reward_parts(candidate, reward_parts)
 
-    def reward_parts_of(self, candidates, by_id):
+    def reward_parts_of(self, candidates):
         """Returns {part of the reward: value} of each candidate."""
-        rows = [by_id[c["prompt_id"]] for c in candidates]
-        columns = {"response_ids": [c["token_ids"] for c in candidates]}
-        responses = [c["text"] for c in candidates]
-        batch = SimpleNamespace(rows=rows, responses=responses, columns=columns)
+        batch = SimpleNamespace(rows=self.rows_of(candidates), responses=column(candidates, "text"))
+        batch.columns = {"response_ids": column(candidates, "token_ids")}
         _, reward_parts = self.score_responses(batch)
         values = [part.tolist() for part in reward_parts.values()]
         return [dict(zip(reward_parts, numbers)) for numbers in zip(*values)] or [{}] * len(candidates)
 
     # ------------------------------------------------------------ gt_prob
 
-    def score_gold(self, by_id, candidates, prompts):
+    def score_gold(self, candidates):
         """Sets gt_prob of each candidate; None if the row has no gold answer."""
-        asked_prompts, asked_responses = [], []  # each gold answer after its candidate's working
+        prompts, responses = [], []  # of each gold answer, after its candidate's working
         found = []  # of each candidate: how many tokens its working has, its gold answers
-        for candidate, prompt in zip(candidates, prompts):
-            row = by_id[candidate["prompt_id"]]
+        for candidate, row in zip(candidates, self.rows_of(candidates)):
             working, golds = gold_after_working(self.tokenizer, row, candidate["token_ids"])
             found.append((len(working), golds))
-            asked_prompts += [prompt] * len(golds)
-            asked_responses += [working + ids for ids, _ in golds]
-        logprobs = iter(())  # of each asked response: its tokens'
-        if asked_prompts:
-            logprobs = iter(self.token_logprobs(asked_prompts, asked_responses).double())
+            for ids, _ in golds:
+                prompts.append(row["ids"])
+                responses.append(working + ids)
+        logprobs = iter(())  # of each response: its tokens'
+        if prompts:
+            logprobs = iter(self.token_logprobs(prompts, responses).double())
         for candidate, (start, golds) in zip(candidates, found):
             candidate["gt_prob"] = None
             if golds:
-                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids, _ in golds]
-                candidate["gt_prob"] = gold_probability(gold_logprobs, [weight for _, weight in golds])
+                gold_ids, weights = zip(*golds)
+                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids in gold_ids]
+                candidate["gt_prob"] = gold_probability(gold_logprobs, weights)
 
     # ------------------------------------------------------------ rewards
 
@@ -734,22 +740,17 @@ class RCETrainer:
     def validate(self):
         """Returns how often the policy's pick, its likeliest verified candidate, is right on the prompts held
         back. It calls no reward function."""
-        prompts, responses = [], []
-        for row, candidates in self.validation:
-            for candidate in candidates:
-                prompts.append(row["ids"])
-                responses.append(candidate["token_ids"])
-        if not prompts:
+        if not self.validation:
             return {}
-        scores = np.array(self.sequence_logprobs(prompts, responses))
+        candidates = list(itertools.chain(*(group for _, group in self.validation)))
+        scores = np.array(self.sequence_logprobs(candidates))
         if LENGTH_NORMALISE:
-            scores /= np.array(list(map(len, responses)))
+            scores /= list(map(len, column(candidates, "token_ids")))
         right = []
-        start = 0
-        for _, candidates in self.validation:
-            pick = scores[start : start + len(candidates)].argmax()
-            right.append(candidates[pick]["hard"])
-            start += len(candidates)
+        for _, group in self.validation:
+            pick = scores[: len(group)].argmax()
+            right.append(group[pick]["hard"])
+            scores = scores[len(group) :]
         return {"pick_accuracy": sum(right) / len(right)}
 
     def evaluate(self, prompts=None, answers=None):
@@ -762,7 +763,7 @@ class RCETrainer:
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            ids = [row["ids"] for row in rows]
+            ids = column(rows, "ids")
             generator = torch.Generator().manual_seed(SEED + 1)
             uniform = torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
             greedy = respond(self.actor, self.tokenizer, ids, None)
@@ -770,7 +771,7 @@ class RCETrainer:
             greedy.rows = rows
             batch.rows = [row for row in rows for _ in range(EVAL_SAMPLES)]
             metrics = {}
-            if all(row["answer"] is not None for row in rows):
+            if None not in column(rows, "answer"):
                 correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
                 metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
                 metrics["accuracy_sampled"] = metrics["pass@1"] = correct.mean().item()
@@ -3386,6 +3387,11 @@ def check_up(groups, proposed, path, log):
 # ---------------------------------------------------------------- proposals and what the reward says of them
 
 
+def column(records, key):
+    """Returns one field of each record, a list."""
+    return [record[key] for record in records]
+
+
 def beam_search(model, prompts, eos, pad_id):
     """Returns BEAMS responses per prompt, each up to its first EOS, by transformers' beam search. The filters
     of the model's own generation config are off."""
@@ -3540,8 +3546,8 @@ def check_candidates(checkpoint, digests):
 def write_parquet(records, path, facts):
     """Writes candidates as parquet, one row per candidate, with checksums and the facts that they were mined
     with. The file is there whole or not at all."""
-    names = dict.fromkeys(name for record in records for name in record)
-    table = pyarrow.table({name: [record.get(name) for record in records] for name in names})
+    names = dict.fromkeys(itertools.chain(*records))
+    table = pyarrow.Table.from_pylist([{**names, **record} for record in records])
     table = table.replace_schema_metadata({"mined_with": json.dumps(facts)})
     write_atomically(path, lambda tmp: pyarrow.parquet.write_table(table, tmp, write_page_checksum=True))
 

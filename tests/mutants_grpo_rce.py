@@ -933,8 +933,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "torch.rand(count, MAX_NEW_TOKENS, generator=g)",
-        "torch.rand(count, MAX_NEW_TOKENS)",
+        'numbers.uniform_(generator=self.prompt_generator(row, f"sample {k}"))',
+        "numbers.uniform_()",
         IN_RCE + "how_prompts_are_cut_changes_no_sample",
     ),
     (
@@ -988,7 +988,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        "self.verify(unverified, by_id)",
+        "self.verify(unverified)",
         "pass",
         IN_RCE + "where_the_verified_are_all_wrong_the_others_are_verified_too",
     ),
@@ -1037,7 +1037,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        "rows = [row for row in rows if not self.is_held_back(row)]",
+        "rows = list(itertools.filterfalse(self.is_held_back, rows))",
         "pass",
         IN_RCE + "later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out",
     ),
@@ -1095,13 +1095,13 @@ MUTANTS = [
     (RCE, "max(ids) >= vocabulary", "max(ids) > vocabulary", IN_RCE + "the_mapping_is_strict"),
     (
         RCE,
-        "len(candidates)].argmax()",
-        "len(candidates)].argmin()",
+        "scores[: len(group)].argmax()",
+        "scores[: len(group)].argmin()",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
     (
         RCE,
-        "            scores /= np.array(list(map(len, responses)))",
+        '            scores /= list(map(len, column(candidates, "token_ids")))',
         "            pass",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
