@@ -385,7 +385,10 @@ class RCETrainer:
             if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.round_end:
                 run.save()
         if run.step >= self.round_end:
-            self.end_round()
+            self.state.round += 1
+            self.state.round_start = run.step
+            self.state.cursor = 0
+            run.save()  # the next round mines from this checkpoint
 
     def prepare_round(self):
         """Mines or reads this round's candidates, checks new ones up, and chooses the prompts to train on.
@@ -409,9 +412,7 @@ class RCETrainer:
             counts = {"round": self.state.round, "responses": self.state.responses}
             self.run.write_metrics("mine", {**counts, **figures})
         if not self.train_rows:
-            raise UserError(
-                f"{path}: the rewards of each prompt's candidates are equal: there is nothing to train on"
-            )
+            raise UserError(f"{path}: each prompt's candidates have equal rewards: nothing to train on")
         self.state.to_train = len(self.train_rows)
         self.plan_steps()
         if is_new:
@@ -491,13 +492,6 @@ class RCETrainer:
         rounds_left = max(0, self.rounds - self.state.round + 1)
         self.round_end = self.state.round_start + steps
         self.run.total_steps = min(self.state.round_start + rounds_left * steps, MAX_STEPS or math.inf)
-
-    def end_round(self):
-        """Counts the round and saves: the next round mines from this very checkpoint."""
-        self.state.round += 1
-        self.state.round_start = self.run.step
-        self.state.cursor = 0
-        self.run.save()
 
     def split(self):
         """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. They are told apart by
@@ -637,9 +631,7 @@ class RCETrainer:
                 '("output"), or set CHEAP_SIGNAL to "logprob"'
             )
         ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
-        others = []
-        if VERIFY_TOP:
-            others = ranked[VERIFY_TOP:]
+        others = ranked[VERIFY_TOP or len(ranked) :]
         order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
         chosen = ranked[:VERIFY_TOP] + [others[i] for i in order[:VERIFY_RANDOM]]
         for i, candidate in enumerate(group):
@@ -660,13 +652,12 @@ class RCETrainer:
                 try:
                     scored.append((candidate, self.reward_parts_of([candidate])[0]))
                 except Exception as error:
-                    notes = getattr(error, "__notes__", ())
-                    why = " ".join([f"{type(error).__name__}: {error}", *notes])
-                    candidate.update(
-                        eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None
-                    )
+                    why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+                    candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}
+                    candidate |= {"hard": None, "soft": None}
             if not scored:
-                raise UserError(f"the reward failed for all of {len(candidates)} candidates: {why}") from None
+                count = len(candidates)
+                raise UserError(f"the reward failed for every one of {count} candidates: {why}") from None
         for candidate, reward_parts in scored:
             take_reward_parts(candidate, reward_parts)
 
@@ -683,17 +674,17 @@ class RCETrainer:
     def score_gold(self, candidates):
         """Sets gt_prob of each candidate; None if the row has no gold answer."""
         prompts, responses = [], []  # of each gold answer, after its candidate's working
-        found = []  # of each candidate: how many tokens its working has, its gold answers
+        golds_of = []  # of each candidate: how many tokens its working has, its gold answers
         for candidate, row in zip(candidates, self.rows_of(candidates)):
             working, golds = gold_after_working(self.tokenizer, row, candidate["token_ids"])
-            found.append((len(working), golds))
+            golds_of.append((len(working), golds))
             for ids, _ in golds:
                 prompts.append(row["ids"])
                 responses.append(working + ids)
         logprobs = iter(())  # of each response: its tokens'
         if prompts:
             logprobs = iter(self.token_logprobs(prompts, responses).double())
-        for candidate, (start, golds) in zip(candidates, found):
+        for candidate, (start, golds) in zip(candidates, golds_of):
             candidate["gt_prob"] = None
             if golds:
                 gold_ids, weights = zip(*golds)
@@ -3419,13 +3410,13 @@ def solutions(tokenizer, row):
     texts = row["answer"]
     if not isinstance(texts, list):
         texts = [texts]
-    found = []
+    encoded = []
     for text in texts:
         if text is not None:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             if len(ids) <= MAX_NEW_TOKENS:
-                found.append(ids)
-    return found
+                encoded.append(ids)
+    return encoded
 
 
 def check_sampler(model, batch):
@@ -3448,7 +3439,7 @@ def take_reward_parts(candidate, reward_parts):
     them."""
     for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
         if name not in reward_parts:
-            raise UserError(f"{constant} = {name!r} is none of the rewards: {', '.join(reward_parts)}")
+            raise UserError(f"{constant} = {name!r} is no part of the reward: {', '.join(reward_parts)}")
     hard, soft = reward_parts[HARD_REWARD], reward_parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":
         soft = 1 / (1 + math.exp(min(700.0, -soft)))
@@ -3485,12 +3476,10 @@ def gold_after_working(tokenizer, row, token_ids):
     if not golds:
         return [], []
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    mark_start = text.rfind(mark)
-    if not mark:
-        head = ""
-    elif mark_start >= 0:
-        head = text[:mark_start]
-    else:
+    head = ""
+    if mark and mark in text:
+        head = text.rpartition(mark)[0]
+    elif mark:
         head = text + "\n"
     texts = [head + mark, *(head + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
     mark_ids, *gold_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -3509,10 +3498,9 @@ def gold_after_working(tokenizer, row, token_ids):
 # What candidates depend on: parts of one file are never mined under two settings
 _MINING = """
     ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE SYSTEM_PROMPT
-    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS
-    REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD SIMILARITY ANSWER_FORM GOLD_FULL_COUNT MINE_PROMPTS GREEDY
-    BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL VERIFY_TOP VERIFY_RANDOM
-    MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
+    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD SIMILARITY ANSWER_FORM
+    GOLD_FULL_COUNT MINE_PROMPTS GREEDY BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL
+    VERIFY_TOP VERIFY_RANDOM MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
 
 
 # differs: the files of this trainer

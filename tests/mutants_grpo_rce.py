@@ -899,7 +899,7 @@ MUTANTS = [
         "1.0",
         IN_RCE + "gold_answers_weigh_by_their_count_and_never_reach_above_one",
     ),
-    (RCE, ".rfind(mark)", ".find(mark)", IN_RCE + "the_working_ends_with_the_mark"),
+    (RCE, "text.rpartition(mark)[0]", "text.partition(mark)[0]", IN_RCE + "the_working_ends_with_the_mark"),
     # RCE: mining
     (
         RCE,
@@ -994,8 +994,11 @@ MUTANTS = [
     ),
     (
         RCE,
-        'eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None',
-        "hard=0.0, soft=0.0",
+        (
+            'candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}\n'
+            '                    candidate |= {"hard": None, "soft": None}'
+        ),
+        'candidate |= {"hard": 0.0, "soft": 0.0}',
         IN_RCE + "a_candidate_whose_scoring_raised_is_kept_and_is_no_negative",
     ),
     (

@@ -558,7 +558,7 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
         (
             lambda p, r, a: [1.0] * len(r),
             {"HARD_REWARD": "exact", "SOFT_REWARD": "rouge"},
-            "HARD_REWARD = 'exact' is no part of the reward. Its parts: mine",
+            "HARD_REWARD = 'exact' is no part of the reward: mine",
         ),
         (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"),
         (
