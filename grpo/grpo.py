@@ -14,15 +14,18 @@ GROUP_SIZE responses to a prompt, of scores s_i, are each other's baseline (Shao
     cispo       -sg(min(rho_t, 1 + CLIP_RANGE_HIGH)) A log pi(y_t)  over all tokens of the step (2506.13585)
     sapo        -4/tau sigmoid(tau (rho_t - 1)) A, tau 1 or 1.05    of each response, then of all (2511.20347)
 
-DUAL_CLIP caps rho where A < 0 (1912.09729). To a token's loss come KL_COEF * kl_t - ENTROPY_COEF * H(pi_t).
-kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1; see
-joschu.net/blog/kl-approx.html) and with all three k2's *gradient*, k1 * grad log pi: on policy, in the mean,
-that of KL(pi || pi_ref). k1's own would be zero in the mean, k3's that of KL(pi_ref || pi).
+DUAL_CLIP bounds the loss where A < 0 (1912.09729). KL_COEF * kl_t - ENTROPY_COEF * H(pi_t) is added to each
+token's loss. kl_t has the *value* of KL_ESTIMATOR (k1 = log pi/pi_ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1;
+joschu.net/blog/kl-approx.html) and always the *gradient* of k2, k1 * grad log pi: on policy, its mean is that
+of KL(pi || pi_ref). The mean of k1's own gradient would be 0, that of k3's is KL(pi_ref || pi)'s.
 Deliberate deviations from the papers:
-- that gradient; and dapo is the default loss with a symmetric clip unless CLIP_RANGE_HIGH is raised;
-- sampling inverts the cumulative distribution on uniform numbers drawn ahead for the whole step, so how
-  prompts are cut into batches changes neither the samples nor, but for rounding, the update;
+- that gradient; and dapo is the default loss, with a symmetric clip unless CLIP_RANGE_HIGH is raised;
+- sampling inverts the cumulative distribution at uniform numbers that are drawn ahead for the whole step, so
+  the way prompts are cut into batches changes neither the samples nor, but for rounding, the update;
 - responses left out by MASK_TRUNCATED or TOP_ENTROPY_FRACTION still count in the loss's denominator.
+
+Shapes: rows = responses of a step, prompts * GROUP_SIZE, those of a group side by side; R = tokens of the
+longest response.
 
     python grpo/grpo.py                                 # edit the constants below, or override: KEY=VALUE
     python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
@@ -124,7 +127,7 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; of the hub also "name"
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
 # and "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The
 # input is a text or a list of chat messages
 TRAIN_DATASETS = [
@@ -143,9 +146,7 @@ MAX_EVAL_PROMPTS: int | None = 200
 # rewards/. It may have parameters named messages, response_ids, or like a column of the data
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
-OVERLONG_BUFFER = (
-    0  # the last so many of MAX_NEW_TOKENS are penalised, linearly (2503.14476, eq. 13); 0: none
-)
+OVERLONG_BUFFER = 0  # the last so many tokens are penalised, linearly (2503.14476, eq. 13); 0: none
 OVERLONG_PENALTY = 1.0  # penalty of a response of MAX_NEW_TOKENS
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
@@ -161,12 +162,11 @@ MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; for top-p and the like edit sampling_logprobs
 
 # Turns: a function(messages, response, answer) returns the next turn's text, or None at the end. The policy
-# then responds again, up to MAX_NEW_TOKENS per turn. Only the policy's own tokens are trained
-# (docs/cookbook.md)
+# then responds again. Only its own tokens are trained (docs/cookbook.md)
 ENVIRONMENT: "function | None" = None  # noqa: F821
 ENVIRONMENT_ROLE = "user"  # user | tool: role of those turns in the chat template
 ENVIRONMENT_THREADS = 1  # calls at the same time, for a function that waits for a sandbox or HTTP
-MAX_TURNS = 4  # turns of the policy per episode
+MAX_TURNS = 4  # turns of the policy per episode, each up to MAX_NEW_TOKENS
 MAX_CONTEXT_TOKENS = 512  # prompt and all turns; a longer episode ends and counts as truncated
 
 # Optimisation
@@ -229,7 +229,7 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo.py
 DETERMINISTIC_GRADIENTS = (
-    True  # gradients add up in one order: the same bits on any number of processes; False: faster
+    True  # add gradients in one order: same bits on any number of processes; False: faster
 )
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
@@ -238,11 +238,10 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants w
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS GROUP_SIZE": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
-    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS": (1, 1e12),
+    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS DUAL_CLIP ENVIRONMENT_THREADS": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK REFERENCE_SYNC_STEPS": (0, 1e6),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
-    "DUAL_CLIP ENVIRONMENT_THREADS": (1, 1e6),
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "ENVIRONMENT_ROLE": ["user", "tool"],
@@ -259,14 +258,13 @@ _MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS")  # a resumed run does not 
 
 
 def sampling_logprobs(logits, temperature):
-    """Log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: change it here
-    (top-p, say), and the first ratios stay 1. A token that must not come gets -inf."""
+    """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: change
+    it here (top-p, say), and the first ratios stay 1. A token that must not be sampled gets -inf."""
     return full_logprobs(logits, temperature)
 
 
 def group_advantages(scores, group_size, scale, leave_one_out):
-    """Returns the advantage of each response, (rows,); rows of a group are neighbours. Equal scores get
-    zeros."""
+    """Returns the advantage of each response, (rows,). Equal scores of a group get zeros."""
     groups = scores.view(-1, group_size)
     # Without this, float32 rounds the mean of equal scores such as 0.7 to another number
     groups = groups - groups[:, :1]
@@ -280,23 +278,27 @@ def group_advantages(scores, group_size, scale, leave_one_out):
 
 
 def overlong_penalty(lengths, max_new_tokens, buffer):
-    """0 up to max_new_tokens - buffer, then down to -1 at max_new_tokens, (rows,): 2503.14476, eq. 13."""
+    """Returns 0 up to max_new_tokens - buffer, then falls to -1 at max_new_tokens, (rows,)."""
     if not buffer:
         return torch.zeros_like(lengths)
     return ((max_new_tokens - buffer - lengths) / max(1, buffer)).clamp(-1, 0)
 
 
 def token_weights(mask, loss_type, max_new_tokens):
-    """Weights (rows, R) of all rows of an optimizer step, whose loss is the sum of weight * loss."""
+    """Returns the weight of each token, (rows, R). The loss of an optimizer step is the sum of weight * loss
+    over all its rows."""
     if loss_type in ("grpo", "gspo", "sapo"):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
-    return mask / (len(mask) * max_new_tokens if loss_type == "dr_grpo" else mask.sum())
+    if loss_type == "dr_grpo":
+        return mask / (len(mask) * max_new_tokens)
+    return mask / mask.sum()
 
 
 def policy_loss(
     logprobs, old_logprobs, advantages, mask, loss_type, clip_range, clip_range_high, dual_clip=None
 ):
-    """Loss of each token and the ratio it saw, (rows, R), by the table above; advantages (rows, 1)."""
+    """Returns the loss of each token, by the table above, and its ratio, both (rows, R). advantages (rows, 1)
+    or (rows, R)."""
     log_ratio = ((logprobs - old_logprobs) * mask).clamp(max=80)  # inf would give 0 * inf = NaN if clipped
     if loss_type == "gspo":
         mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -314,26 +316,25 @@ def policy_loss(
 
 
 def grpo_stats(ratio, mask, advantages, loss_type, clip_range, clip_range_high):
-    """Returns what is logged of each token, a dict of (rows, R): whether the ratio was clipped, the k3
-    estimate of KL(old || new), and |ratio - 1|. Only what the loss clips counts: cispo from above alone, sapo
-    nothing."""
+    """Returns what is logged of each token, a dict of (rows, R): whether the loss clips the ratio (cispo only
+    from above, sapo never), the k3 estimate of KL(old || new), and |ratio - 1|."""
     ratio = torch.where(mask > 0, ratio, 1)
     clipped = ratio > 1 + clip_range_high
-    if loss_type != "cispo":
-        clipped = torch.where(advantages > 0, clipped, ratio < 1 - clip_range)
-    clipped = (clipped & (advantages != 0)).float()
     if loss_type == "sapo":
         clipped = torch.zeros_like(clipped)
+    elif loss_type != "cispo":
+        clipped = torch.where(advantages > 0, clipped, ratio < 1 - clip_range)
     return {
-        "clip_fraction": clipped,
+        "clip_fraction": (clipped & (advantages != 0)).float(),
         "approx_kl": ratio - 1 - ratio.clamp(min=2e-9).log(),
         "ratio_deviation": (ratio - 1).abs(),
     }
 
 
 def kl_loss(logprobs, ref_logprobs, estimator):
-    """The estimator's value with k2's gradient, (rows, R): in the mean that of KL(pi || pi_ref) on policy."""
-    log_ratio = torch.where(logprobs > -1e29, logprobs - ref_logprobs, 0.0)  # 0: it cannot come any more
+    """Returns the estimator's value with k2's gradient, (rows, R). A token that an edited sampling_logprobs()
+    excludes by now has log-probability -1e30 and gets 0."""
+    log_ratio = torch.where(logprobs > -1e29, logprobs - ref_logprobs, 0.0)
     k2 = 0.5 * log_ratio**2
     value = {"k1": log_ratio, "k2": k2, "k3": (-log_ratio).exp() - 1 + log_ratio}[estimator]
     return k2 + (value - k2).detach()
@@ -357,6 +358,10 @@ class GRPOTrainer:
                 self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
         self.load_models()
+        self.distils = is_distillation(self)
+        if self.distils:
+            self.run.best_by = ["minus_kl"]
+            self.run.log("Only the KL to REFERENCE_MODEL trains (distillation): best/ follows minus_kl")
         check_choices(self)
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
@@ -365,40 +370,33 @@ class GRPOTrainer:
         # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows))
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
-        self.plan_steps()
+        self.run.total_steps = last_step(self.state, self.run.step)
 
     def load_models(self):
         """The actor comes from the checkpoint if there is one; so does a reference that follows it."""
-        policy_folder = reference_folder = None
-        if self.run.checkpoint:
-            policy_folder = self.run.checkpoint / "policy"
-            reference_folder = self.run.checkpoint / "reference"
+        checkpoint = self.run.checkpoint
+        saved = None
+        if checkpoint:
+            saved = checkpoint / "policy"
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.actor = load_trained(
-            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, policy_folder
-        )
+        self.actor = load_trained(AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, saved)
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.models = {"policy": self.actor}  # saved; by their checkpoint folder
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # these read the responses
+        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # read the responses
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
             self.reference = self.actor  # without its adapter
         elif KL_COEF > 0:
             path = REFERENCE_MODEL or ACTOR_MODEL
-            if reference_folder and reference_folder.exists():
-                path = reference_folder
+            if checkpoint and (checkpoint / "reference").exists():
+                path = checkpoint / "reference"
             self.reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL", self.device)
             self.reference.requires_grad_(False)
             self.models_by_constant["REFERENCE_MODEL"] = self.reference
             if REFERENCE_SYNC_STEPS:
                 self.models["reference"] = self.reference
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
-        if not REWARD_MODEL and not REWARD_FUNCTIONS:
-            raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.distils = is_distillation(self)
-        if self.distils:
-            self.run.best_by = ["minus_kl"]
         self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
@@ -409,8 +407,6 @@ class GRPOTrainer:
         run = self.run
         summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
         with run.session(summary):  # lock, logs and signals; saves at the end
-            if self.distils:
-                run.log("Only the KL to REFERENCE_MODEL trains (distillation): best/ follows minus_kl")
             if run.needs_first_evaluation():
                 run.log_evaluation(self.evaluate())
             while run.next_step():
@@ -418,7 +414,7 @@ class GRPOTrainer:
                 self.compute_advantages(batch)
                 metrics = self.update(batch)
                 self.sync_reference()
-                self.plan_steps()
+                run.total_steps = last_step(self.state, run.step)
                 self.record(batch, metrics)
                 if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():
                     run.log_evaluation(self.evaluate())
@@ -426,38 +422,22 @@ class GRPOTrainer:
                     run.save()
         return run.evaluation
 
-    def plan_steps(self):
-        """Sets the run's last step as far as it is known now: RESAMPLE_FLAT_GROUPS takes more prompts out of
-        the epochs. It depends on the state alone, so that a resumed run plans the same."""
-        prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
-        count = len(self.train_rows)
-        epochs_left = max(0, NUM_EPOCHS - self.state.epoch)
-        steps_left = math.ceil((-self.state.cursor % count) / prompts_per_step)
-        steps_left += epochs_left * math.ceil(count / prompts_per_step)
-        self.run.total_steps = min(self.run.step + steps_left, MAX_STEPS or math.inf)
-
     def rollout_and_score(self):
-        """Returns a step's responses with their scores. With RESAMPLE_FLAT_GROUPS, groups of equal scores are
-        replaced by new prompts, at most so many times and as long as the run's epochs have prompts.
-        batch.flat_groups is the fraction of flat groups before that."""
+        """Returns a step's responses with their scores. With RESAMPLE_FLAT_GROUPS new prompts replace groups
+        of equal scores, as long as the run's epochs have prompts. batch.flat_groups is the fraction of flat
+        groups before that."""
         prompts = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         batch = self.score(self.rollout(prompts))
-        is_flat = flat_groups(batch.scores)
-        fraction = is_flat.float().mean().item()
         for _ in range(RESAMPLE_FLAT_GROUPS):
-            is_end = self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS
-            if is_end or not is_flat.any():
-                break
-            keep = (~is_flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
-            prompts = next_rows(self.train_rows, self.state, int(is_flat.sum()))
-            batch = join_batches(batch, keep, self.score(self.rollout(prompts)))
             is_flat = flat_groups(batch.scores)
-        batch.flat_groups = fraction
+            is_end = self.state.cursor == 0 and self.state.epoch >= NUM_EPOCHS
+            if is_flat.any() and not is_end:
+                prompts = next_rows(self.train_rows, self.state, int(is_flat.sum()))
+                batch = replace_flat_groups(batch, is_flat, self.score(self.rollout(prompts)))
         return batch
 
     def rollout(self, prompts):
-        """Samples GROUP_SIZE responses to each prompt. Returns a batch, its tensors (prompts * GROUP_SIZE,
-        ...)."""
+        """Samples GROUP_SIZE responses to each prompt. Returns a batch, its tensors (rows, ...)."""
         with self.run.timed("rollout"):
             # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
             uniform = torch.rand(max_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
@@ -467,6 +447,7 @@ class GRPOTrainer:
         """Adds the scores of the responses, and the reference's log-probabilities of their tokens."""
         with self.run.timed("score"):
             batch.scores, batch.reward_parts = self.score_responses(batch)
+            batch.flat_groups = flat_groups(batch.scores).float().mean().item()
             batch.ref_logprobs = self.reference_logprobs(batch)
         return batch
 
@@ -488,8 +469,8 @@ class GRPOTrainer:
         return scores.to(self.device) + OVERLONG_PENALTY * penalty, reward_parts
 
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Score of each response, (rows,); edit or override freely. columns: what reward functions take by
-        name. self.reward_parts is what is logged."""
+        """Returns the score of each response, (rows,); edit or override freely. columns: what reward
+        functions take by name. What you put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             shown = columns["turns"] if ENVIRONMENT else responses
@@ -501,13 +482,13 @@ class GRPOTrainer:
         return total
 
     def reward_model_score(self, prompts, responses):
-        """The reward model's score of each response (or of its turns), (rows,); two texts give one number."""
+        """Returns the score of each response (or its turns), (rows,); of two strings one number."""
         if isinstance(prompts, str):
             return self.reward_model_score([prompts], [responses])[0]
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
 
     def compute_advantages(self, batch):
-        """Compares each response with its group. Advantages are (rows,) or, one per token, (rows, R)."""
+        """Compares each response with its group. An edit may set advantages per token, (rows, R)."""
         scale = SCALE_REWARDS
         if LOSS_TYPE == "dr_grpo":
             scale = "none"
@@ -526,51 +507,28 @@ class GRPOTrainer:
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
         run = self.run
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        steps_done = max(0, run.step - 1)
+        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
+        set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
         self.select_tokens(batch)
         batch.sampled_logprobs = batch.logprobs
-        learning_rate = self.set_learning_rates()
         steps = []
         with run.timed("update"):
             for _ in range(GROUP_EPOCHS):
                 chunks = mini_batches(len(batch.rows))
                 if LOSS_TYPE == "gspo" and DTYPE == "bfloat16" and not steps:
-                    self.score_again(batch, chunks)
+                    score_again(self, batch, chunks)
                 for rows in chunks:
                     steps.append(self.optimizer_step(batch, rows))
         check_first_ratio(steps[0], run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
         metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
-        metrics["learning_rate"] = learning_rate
+        metrics["learning_rate"] = LEARNING_RATE * scale
         entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
         metrics["entropy"] = entropy.item()  # of the policy that sampled
         return metrics
-
-    def set_learning_rates(self):
-        """Sets and returns this step's learning rate."""
-        run = self.run
-        steps_done = max(0, run.step - 1)
-        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        for optimizer in self.optimizers.values():
-            set_learning_rate(optimizer, LEARNING_RATE * scale)
-        return LEARNING_RATE * scale
-
-    def score_again(self, batch, chunks):
-        """Replaces the sampler's log-probabilities by the update's. In bfloat16 they differ by rounding, in
-        the mean over a response by 1e-3 and more: beyond gspo's clip range, so that a tenth of the tokens
-        would be clipped in the first update."""
-        micros = []
-        for rows in chunks:
-            micros += micro_batches(self.actor, batch, self.rows_with_gradient(batch, rows))
-
-        @torch.no_grad()
-        def compute(rows):
-            return response_logprobs(self.actor, batch, rows, TEMPERATURE)[0]
-
-        batch.logprobs = batch.logprobs.clone()
-        for rows, logprobs in zip(micros, map_over_ranks(micros, compute)):
-            batch.logprobs[to_device(rows, self.device), : logprobs.shape[1]] = logprobs.to(self.device)
 
     def optimizer_step(self, batch, rows):
         """One optimizer step on `rows`, a list. The loss is that of all these rows, however they are cut into
@@ -579,7 +537,7 @@ class GRPOTrainer:
         num_tokens = batch.response_mask[index].sum()
         weights = token_weights(batch.response_mask[index], LOSS_TYPE, MAX_NEW_TOKENS) * batch.trained[index]
         batch.weights = torch.zeros_like(batch.response_mask).index_copy(0, index, weights)
-        rows_to_train = self.rows_with_gradient(batch, rows)
+        rows_to_train = rows_with_gradient(self, batch, rows)
         num_trained_tokens = batch.response_mask[to_device(rows_to_train, self.device)].sum()
         gradients = GradientSum([self.actor])
         for micro in gradients.deal(micro_batches(self.actor, batch, rows_to_train)):
@@ -593,7 +551,7 @@ class GRPOTrainer:
             gradients.backward(self.actor, (weights * losses).sum())
 
             gradients.log_sum("policy_loss", (weights * policy_losses).sum().detach())
-            advantages = self.token_advantages(batch, micro, width)
+            advantages = token_advantages(batch, index, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
             gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
             gradients.log_means(stats, mask, num_tokens)
@@ -603,25 +561,19 @@ class GRPOTrainer:
         metrics = gradients.finish()
         prompt_ids = [batch.rows[i]["id"] for i in rows]
         norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, prompt_ids)
-        metrics["grad_norm"] = norms[0]
-        return metrics
+        return {**metrics, "grad_norm": norms[0]}
 
     def token_losses(self, batch, rows, logprobs, entropy):
         """Returns four (rows, R): the loss of each token, which the step sums with batch.weights; the
-        policy's part of it; the ratio; the KL. Edit or override freely: a row is left out of the update only
-        where this loss has no gradient (see rows_with_gradient)."""
+        policy's part of it; the ratio; the KL. Edit or override freely: rows_with_gradient() asks this loss
+        which rows it trains."""
         index = to_device(rows, self.device)
         width = logprobs.shape[1]
         mask = batch.response_mask[index, :width]
+        old_logprobs = batch.logprobs[index, :width]
+        advantages = token_advantages(batch, index, width)
         policy_losses, ratio = policy_loss(
-            logprobs,
-            batch.logprobs[index, :width],
-            self.token_advantages(batch, rows, width),
-            mask,
-            LOSS_TYPE,
-            CLIP_RANGE,
-            CLIP_RANGE_HIGH,
-            DUAL_CLIP,
+            logprobs, old_logprobs, advantages, mask, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP
         )
         losses = policy_losses
         kl = torch.zeros_like(ratio)
@@ -631,33 +583,6 @@ class GRPOTrainer:
         if ENTROPY_COEF:
             losses = losses - ENTROPY_COEF * entropy
         return losses, policy_losses, ratio, kl
-
-    def token_advantages(self, batch, rows, width):
-        """Returns the advantages of some rows, (rows, 1), or (rows, width) if there is one per token."""
-        advantages = batch.advantages
-        if advantages.shape not in (batch.response_mask.shape[:1], batch.response_mask.shape):
-            raise UserError(
-                f"batch.advantages has the shape {tuple(advantages.shape)}: compute_advantages() must set "
-                f"one per response, {tuple(batch.response_mask.shape[:1])}, or one per token, "
-                f"{tuple(batch.response_mask.shape)}"
-            )
-        advantages = advantages[to_device(rows, self.device)]
-        if advantages.dim() == 1:
-            return advantages[:, None]
-        return advantages[:, :width]
-
-    def rows_with_gradient(self, batch, rows):
-        """Returns those of `rows` that SKIP_FLAT_GROUPS leaves in the update: all that have a gradient, but
-        at least one row, for the metrics."""
-        if not SKIP_FLAT_GROUPS or is_sharded():
-            return rows
-        index = to_device(rows, self.device)
-
-        def loss(logprobs, entropy):
-            return (batch.trained[index] * self.token_losses(batch, rows, logprobs, entropy)[0]).sum()
-
-        learns = has_gradient(loss, batch.logprobs[index], batch.entropies[index])
-        return [row for row, has in zip(rows, learns.tolist()) if has] or rows[:1]
 
     @torch.no_grad()
     def sync_reference(self):
@@ -719,10 +644,10 @@ class GRPOTrainer:
             "zero_variance_groups": batch.flat_groups,
         }
         line = (
-            "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{reward:.2f} A:{advantage_abs:.2f} "
-            "E:{entropy:.3f} LR:{learning_rate:.2e}"
+            f"Epoch {self.state.epoch}/{NUM_EPOCHS}: PL:{metrics['policy_loss']:.4f} "
+            f"R:{metrics['reward']:.2f} A:{metrics['advantage_abs']:.2f} "
+            f"E:{metrics['entropy']:.3f} LR:{metrics['learning_rate']:.2e}"
         )
-        line = line.format(epochs=NUM_EPOCHS, **metrics)
         advantages = batch.advantages
         if advantages.dim() == 2:
             advantages = (advantages * batch.response_mask).sum(1) / batch.response_mask.sum(1)
@@ -3299,181 +3224,188 @@ def check_constants():
 
 
 def max_turns():
-    """How many turns of the policy an episode may have."""
+    """Returns how many turns of the policy an episode may have."""
     return MAX_TURNS if ENVIRONMENT else 1
 
 
 def converse(model, tokenizer, rows, uniform, group_size=1):
-    """group_size responses to each row's prompt. With an ENVIRONMENT a response holds every turn: what the
-    policy sampled as it was sampled, where response_mask is 1, and after each turn but the last what the
-    environment said. uniform (max_turns(), rows * group_size, MAX_NEW_TOKENS); None is greedy.
+    """Samples group_size responses to each row's prompt. With an ENVIRONMENT a response holds all turns: the
+    policy's as they were sampled, where response_mask is 1, and between them the environment's. uniform
+    (max_turns(), rows * group_size, MAX_NEW_TOKENS); None: the likeliest tokens.
 
-    Returns a batch as respond() does, and its rows. A response is the text of its last turn, columns["turns"]
-    has all; it is truncated if that turn was, or if the environment's answer did not fit."""
-    prompts = [row["ids"] for row in rows]
-    batch = respond(model, tokenizer, prompts, None if uniform is None else uniform[0], group_size)
-    batch.rows = [row for row in rows for _ in range(group_size)]
+    Returns a batch as respond() does, and its rows. The text of a response is that of its last turn;
+    columns["turns"] has all turns. It is truncated if its last turn was, or if the environment's next turn
+    did not fit."""
+    first_uniform = None if uniform is None else uniform[0]
+    first = respond(model, tokenizer, [row["ids"] for row in rows], first_uniform, group_size)
+    first.rows = [row for row in rows for _ in range(group_size)]
     if not ENVIRONMENT:
-        return batch
-    episodes = [
-        SimpleNamespace(number=i, row=row, ids=[], mask=[], logprobs=[], entropies=[], messages=[])
-        for i, row in enumerate(batch.rows)
-    ]
-    add_turn(episodes, batch, tokenizer)
-    going_on = episodes
-    for turn in range(1, max_turns()):
-        going_on = ask_environment(going_on, model, tokenizer)
-        if not going_on:
+        return first
+    episodes = []
+    for number, row in enumerate(first.rows):
+        empty = {key: [] for key in ("ids", "mask", "logprobs", "entropies", "messages")}
+        episodes.append(SimpleNamespace(number=number, row=row, **empty))
+    add_turn(episodes, first, tokenizer)
+    unfinished = episodes
+    for turn in range(1, MAX_TURNS):
+        unfinished = ask_environment(unfinished, model, tokenizer)
+        if not unfinished:
             break
-        contexts = [episode.row["ids"] + episode.ids for episode in going_on]
-        own = None if uniform is None else uniform[turn][[episode.number for episode in going_on]]
-        said = respond(model, tokenizer, contexts, own)
-        add_turn(going_on, said, tokenizer)
+        contexts = [episode.row["ids"] + episode.ids for episode in unfinished]
+        turn_uniform = None
+        if uniform is not None:
+            turn_uniform = uniform[turn][[episode.number for episode in unfinished]]
+        add_turn(unfinished, respond(model, tokenizer, contexts, turn_uniform), tokenizer)
 
-    def column(key):
-        return [getattr(episode, key) for episode in episodes]
-
-    vars(batch).update(
-        vars(make_batch([prompt for prompt, *_ in batch.sequences], column("ids"), model.device))
-    )
-    sampled = [[t for t, own in enumerate(mask) if own] for mask in column("mask")]
-    batch.sequences = [(*lists[:2], own) for lists, own in zip(batch.sequences, sampled)]
-    batch.response_mask = pad_right(column("mask"), 0.0).to(model.device)
-    batch.logprobs = pad_right(column("logprobs"), 0.0).to(model.device)
-    batch.entropies = pad_right(column("entropies"), 0.0).to(model.device)
-    batch.truncated = torch.tensor(column("truncated"), device=model.device)
-    batch.responses = column("response")
-    batch.columns = {"response_ids": column("ids"), "turns": column("messages")}
+    columns = {key: [getattr(episode, key) for episode in episodes] for key in vars(episodes[0])}
+    prompts = [row["ids"] for row in first.rows]
+    batch = make_batch(prompts, columns["ids"], model.device)
+    sampled = [np.flatnonzero(mask).tolist() for mask in columns["mask"]]
+    batch.sequences = list(zip(prompts, columns["ids"], sampled))
+    batch.response_mask = pad_right(columns["mask"], 0.0).to(model.device)
+    batch.logprobs = pad_right(columns["logprobs"], 0.0).to(model.device)
+    batch.entropies = pad_right(columns["entropies"], 0.0).to(model.device)
+    batch.truncated = torch.tensor(columns["truncated"], device=model.device)
+    batch.rows, batch.responses = first.rows, columns["response"]
+    batch.columns = {"response_ids": columns["ids"], "turns": columns["messages"]}
     return batch
 
 
-def add_turn(episodes, said, tokenizer):
-    """Append what the policy said, a batch of one turn, to the episodes; of its special tokens a message's
-    text lacks the one that ended it alone."""
-    tensors = (said.response_ids, said.logprobs, said.entropies, said.response_lengths, said.truncated)
-    each = zip(episodes, said.responses, *(x.tolist() for x in tensors))
-    for episode, response, ids, logprobs, entropies, length, truncated in each:
+def add_turn(episodes, batch, tokenizer):
+    """Appends the policy's turns, a batch, to the episodes. A message keeps the special tokens of its text,
+    but not the one that ended it."""
+    columns = (batch.response_ids, batch.logprobs, batch.entropies, batch.response_lengths, batch.truncated)
+    turns = zip(episodes, batch.responses, *(column.tolist() for column in columns))
+    for episode, response, ids, logprobs, entropies, length, truncated in turns:
         episode.ids += ids[:length]
         episode.logprobs += logprobs[:length]
         episode.entropies += entropies[:length]
         episode.mask += [1.0] * length
         text = tokenizer.decode(ids[: length if truncated else length - 1])
         episode.messages.append({"role": "assistant", "content": text})
-        episode.response = response
-        episode.truncated = truncated
+        vars(episode).update(response=response, truncated=truncated)
 
 
 def ask_environment(episodes, model, tokenizer):
-    """Append the environment's turns to the episodes; returns those that go on."""
+    """Appends the environment's turns to the episodes. Returns the episodes that go on."""
     episodes = [episode for episode in episodes if not episode.truncated]
+    chunks = [episodes[i : i + ENVIRONMENT_THREADS] for i in range(0, len(episodes), ENVIRONMENT_THREADS)]
+    texts = itertools.chain(*map_over_ranks(chunks, next_texts))
     ends = ids_of_ends(model, tokenizer).tolist()
-
-    def ask(episode):
-        """The environment's text, or None: the end."""
-        messages = as_messages(episode.row["prompt"]) + episode.messages
-        name = json_name(ENVIRONMENT)
-        try:
-            said = messages.pop()["content"]
-            text = ENVIRONMENT(copy.deepcopy(messages), said, episode.row["answer"])
-        except Exception as error:
-            error.add_note(f"(raised by ENVIRONMENT, {name})")
-            raise
-        if text is not None and (not isinstance(text, str) or not text):
-            must = "must return a text that is not empty, or None at the end of the episode"
-            raise UserError(f"ENVIRONMENT ({name}) {must}; it returned {repr(text)[:80]}")
-        return text
-
-    def ask_together(some):
-        """Texts of ENVIRONMENT_THREADS episodes, all asked at once: the process's one alarm is then the limit
-        of each call. One thread is the main one, where alone signals work."""
-        with time_limit(), ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool:
-            return list((pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some))
-
-    parts = [episodes[i : i + ENVIRONMENT_THREADS] for i in range(0, len(episodes), ENVIRONMENT_THREADS)]
-    texts = [text for some in map_over_ranks(parts, ask_together) for text in some]
-    going_on = []
+    unfinished = []
     for episode, text in zip(episodes, texts):
         if text is None:
             continue
-        asked = as_messages(episode.row["prompt"])
-        # some tokenizers begin a text with a space of their own, but not after a special token
-        tail = tokenizer.eos_token + turn_text(tokenizer, asked, text, ends, episode.ids[-1])
+        prompt = as_messages(episode.row["prompt"])
+        # Some tokenizers begin a text with a space of their own, but not after a special token
+        tail = tokenizer.eos_token + turn_text(tokenizer, prompt, text, ends, episode.ids[-1])
         ids = tokenizer(tail, add_special_tokens=False)["input_ids"][1:]
-        context = len(episode.row["ids"]) + len(episode.ids) + len(ids)
-        if context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
-            episode.truncated = True
+        length = len(episode.row["ids"]) + len(episode.ids) + len(ids)
+        if length + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:
+            vars(episode).update(truncated=True)
             continue
         episode.ids += ids
         for values in (episode.mask, episode.logprobs, episode.entropies):
             values += [0.0] * len(ids)
         episode.messages.append({"role": ENVIRONMENT_ROLE, "content": text})
-        going_on.append(episode)
-    return going_on
+        unfinished.append(episode)
+    return unfinished
 
 
-def turn_text(tokenizer, asked, text, ends, end):
-    """What the chat template puts between a turn of the policy, which ended in the id `end`, one of ends, and
-    its next: the environment's turn, and what begins the next one. It is read off the prompt's messages
-    `asked` and a stand-in for what the policy said, which makes no difference and is not written anew. A
-    template that shows turns of before otherwise than they were sampled is refused."""
+def next_texts(episodes):
+    """Returns what ENVIRONMENT says next in each episode; they are asked at the same time, so that the one
+    time limit of the process is that of each call. A single one is asked in the main thread, because only
+    there signals work."""
+    with time_limit(), ThreadPoolExecutor(ENVIRONMENT_THREADS) as pool:
+        if ENVIRONMENT_THREADS == 1:
+            return list(map(next_text, episodes))
+        return list(pool.map(next_text, episodes))
+
+
+def next_text(episode):
+    """Returns the environment's next text in an episode; None: the end."""
+    *messages, turn = as_messages(episode.row["prompt"]) + episode.messages
+    name = f"ENVIRONMENT ({json_name(ENVIRONMENT)})"
+    try:
+        text = ENVIRONMENT(copy.deepcopy(messages), turn["content"], episode.row["answer"])
+    except Exception as error:
+        error.add_note(f"(raised by {name})")
+        raise
+    if text is not None and (not isinstance(text, str) or not text):
+        raise UserError(
+            f"{name} must return a text that is not empty, or None at the end of the episode; it returned "
+            f"{repr(text)[:80]}"
+        )
+    return text
+
+
+def turn_text(tokenizer, prompt, text, ends, end):
+    """Returns what the chat template puts between a turn of the policy, which ended in the id `end` (one of
+    `ends`), and its next turn: the environment's turn, and what begins the policy's. It is read off the
+    prompt's messages with a stand-in for the policy's turn. A template that rewrites earlier turns is
+    refused: they must stay as they were sampled."""
     if not tokenizer.chat_template:
         return text
-    where = f"ACTOR_MODEL = {ACTOR_MODEL!r}"
-    seen = apply_chat_template(tokenizer, asked, where, True)
-    said = "2"
-    if "</think>" in str(tokenizer.chat_template) and not seen.rstrip().endswith("</think>"):
-        begin = "" if seen.rstrip().endswith("<think>") else "<think>\n"
-        said = f"{begin}2\n</think>\n\n2"  # a template may forget what stands before that
-    turns = [{"role": "assistant", "content": said}, {"role": ENVIRONMENT_ROLE, "content": text}]
-    now = apply_chat_template(tokenizer, asked + turns, where, True)
-    if not now.startswith(seen + said):
-        does = f"writes earlier turns anew when one of the role {ENVIRONMENT_ROLE!r} follows"
-        raise UserError(f"{where}: its chat template {does}: take the other role, or another template")
-    tail = now.removeprefix(seen + said)
+    where = f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template"
+    before = apply_chat_template(tokenizer, prompt, where, True)
+    response = "2"
+    if "</think>" in str(tokenizer.chat_template) and not before.rstrip().endswith("</think>"):
+        begin = "" if before.rstrip().endswith("<think>") else "<think>\n"
+        response = f"{begin}2\n</think>\n\n2"  # a template may drop the thoughts of earlier turns
+    turns = [{"role": "assistant", "content": response}, {"role": ENVIRONMENT_ROLE, "content": text}]
+    after = apply_chat_template(tokenizer, prompt + turns, where, True)
+    tail = after.removeprefix(before + response)
+    if tail == after:
+        raise UserError(
+            f"{where} rewrites earlier turns when one of the role {ENVIRONMENT_ROLE!r} follows: take the "
+            "other role, or another template"
+        )
     if not tail.startswith(tuple(tokenizer.batch_decode([[i] for i in ends]))):
-        does = "does not end a turn by the model's EOS alone"
-        raise UserError(f"{where}: its chat template {does}: take a template that does")
+        raise UserError(f"{where} does not end a turn by the model's EOS alone: take a template that does")
     return tail.removeprefix(tokenizer.decode([end]))
 
 
 def check_environment(trainer):
-    """Refuse before anything is sampled what turns cannot do right."""
+    """Refuses, before anything is sampled, constants and models that cannot take turns."""
     if ENVIRONMENT is None:
         return
     if OVERLONG_BUFFER:
         raise UserError(f"OVERLONG_BUFFER = {OVERLONG_BUFFER} is for single responses: set it to 0")
-    most = f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}"
+    context = f"MAX_CONTEXT_TOKENS = {MAX_CONTEXT_TOKENS}"
     one_turn = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
     if one_turn > MAX_CONTEXT_TOKENS:
-        raise UserError(f"{most} is less than a prompt and one turn may have, {one_turn}: raise it")
-    for whose, model in {
-        **trainer.models_by_constant,
-        "REWARD_MODEL": trainer.reward_model or trainer.actor,
-    }.items():
+        raise UserError(f"{context} is less than a prompt and one turn may have, {one_turn}: raise it")
+    readers = {**trainer.models_by_constant, "REWARD_MODEL": trainer.reward_model or trainer.actor}
+    for constant, model in readers.items():
         if max_positions(model) < MAX_CONTEXT_TOKENS:
-            raise UserError(f"{most}: {whose} reads {max_positions(model)} at most: lower it")
-    asked = as_messages(trainer.train_rows[0]["prompt"])
+            raise UserError(f"{context}: {constant} reads {max_positions(model)} at most: lower it")
+    prompt = as_messages(trainer.train_rows[0]["prompt"])
     ends = ids_of_ends(trainer.actor, trainer.tokenizer).tolist()
-    if "345" not in turn_text(trainer.tokenizer, asked, "345", ends, ends[0]):
-        does = f"does not show a text of the role {ENVIRONMENT_ROLE!r}: take the other ENVIRONMENT_ROLE"
-        raise UserError(f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template {does}")
+    if "345" not in turn_text(trainer.tokenizer, prompt, "345", ends, ends[0]):
+        raise UserError(
+            f"ACTOR_MODEL = {ACTOR_MODEL!r}: its chat template does not show a text of the role "
+            f"{ENVIRONMENT_ROLE!r}: take the other ENVIRONMENT_ROLE"
+        )
 
 
 def turn_metrics(batch):
-    """Means over responses: of the policy's turns, and of the environment's tokens."""
+    """Returns means over responses: of the policy's turns, and of the environment's tokens."""
     if not ENVIRONMENT:
         return {}
-    spoken = sum(m["role"] == "assistant" for turns in batch.columns["turns"] for m in turns)
+    roles = [message["role"] for turns in batch.columns["turns"] for message in turns]
     others = batch.response_lengths - batch.response_mask.sum(1)
-    return {"turns": spoken / len(others), "environment_tokens": others.mean().item()}
+    turns = roles.count("assistant") / len(others)
+    return {"turns": turns, "environment_tokens": others.mean().item()}
 
 
-# ---------------------------------------------------------------- what cannot be; groups that teach nothing
+# ---------------------------------------------------------------- refused constants; groups of equal scores
 
 
 # differs: the constants of this trainer
 def check_choices(trainer):
     """Refuses constants that contradict each other."""
+    if not REWARD_MODEL and not REWARD_FUNCTIONS:
+        raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
     if REFERENCE_MODEL and KL_COEF == 0:
         raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used while KL_COEF = 0: set KL_COEF")
     if LOSS_TYPE == "dr_grpo" and SCALE_REWARDS == "batch":
@@ -3482,42 +3414,87 @@ def check_choices(trainer):
         )
     if LOSS_TYPE == "gspo" and CLIP_RANGE > 0.01:
         trainer.run.log(
-            f"LOSS_TYPE = 'gspo' with CLIP_RANGE = {CLIP_RANGE}: its paper takes 3e-4 and 4e-4 (HIGH)"
+            f"LOSS_TYPE = 'gspo' with CLIP_RANGE = {CLIP_RANGE}: its paper has 3e-4 and 4e-4 (HIGH)"
+        )
+    if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:
+        raise UserError(
+            f"DUAL_CLIP = {DUAL_CLIP} does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
+        )
+    if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
+        raise UserError(
+            f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: LORA_RANK keeps the base frozen: set one to 0"
+        )
+    if GROUP_SIZE == 1 and not trainer.distils:
+        raise UserError(
+            "GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or distil: rewards of weight 0, "
+            "REFERENCE_MODEL=teacher KL_COEF=1"
         )
     if trainer.distils and GROUP_EPOCHS * MINI_BATCHES > 1:
         raise UserError(
             f"GROUP_EPOCHS = {GROUP_EPOCHS}, MINI_BATCHES = {MINI_BATCHES}: distillation makes one update "
             "per step, because the KL's gradient has no ratio: set both to 1"
         )
-    if LOSS_TYPE in ("cispo", "sapo") and DUAL_CLIP is not None:
-        why = f"does nothing with LOSS_TYPE = {LOSS_TYPE!r}: set it to None"
-        raise UserError(f"DUAL_CLIP = {DUAL_CLIP} {why}")
-    if LORA_RANK and KL_COEF and REFERENCE_SYNC_STEPS:
-        why = "LORA_RANK keeps the base frozen: set one of them to 0"
-        raise UserError(f"REFERENCE_SYNC_STEPS = {REFERENCE_SYNC_STEPS}: {why}")
-    if GROUP_SIZE == 1 and not trainer.distils:
-        distil = "distil: rewards of weight 0, REFERENCE_MODEL=teacher KL_COEF=1"
-        raise UserError(f"GROUP_SIZE = 1 has nothing to compare with: take 2 or more, or {distil}")
-    if RESAMPLE_FLAT_GROUPS and trainer.distils:
-        why = "with rewards of weight 0 all groups are flat: set it to 0"
-        raise UserError(f"RESAMPLE_FLAT_GROUPS = {RESAMPLE_FLAT_GROUPS}: {why}")
+    if trainer.distils and RESAMPLE_FLAT_GROUPS:
+        raise UserError(
+            f"RESAMPLE_FLAT_GROUPS = {RESAMPLE_FLAT_GROUPS}: with rewards of weight 0 all groups are flat: "
+            "set it to 0"
+        )
 
 
-def has_gradient(loss, logprobs, entropy):
-    """Returns which rows have a gradient, (rows,) of bool. loss(logprobs, entropy), both (rows, R), is
-    computed at the policy that sampled and at others around it, so that every term of it counts, clipped or
-    not."""
-    has = torch.zeros(len(logprobs), dtype=torch.bool, device=logprobs.device)
+def last_step(state, step):
+    """Returns the run's last step, as known after `step` steps: RESAMPLE_FLAT_GROUPS takes more prompts out
+    of the epochs. It depends on the state alone, so that a resumed run has the same."""
+    prompts_per_step = BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS
+    steps_left = math.ceil((-state.cursor % state.prompts) / prompts_per_step)
+    steps_left += max(0, NUM_EPOCHS - state.epoch) * math.ceil(state.prompts / prompts_per_step)
+    return min(step + steps_left, MAX_STEPS or math.inf)
+
+
+def token_advantages(batch, index, width):
+    """Returns the advantages of the rows in `index`, (rows, width), or (rows, 1) if all tokens of a response
+    have the same."""
+    shape = tuple(batch.response_mask.shape)
+    if batch.advantages.shape not in (shape[:1], shape):
+        raise UserError(
+            f"batch.advantages has the shape {tuple(batch.advantages.shape)}: compute_advantages() must set "
+            f"one per response, {shape[:1]}, or one per token, {shape}"
+        )
+    return batch.advantages.view(len(batch.advantages), -1)[index, :width]
+
+
+def rows_with_gradient(trainer, batch, rows):
+    """Returns those of `rows` that are trained: with SKIP_FLAT_GROUPS the rows to which the loss gives a
+    gradient, but at least one, for the metrics. The loss is computed at the policy that sampled and at others
+    around it, so that every term of it counts, clipped or not."""
+    if not SKIP_FLAT_GROUPS or is_sharded():
+        return rows
+    index = to_device(rows, trainer.device)
+    is_trained = torch.zeros(len(rows), dtype=torch.bool, device=trainer.device)
     for offset in (-3.0, -0.3, -0.01, 0.0, 0.01, 0.3, 3.0):
-        moved_logprobs = (logprobs + offset).detach().requires_grad_()
-        moved_entropy = (entropy * math.exp(-abs(offset))).detach().requires_grad_()
+        logprobs = (batch.logprobs[index] + offset).requires_grad_()
+        entropies = (batch.entropies[index] * math.exp(-abs(offset))).requires_grad_()
         with torch.enable_grad():
-            total = loss(moved_logprobs, moved_entropy)
-            gradients = torch.autograd.grad(total, (moved_logprobs, moved_entropy), allow_unused=True)
-        for gradient in gradients:
-            if gradient is not None:
-                has |= (gradient != 0).any(1)
-    return has
+            loss = (batch.trained[index] * trainer.token_losses(batch, rows, logprobs, entropies)[0]).sum()
+        for gradient in torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True):
+            is_trained |= (gradient != 0).any(1)
+    return torch.tensor(rows)[is_trained.cpu()].tolist() or rows[:1]
+
+
+@torch.no_grad()
+def score_again(trainer, batch, chunks):
+    """Replaces the sampler's log-probabilities by the update's. In bfloat16 they differ by rounding, by 1e-3
+    and more in the mean of a response: beyond gspo's clip range, so that the first update would clip a tenth
+    of the tokens."""
+    micros = []
+    for rows in chunks:
+        micros += micro_batches(trainer.actor, batch, rows_with_gradient(trainer, batch, rows))
+
+    def compute(rows):
+        return response_logprobs(trainer.actor, batch, rows, TEMPERATURE)[0]
+
+    batch.logprobs = batch.logprobs.clone()
+    for rows, logprobs in zip(micros, map_over_ranks(micros, compute)):
+        batch.logprobs[to_device(rows, trainer.device), : logprobs.shape[1]] = logprobs.to(trainer.device)
 
 
 def is_distillation(trainer):
@@ -3528,30 +3505,38 @@ def is_distillation(trainer):
         weights.append(REWARD_MODEL_WEIGHT)
     if OVERLONG_BUFFER:
         weights.append(OVERLONG_PENALTY)
-    for name in ("compute_rewards", "compute_advantages"):
-        if getattr(type(trainer), name) is not getattr(GRPOTrainer, name):
-            return False
-    return trainer.reference is not None and not any(weights)
+    cls = type(trainer)
+    is_edited = (
+        cls.compute_rewards is not GRPOTrainer.compute_rewards
+        or cls.compute_advantages is not GRPOTrainer.compute_advantages
+    )
+    return trainer.reference is not None and not any(weights) and not is_edited
 
 
 def flat_groups(scores):
-    """Which groups have equal scores, (groups,) of bool; scores (rows,)."""
+    """Returns which groups have equal scores, (groups,) of bool. scores (rows,)."""
     groups = scores.view(-1, GROUP_SIZE)
     return (groups == groups[:, :1]).all(1)
 
 
-def join_batches(batch, keep, more):
-    """The rows `keep` of one batch and all of another, padded to one width."""
+def replace_flat_groups(batch, is_flat, new):
+    """Returns the rows of a batch whose groups are not flat, and all rows of the batch `new`. is_flat
+    (groups,)."""
+    keep = (~is_flat).repeat_interleave(GROUP_SIZE).nonzero().squeeze(-1).tolist()
 
-    def join(kept, new):
+    def join(kept, added):
+        if isinstance(kept, float):
+            return kept
         if isinstance(kept, dict):
-            return {key: join(kept[key], new[key]) for key in kept}
-        rows = [kept[i] for i in keep] + [*new]
+            return {key: join(kept[key], added[key]) for key in kept}
+        rows = [kept[i] for i in keep] + [*added]
         if not isinstance(kept, torch.Tensor):
             return rows
-        return torch.stack(rows) if kept.dim() == 1 else torch.nn.utils.rnn.pad_sequence(rows, True)
+        if kept.dim() == 1:
+            return torch.stack(rows)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    return SimpleNamespace(**{key: join(x, getattr(more, key)) for key, x in vars(batch).items()})
+    return SimpleNamespace(**join(vars(batch), vars(new)))
 
 
 def train_main():

@@ -1,31 +1,32 @@
-"""RCE for language models, in one file: mine candidates, check them up, train on them by reward-weighted
-cross entropy.
+"""RCE for language models, in one file: mines candidates, checks them up, and trains on them by
+reward-weighted cross entropy.
 
-A prompt x has scored candidates y_1 .. y_n. The policy is fitted to them, the better the more
+The policy is fitted to the scored candidates y_1 .. y_n of each prompt x, to the better ones more
 (reward-weighted regression, Peters and Schaal 2007; AWR without the critic, arXiv 1910.00177; as TAU goes to
 0, best-of-n distillation):
 
     w_i = exp(r_i / TAU) / sum_j exp(r_j / TAU)               no gradient; sums to 1 for each prompt
     L   = mean over prompts of sum_i w_i * -log pi(y_i | x)   LENGTH_NORMALISE: log pi / tokens of y_i
 
-    1. mine      propose from a greedy response, beams, samples at several temperatures and, if wanted, the
-                 data's own solution; merge equal ones; score all with the cheap signal, verify the best and
-                 some others with the reward (compute_rewards)
-    2. check up  what the candidates are worth; tools/check_up.py adds a picture and a verdict: mine more, fix
-                 the reward, or train
+    1. mine      propose a greedy response, beams, samples at several temperatures and, if wanted, the data's
+                 own solution; merge equal ones; score all by the cheap signal; verify the best and some
+                 others with the reward (compute_rewards)
+    2. check up  log what the candidates are worth; tools/check_up.py adds a picture and a verdict: mine more,
+                 fix the reward, or train
     3. train     on the prompts whose candidates' rewards differ; a fifth of the prompts is kept to validate
     ROUNDS > 1   mine again with the policy so far, from further prompts
 
-gt_prob of a candidate is the probability the policy gives to the gold answer after the candidate's own
-working (up to ANSWER_FORM's mark): the product over the answer's tokens and what ends it, not their geometric
-mean; summed over distinct gold answers with their weights. What ends each makes them exclude one another, so
-it is never above 1.
+gt_prob of a candidate is the probability that the policy gives to the gold answer after the candidate's
+working (its text up to ANSWER_FORM's mark): the product over the tokens of the answer and of what ends it,
+summed over distinct gold answers with their weights. It is at most 1, because no answer begins another.
 Deliberate choices:
-- validation is the accuracy of the policy's own pick, its likeliest candidate, on the first round's held-back
-  prompts; best/ follows it;
-- a prompt without a right and a wrong one among the verified has the rest of its candidates verified too;
-- a candidate whose scoring raised is kept with eval_failed and never trained on: it is not a wrong one;
+- validation is the accuracy of the policy's pick, its likeliest candidate, on held-back prompts of the first
+  round; best/ follows it;
+- if the verified candidates of a prompt are all right or all wrong, its other candidates are verified too;
+- a candidate whose scoring raised an error is kept with eval_failed and never trained on;
 - rewards are normalised at most once (WEIGHT_REWARDS).
+
+Shapes: rows = candidates of a step; R = tokens of the longest of them.
 
     python rce/rce.py                                   # edit the constants below, or override: KEY=VALUE
     python rce/rce.py STAGE=mine, then python tools/check_up.py checkpoints/rce, then rce.py STAGE=train
@@ -84,8 +85,7 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
@@ -134,7 +134,7 @@ DTYPE = "float32"  # float32 | bfloat16 (autocast; weights and optimizer state s
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 GRADIENT_CHECKPOINTING = False  # recompute activations in the update: less memory, a third more time
 
-# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; of the hub also "name"
+# Data sets: {"path", "type": "jsonl" | "csv" | "parquet" | "hub", "input", "output"}; on the hub also "name"
 # and "split". "input" and "output" name columns; a dot reaches into nested records ("answers.text"). The
 # input is a text or a list of chat messages
 TRAIN_DATASETS = [
@@ -154,27 +154,27 @@ VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
 # rewards/. Weight 0: a part for SOFT_REWARD, not for the score that is logged
 REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]
 REWARD_MODEL_WEIGHT = 1.0
-HARD_REWARD = "exact_answer"  # the part that says right (1) or wrong (0)
-SOFT_REWARD = "rouge_l"  # the part, in [0, 1], that grades; "reward_model" gets there by a sigmoid
-REWARD_MODE = "hard_only"  # a mode of rewards/: what r is made of
-HYBRID_SCORE = "logprob"  # logprob, or a part: the score that REWARD_MODE = hybrid scales and mixes in
-SIMILARITY_WEIGHT = 0.0  # adds so much of the part SIMILARITY to the r of wrong candidates
+HARD_REWARD = "exact_answer"  # the reward that is 1 for right, 0 for wrong candidates
+SOFT_REWARD = "rouge_l"  # the reward that grades candidates, in [0, 1]; "reward_model": by a sigmoid
+REWARD_MODE = "hard_only"  # function in rewards/ that makes r of these and gt_prob
+HYBRID_SCORE = "logprob"  # logprob or a reward: what REWARD_MODE = hybrid scales and mixes in
+SIMILARITY_WEIGHT = 0.0  # adds this times the reward SIMILARITY to the r of wrong candidates
 SIMILARITY = "rouge_l"
 ANSWER_FORM = "#### {answer}"  # how a response states its answer: where gt_prob puts the gold one
-GOLD_FULL_COUNT = 1  # a gold answer listed so often weighs 1, one listed less a share of it (VQA: 3)
+GOLD_FULL_COUNT = 1  # a gold answer listed n times has weight min(1, n / this) in gt_prob (VQA: 3)
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Mining
 MINE_PROMPTS: int | None = 320  # of the first round; None: all. Later rounds take as many as it trained on
 GREEDY = True  # propose the greedy response
-BEAMS = 2  # propose the responses of a beam search so wide; 0: none
-GROUP_SIZE = 13  # sampled responses a prompt, dealt out over SAMPLE_TEMPERATURES
+BEAMS = 2  # propose the responses of a beam search of this width; 0: none
+GROUP_SIZE = 13  # sampled responses per prompt, dealt out over SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.6, 0.8, 1.0]
 INCLUDE_REFERENCE = False  # propose the data's own solution
 CHEAP_SIGNAL = "gt_prob"  # gt_prob | logprob: what candidates are ranked by before they are verified
-VERIFY_TOP: int | None = None  # the best so many a prompt are verified; None: all
-VERIFY_RANDOM = 2  # and so many of the others, at random
+VERIFY_TOP: int | None = None  # how many of a prompt's best candidates are verified; None: all
+VERIFY_RANDOM = 2  # how many of its others are verified, at random
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; of the policy that is trained and evaluated and whose log-probabilities are logged
@@ -206,7 +206,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 8  # 0: only before the first and after each round
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better pick before the run ends; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # candidates a step written to samples.jsonl
+LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/rce"
 SEED = 1
@@ -227,7 +227,7 @@ PLOT_PANELS = [
 
 # Processes: torchrun --nproc_per_node=2 rce/rce.py
 DETERMINISTIC_GRADIENTS = (
-    True  # gradients add up in one order: the same bits on any number of processes; False: faster
+    True  # add gradients in one order: same bits on any number of processes; False: faster
 )
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
@@ -246,16 +246,10 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants w
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "CHEAP_SIGNAL": ["gt_prob", "logprob"],
     "WEIGHT_REWARDS": ["raw", "zscore"],
-    "REWARD_MODE": [
-        "hard_only",
-        "soft_only",
-        "hard_plus_soft",
-        "hard_plus_soft_v2",
-        "separated",
-        "hard_plus_gtprob",
-        "hard_plus_gtprob_separated",
-        "hybrid",
-    ],
+    "REWARD_MODE": (
+        "hard_only soft_only hard_plus_soft hard_plus_soft_v2 separated hard_plus_gtprob "
+        "hard_plus_gtprob_separated hybrid"
+    ).split(),
 }
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
 _MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS", "STAGE")  # a resumed run does not report these
@@ -281,20 +275,15 @@ def rce_loss(logprobs, mask, weights, prompts, length_normalise):
 
 def shaped_rewards(candidates):
     """Returns r of one prompt's candidates: by REWARD_MODE, and with SIMILARITY added to wrong ones."""
-    hybrid_score = HYBRID_SCORE
-    if hybrid_score != "logprob":
-        hybrid_score = f"reward/{hybrid_score}"
+    hybrid_score = "logprob" if HYBRID_SCORE == "logprob" else f"reward/{HYBRID_SCORE}"
     shaped = rewards_by_mode(candidates, hybrid_score)
-    if SIMILARITY_WEIGHT > 0:
-        similarities = [c.get(f"reward/{SIMILARITY}") for c in candidates]
-        if None in similarities:
-            raise UserError(
-                f"SIMILARITY = {SIMILARITY!r}: candidates have no reward/{SIMILARITY}. Set SIMILARITY to a "
-                "reward function that they were scored with"
-            )
-        hard = [c["hard"] for c in candidates]
-        shaped = rewards.shape_wrong(shaped, hard, similarities, SIMILARITY_WEIGHT)
-    return shaped
+    if SIMILARITY_WEIGHT == 0:
+        return shaped
+    hard = column(candidates, "hard")
+    similarities = [c.get(f"reward/{SIMILARITY}") for c in candidates]
+    if None in similarities:
+        raise UserError(f"SIMILARITY = {SIMILARITY!r} is none of the rewards that the candidates have")
+    return rewards.shape_wrong(shaped, hard, similarities, SIMILARITY_WEIGHT)
 
 
 # ================================================================ the trainer
@@ -306,7 +295,8 @@ class RCETrainer:
 
     def __init__(self, resume_from_checkpoint=None):
         check_constants()
-        if not SAMPLE_TEMPERATURES or not all(1e-3 <= value <= 1e3 for value in SAMPLE_TEMPERATURES):
+        temperatures = SAMPLE_TEMPERATURES or [0.0]
+        if min(temperatures) < 1e-3 or max(temperatures) > 1e3:
             raise UserError(f"SAMPLE_TEMPERATURES = {SAMPLE_TEMPERATURES}: it takes numbers, 0.001 to 1000")
         if ANSWER_FORM.count("{answer}") != 1:
             raise UserError(f"ANSWER_FORM = {ANSWER_FORM!r} must contain {{answer}} once")
@@ -329,38 +319,27 @@ class RCETrainer:
         self.rows = {row["id"]: row for row in self.train_rows}  # train_rows become those of the round
         if len(self.rows) < len(self.train_rows):
             raise UserError("TRAIN_DATASETS: two files have one name, and candidates go by it: rename one")
-        # What a checkpoint keeps beside weights, optimizers and generators. order is this epoch's
-        # permutation; to_train is how many prompts the round trains on, until it is mined a guess; candidates
-        # has the digest of each round's file, responses is how many were proposed
+        # What a checkpoint keeps beside weights, optimizers and generators. order: this epoch's permutation;
+        # to_train: how many prompts the round trains on, a guess until it is mined; candidates: the digest of
+        # each round's file; responses: how many were proposed
         to_train = math.ceil((MINE_PROMPTS or len(self.rows)) * (1 - VALIDATION_FRACTION))
-        self.state = SimpleNamespace(
-            epoch=0,
-            order=None,
-            cursor=0,
-            prompts=len(self.train_rows),
-            round=1,
-            round_start=0,
-            to_train=to_train,
-            candidates={},
-            responses=0,
-        )
+        self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.train_rows))
+        vars(self.state).update(round=1, round_start=0, to_train=to_train, candidates={}, responses=0)
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         self.to_copy = check_candidates(self.run.checkpoint, self.state.candidates)
         self.plan_steps()
 
     def load_models(self):
         """Loads the models, the policy from the checkpoint if there is one, and makes the optimizer."""
-        policy_folder = None
+        saved = None
         if self.run.checkpoint:
-            policy_folder = self.run.checkpoint / "policy"
+            saved = self.run.checkpoint / "policy"
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.actor = load_trained(
-            AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, policy_folder
-        )
+        self.actor = load_trained(AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, saved)
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.eos_ids = ids_of_ends(self.actor, self.tokenizer)
-        self.models = {"policy": self.actor}  # what is saved, by its folder's name
-        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # what reads responses, by its constant
+        self.models = {"policy": self.actor}  # saved; by their checkpoint folder
+        self.models_by_constant = {"ACTOR_MODEL": self.actor}  # read the responses
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
@@ -387,8 +366,10 @@ class RCETrainer:
     def tidy_candidates(self):
         """Archives candidates of rounds after the checkpoint, and copies those before it if the run goes on
         in another folder."""
-        archived = candidates_after(self.state.round)
-        archived += [path for path in self.to_copy.values() if path.exists()]
+        archived = [path for path in self.to_copy.values() if path.exists()]
+        for path in Path(OUTPUT_DIR).glob("candidates_round_*"):
+            if int("0" + re.sub(r"\D", "", path.name)) > self.state.round:
+                archived.append(path)
         archive_old_run(archived, OUTPUT_DIR, self.run.log)
         for source, path in self.to_copy.items():
             write_atomically(path, partial(shutil.copyfile, source))
@@ -408,7 +389,10 @@ class RCETrainer:
             if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.round_end:
                 run.save()
         if run.step >= self.round_end:
-            self.end_round()
+            self.state.round += 1
+            self.state.round_start = run.step
+            self.state.cursor = 0
+            run.save()  # the next round mines from this checkpoint
 
     def prepare_round(self):
         """Mines or reads this round's candidates, checks new ones up, and chooses the prompts to train on.
@@ -425,15 +409,14 @@ class RCETrainer:
         self.split()
         self.choose_rows(groups)
         if is_new:
-            proposed = sum(len(c["source"]) for _, candidates in groups for c in candidates)
-            figures = check_up([candidates for _, candidates in groups], proposed, path, self.run.log)
+            lists = [candidates for _, candidates in groups]
+            proposed = sum(map(len, column(itertools.chain(*lists), "source")))
+            figures = check_up(lists, proposed, path, self.run.log)
             self.state.responses += proposed
             counts = {"round": self.state.round, "responses": self.state.responses}
             self.run.write_metrics("mine", {**counts, **figures})
         if not self.train_rows:
-            raise UserError(
-                f"{path}: the rewards of each prompt's candidates are equal: there is nothing to train on"
-            )
+            raise UserError(f"{path}: each prompt's candidates have equal rewards: nothing to train on")
         self.state.to_train = len(self.train_rows)
         self.plan_steps()
         if is_new:
@@ -450,18 +433,17 @@ class RCETrainer:
         self.train_rows = []
         for row, candidates in groups:
             candidates = usable(candidates)
-            if as_text(row["prompt"]) in self.held_back or len(candidates) < 2:
-                continue
-            shaped = shaped_rewards(candidates)
-            if not is_flat(shaped):
-                self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
+            if len(candidates) > 1 and not self.is_held_back(row):
+                shaped = shaped_rewards(candidates)
+                if not is_flat(shaped):
+                    self.train_rows.append({**row, "candidates": candidates, "rewards": shaped})
 
     def next_batch(self):
         """Returns the next prompts' candidates as a batch with their weights. Candidates whose weight is 0
         are left out."""
         chosen = next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
         tau = tau_at(max(0, self.run.step - 1), self.run.total_steps)
-        rows, candidates, row_rewards, row_weights = [], [], [], []
+        kept = []  # (row, candidate, reward, weight)
         effective, best = [], []  # of each prompt: exp of the weights' entropy, the largest weight
         for row in chosen:
             weights = rce_weights(row["rewards"], tau, WEIGHT_REWARDS)
@@ -469,11 +451,9 @@ class RCETrainer:
             best.append(weights.max().item())
             for candidate, reward, weight in zip(row["candidates"], row["rewards"], weights.tolist()):
                 if weight > 0:
-                    rows.append(row)
-                    candidates.append(candidate)
-                    row_rewards.append(reward)
-                    row_weights.append(weight)
-        batch = make_batch([row["ids"] for row in rows], [c["token_ids"] for c in candidates], self.device)
+                    kept.append((row, candidate, reward, weight))
+        rows, candidates, row_rewards, row_weights = map(list, zip(*kept))
+        batch = make_batch(column(rows, "ids"), column(candidates, "token_ids"), self.device)
         batch.rows, batch.candidates, batch.rewards = rows, candidates, row_rewards
         batch.weights = torch.tensor(row_weights, device=self.device)  # (rows,)
         batch.prompts = len(chosen)
@@ -487,10 +467,13 @@ class RCETrainer:
     def update(self, batch):
         """Makes one optimizer step on the batch. Returns its metrics."""
         run = self.run
-        learning_rate = self.set_learning_rates()
+        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        steps_done = max(0, run.step - 1)
+        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
+        set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
         num_tokens = batch.response_mask.sum()
+        gradients = GradientSum([self.actor])
         with run.timed("update"):
-            gradients = GradientSum([self.actor])
             for rows in gradients.deal(micro_batches(self.actor, batch)):
                 index = to_device(rows, self.device)
                 mask = batch.response_mask[index, : max_response_length(batch, rows)]
@@ -500,19 +483,9 @@ class RCETrainer:
                 gradients.log_sum("policy_loss", loss.detach())
                 gradients.log_means({"entropy": entropy}, mask, num_tokens)
             metrics = gradients.finish()
-            prompt_ids = [row["id"] for row in batch.rows]
-            norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], run, prompt_ids)
-        return {**metrics, "grad_norm": norms[0], "learning_rate": learning_rate}
-
-    def set_learning_rates(self):
-        """Sets and returns this step's learning rate."""
-        run = self.run
-        steps_done = max(0, run.step - 1)
-        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        for optimizer in self.optimizers.values():
-            set_learning_rate(optimizer, LEARNING_RATE * scale)
-        return LEARNING_RATE * scale
+            loss = metrics["policy_loss"]
+            norms = clip_and_step(self.optimizers.values(), loss, run, column(batch.rows, "id"))
+        return {**metrics, "grad_norm": norms[0], "learning_rate": LEARNING_RATE * scale}
 
     # ------------------------------------------------------------ rounds
 
@@ -524,13 +497,6 @@ class RCETrainer:
         self.round_end = self.state.round_start + steps
         self.run.total_steps = min(self.state.round_start + rounds_left * steps, MAX_STEPS or math.inf)
 
-    def end_round(self):
-        """Counts the round and saves: the next round mines from this very checkpoint."""
-        self.state.round += 1
-        self.state.round_start = self.run.step
-        self.state.cursor = 0
-        self.run.save()
-
     def split(self):
         """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. They are told apart by
         the prompt's text, so equal prompts fall on one side."""
@@ -541,8 +507,11 @@ class RCETrainer:
         self.validation = []
         for row, candidates in groups:
             candidates = usable(candidates)
-            if candidates and as_text(row["prompt"]) in self.held_back:
+            if candidates and self.is_held_back(row):
                 self.validation.append((row, candidates))
+
+    def is_held_back(self, row):
+        return as_text(row["prompt"]) in self.held_back
 
     # ------------------------------------------------------------ mining
 
@@ -560,95 +529,81 @@ class RCETrainer:
         rows = list(self.rows.values())
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
         rows = [rows[i] for i in order]
-        if self.state.round == 1:
-            return rows[:MINE_PROMPTS]
-        self.split()
         first_round = rows[:MINE_PROMPTS]
-        count = sum(as_text(row["prompt"]) not in self.held_back for row in first_round)
-        rows = [row for row in rows if as_text(row["prompt"]) not in self.held_back]
+        if self.state.round == 1:
+            return first_round
+        self.split()
+        count = len(first_round) - sum(map(self.is_held_back, first_round))
+        rows = list(itertools.filterfalse(self.is_held_back, rows))
         start = (self.state.round - 1) * count
-        return [rows[(start + i) % len(rows)] for i in range(min(count, len(rows)))]
+        return list(itertools.islice(itertools.cycle(rows), start, start + min(count, len(rows))))
 
     @torch.no_grad()
     def mine_chunk(self, rows):
         """Proposes candidates for some prompts, scores them by the cheap signal and verifies some of them.
         Returns their records, prompt after prompt."""
         groups = self.propose(rows)
-        candidates = [c for group in groups for c in group]
-        by_id = {row["id"]: row for row in rows}
-        prompts = [by_id[c["prompt_id"]]["ids"] for c in candidates]
-        logprobs = self.sequence_logprobs(prompts, [c["token_ids"] for c in candidates])
-        for candidate, logprob in zip(candidates, logprobs):
+        candidates = list(itertools.chain(*groups))
+        for candidate, logprob in zip(candidates, self.sequence_logprobs(candidates)):
             candidate["logprob"] = logprob
             if not math.isfinite(logprob):
                 raise UserError(
-                    f"ACTOR_MODEL = {ACTOR_MODEL!r} gives a response the log-probability {logprob}: its "
-                    "scores cannot be used"
+                    f"ACTOR_MODEL = {ACTOR_MODEL!r} gives a response the log-probability {logprob}"
                 )
-        self.score_gold(by_id, candidates, prompts)
+        self.score_gold(candidates)
         for row, group in zip(rows, groups):
             self.choose_verified(row, group)
-        self.verify([c for c in candidates if c["eval_mode"] == "verified"], by_id)
-        # A prompt teaches only if it has a right and a wrong candidate: where one lacks, verify all of them
+        self.verify([c for c in candidates if c["eval_mode"] == "verified"])
+        # Only a prompt with right and wrong candidates teaches: verify all where one of both is missing
         unverified = []
         for group in groups:
-            marks = {c["hard"] for c in group} - {None}
-            if len(marks) < 2:
+            if not {0, 1} <= set(column(group, "hard")):
                 unverified += [c for c in group if c["eval_mode"] == "cheap"]
-        self.verify(unverified, by_id)
+        self.verify(unverified)
         return candidates
 
     def propose(self, rows):
         """Returns the candidates of each prompt, one list per prompt. Proposals of equal token ids are one
         candidate that lists its sources."""
         eos = self.eos_ids.tolist()
-        prompts = [row["ids"] for row in rows]
-        groups = [{} for _ in rows]  # of each prompt: {token ids: candidate}
-
-        def add(i, ids, source, temperature=None):
-            candidate = groups[i].setdefault(
-                tuple(ids),
-                {
-                    "prompt_id": rows[i]["id"],
-                    "prompt": as_text(rows[i]["prompt"]),
-                    "token_ids": ids,
-                    "source": [],
-                    "temperature": [],
-                },
-            )
-            candidate["source"].append(source)
-            candidate["temperature"].append(temperature)
-
+        prompts = column(rows, "ids")
+        proposals = []  # (the prompt's index, token ids, source, temperature)
         if GREEDY:
             batch = respond(self.actor, self.tokenizer, prompts, None)
             check_sampler(self.actor, batch)
             for i, ids in enumerate(batch.columns["response_ids"]):
-                add(i, ids, "greedy")
+                proposals.append((i, ids, "greedy", None))
         if BEAMS:
             for i, ids in enumerate(beam_search(self.actor, prompts, eos, self.pad_id)):
-                add(i // BEAMS, ids, "beam")
+                proposals.append((i // BEAMS, ids, "beam", None))
         for k, temperature in enumerate(SAMPLE_TEMPERATURES):
             count = len(range(k, GROUP_SIZE, len(SAMPLE_TEMPERATURES)))  # GROUP_SIZE dealt out in turn
             if count == 0:
                 continue
-            generators = [self.prompt_generator(row, f"sample {k}") for row in rows]
-            uniform = torch.cat([torch.rand(count, MAX_NEW_TOKENS, generator=g) for g in generators])
+            uniform = torch.empty(len(rows), count, MAX_NEW_TOKENS)
+            for row, numbers in zip(rows, uniform):
+                numbers.uniform_(generator=self.prompt_generator(row, f"sample {k}"))
+            uniform = uniform.flatten(0, 1)
             batch = respond(self.actor, self.tokenizer, prompts, uniform, count, temperature)
             for i, ids in enumerate(batch.columns["response_ids"]):
-                add(i // count, ids, "sample", float(temperature))
+                proposals.append((i // count, ids, "sample", float(temperature)))
         if INCLUDE_REFERENCE:
             for i, row in enumerate(rows):
                 for ids in solutions(self.tokenizer, row):
-                    add(i, ids, "reference")
+                    proposals.append((i, ids, "reference", None))
+
+        groups = [{} for _ in rows]  # of each prompt: {token ids: candidate}
+        for i, ids, source, temperature in proposals:
+            candidate = {"prompt_id": rows[i]["id"], "prompt": as_text(rows[i]["prompt"]), "token_ids": ids}
+            candidate |= {"source": [], "temperature": []}
+            candidate["text"] = self.tokenizer.decode(ids, skip_special_tokens=True)
+            candidate["truncated"] = ids[-1] not in eos
+            candidate = groups[i].setdefault(tuple(ids), candidate)
+            candidate["source"].append(source)
+            candidate["temperature"].append(temperature)
         if not all(groups):
             raise UserError("nothing proposes a candidate: set GREEDY = True, or BEAMS to 1 or more")
-        proposed = [list(group.values()) for group in groups]
-        for group in proposed:
-            for candidate in group:
-                ids = candidate["token_ids"]
-                candidate["text"] = self.tokenizer.decode(ids, skip_special_tokens=True)
-                candidate["truncated"] = ids[-1] not in eos
-        return proposed
+        return [list(group.values()) for group in groups]
 
     def prompt_generator(self, row, use):
         """Returns a random generator for one use of one prompt in one round. It does not depend on what was
@@ -662,9 +617,14 @@ class RCETrainer:
         distribution, 0 after each response's end."""
         return batch_logprobs(self.actor, make_batch(prompts, responses, self.device), full_logprobs).cpu()
 
-    def sequence_logprobs(self, prompts, responses):
-        """Returns the log-probability of each response, a list of numbers."""
-        return self.token_logprobs(prompts, responses).double().sum(1).tolist()
+    def sequence_logprobs(self, candidates):
+        """Returns the log-probability of each candidate, a list of numbers."""
+        prompts = column(self.rows_of(candidates), "ids")
+        return self.token_logprobs(prompts, column(candidates, "token_ids")).double().sum(1).tolist()
+
+    def rows_of(self, candidates):
+        """Returns the row of the prompt of each candidate."""
+        return [self.rows[candidate["prompt_id"]] for candidate in candidates]
 
     def choose_verified(self, row, group):
         """Marks the candidates that the reward will score: the best VERIFY_TOP by the cheap signal,
@@ -675,76 +635,65 @@ class RCETrainer:
                 '("output"), or set CHEAP_SIGNAL to "logprob"'
             )
         ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
-        chosen = set(ranked[:VERIFY_TOP])
-        others = []
-        if VERIFY_TOP:
-            others = ranked[VERIFY_TOP:]
+        others = ranked[VERIFY_TOP or len(ranked) :]
         order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
-        chosen.update(others[i] for i in order[:VERIFY_RANDOM])
+        chosen = ranked[:VERIFY_TOP] + [others[i] for i in order[:VERIFY_RANDOM]]
         for i, candidate in enumerate(group):
-            candidate["eval_mode"] = "cheap"
-            if i in chosen or "greedy" in candidate["source"]:
-                candidate["eval_mode"] = "verified"
+            is_chosen = i in chosen or "greedy" in candidate["source"]
+            candidate["eval_mode"] = "verified" if is_chosen else "cheap"
             candidate.update(eval_failed=False, eval_error=None, hard=None, soft=None)
 
-    def verify(self, candidates, by_id):
+    def verify(self, candidates):
         """Scores candidates with the reward, all in one call. If that raises, they are scored one by one, and
         those that raise are marked as failed."""
         if not candidates:
             return
         try:
-            scored = list(zip(candidates, self.reward_parts_of(candidates, by_id)))
+            scored = list(zip(candidates, self.reward_parts_of(candidates)))
         except Exception:  # a reward function may raise anything
             scored = []
             for candidate in candidates:
                 try:
-                    scored.append((candidate, self.reward_parts_of([candidate], by_id)[0]))
+                    scored.append((candidate, self.reward_parts_of([candidate])[0]))
                 except Exception as error:
-                    notes = getattr(error, "__notes__", ())
-                    why = " ".join([f"{type(error).__name__}: {error}", *notes])
-                    candidate.update(
-                        eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None
-                    )
+                    why = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+                    candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}
+                    candidate |= {"hard": None, "soft": None}
             if not scored:
-                raise UserError(
-                    f"the reward failed for every one of {len(candidates)} candidates: {why}"
-                ) from None
+                count = len(candidates)
+                raise UserError(f"the reward failed for every one of {count} candidates: {why}") from None
         for candidate, reward_parts in scored:
             take_reward_parts(candidate, reward_parts)
 
-    def reward_parts_of(self, candidates, by_id):
+    def reward_parts_of(self, candidates):
         """Returns {part of the reward: value} of each candidate."""
-        batch = SimpleNamespace(
-            rows=[by_id[c["prompt_id"]] for c in candidates],
-            responses=[c["text"] for c in candidates],
-            columns={"response_ids": [c["token_ids"] for c in candidates]},
-        )
+        batch = SimpleNamespace(rows=self.rows_of(candidates), responses=column(candidates, "text"))
+        batch.columns = {"response_ids": column(candidates, "token_ids")}
         _, reward_parts = self.score_responses(batch)
-        return [
-            {name: values[i].item() for name, values in reward_parts.items()} for i in range(len(candidates))
-        ]
+        values = [part.tolist() for part in reward_parts.values()]
+        return [dict(zip(reward_parts, numbers)) for numbers in zip(*values)] or [{}] * len(candidates)
 
     # ------------------------------------------------------------ gt_prob
 
-    def score_gold(self, by_id, candidates, prompts):
+    def score_gold(self, candidates):
         """Sets gt_prob of each candidate; None if the row has no gold answer."""
-        asked_prompts, asked_responses = [], []  # every gold answer after its candidate's working
-        found = []  # of each candidate: how many tokens its working has, its gold answers
-        for candidate, prompt in zip(candidates, prompts):
-            row = by_id[candidate["prompt_id"]]
+        prompts, responses = [], []  # of each gold answer, after its candidate's working
+        golds_of = []  # of each candidate: how many tokens its working has, its gold answers
+        for candidate, row in zip(candidates, self.rows_of(candidates)):
             working, golds = gold_after_working(self.tokenizer, row, candidate["token_ids"])
-            found.append((len(working), golds))
+            golds_of.append((len(working), golds))
             for ids, _ in golds:
-                asked_prompts.append(prompt)
-                asked_responses.append(working + ids)
-        logprobs = iter(())  # of each asked response: its tokens'
-        if asked_prompts:
-            logprobs = iter(self.token_logprobs(asked_prompts, asked_responses).double())
-        for candidate, (start, golds) in zip(candidates, found):
+                prompts.append(row["ids"])
+                responses.append(working + ids)
+        logprobs = iter(())  # of each response: its tokens'
+        if prompts:
+            logprobs = iter(self.token_logprobs(prompts, responses).double())
+        for candidate, (start, golds) in zip(candidates, golds_of):
             candidate["gt_prob"] = None
             if golds:
-                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids, _ in golds]
-                candidate["gt_prob"] = gold_probability(gold_logprobs, [weight for _, weight in golds])
+                gold_ids, weights = zip(*golds)
+                gold_logprobs = [next(logprobs)[start : start + len(ids)].sum().item() for ids in gold_ids]
+                candidate["gt_prob"] = gold_probability(gold_logprobs, weights)
 
     # ------------------------------------------------------------ rewards
 
@@ -768,7 +717,7 @@ class RCETrainer:
         return total
 
     def reward_model_score(self, prompts, responses):
-        """The reward model's score of each response, (rows,); two strings give one number."""
+        """Returns the reward model's score of each response, (rows,); of two strings one number."""
         if isinstance(prompts, str):
             return self.reward_model_score([prompts], [responses])[0]
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
@@ -786,36 +735,30 @@ class RCETrainer:
     def validate(self):
         """Returns how often the policy's pick, its likeliest verified candidate, is right on the prompts held
         back. It calls no reward function."""
-        prompts, responses = [], []
-        for row, candidates in self.validation:
-            for candidate in candidates:
-                prompts.append(row["ids"])
-                responses.append(candidate["token_ids"])
-        if not prompts:
+        if not self.validation:
             return {}
-        logprobs = iter(self.sequence_logprobs(prompts, responses))
+        candidates = list(itertools.chain(*(group for _, group in self.validation)))
+        scores = np.array(self.sequence_logprobs(candidates))
+        if LENGTH_NORMALISE:
+            scores /= list(map(len, column(candidates, "token_ids")))
         right = []
-        for _, candidates in self.validation:
-            scores = []
-            for candidate in candidates:
-                score = next(logprobs)
-                if LENGTH_NORMALISE:
-                    score /= len(candidate["token_ids"])
-                scores.append(score)
-            right.append(candidates[scores.index(max(scores))]["hard"])
+        for _, group in self.validation:
+            pick = scores[: len(group)].argmax()
+            right.append(group[pick]["hard"])
+            scores = scores[len(group) :]
         return {"pick_accuracy": sum(right) / len(right)}
 
     def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to prompts (texts or chats; default: the held-out
-        set). Override it to add yours. The samples have their own random generator, so evaluating never
-        changes training."""
+        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
+        ones). Override it to add yours. The samples have a random stream of their own, so that evaluating
+        never changes the training."""
         rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            ids = [row["ids"] for row in rows]
+            ids = column(rows, "ids")
             generator = torch.Generator().manual_seed(SEED + 1)
             uniform = torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
             greedy = respond(self.actor, self.tokenizer, ids, None)
@@ -823,7 +766,7 @@ class RCETrainer:
             greedy.rows = rows
             batch.rows = [row for row in rows for _ in range(EVAL_SAMPLES)]
             metrics = {}
-            if all(row["answer"] is not None for row in rows):
+            if None not in column(rows, "answer"):
                 correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
                 metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
                 metrics["accuracy_sampled"] = metrics["pass@1"] = correct.mean().item()
@@ -832,11 +775,12 @@ class RCETrainer:
         return {**metrics, **response_metrics(batch, scores, reward_parts)}
 
     def accuracy(self, batch):
-        """Returns whether each response of a batch is right, (rows,), float64."""
+        """Returns whether each response of a batch is correct, (rows,), in float64."""
         return score_over_ranks(self, "ACCURACY_FUNCTION", self.accuracy_function, batch)[0].double()
 
     def generate_response(self, prompt, greedy=True):
-        """One response to a prompt, a text or a chat; greedy=False samples from the global random stream."""
+        """Returns one response to a prompt, a text or a chat; greedy=False samples with the global
+        generator."""
         rows = encode_texts(self, [prompt], None, "generate_response")
         if not rows:
             raise UserError(f"the prompt is longer than MAX_PROMPT_TOKENS = {MAX_PROMPT_TOKENS}")
@@ -860,25 +804,16 @@ class RCETrainer:
         samples = []
         for i in torch.linspace(0, len(batch.rows) - 1, min(LOG_SAMPLES, len(batch.rows))).long().tolist():
             row, candidate = batch.rows[i], batch.candidates[i]
-            samples.append(
-                {
-                    "id": row["id"],
-                    "prompt": as_text(row["prompt"]),
-                    "response": candidate["text"],
-                    "answer": row["answer"],
-                    "source": candidate.get("source"),
-                    "hard": candidate.get("hard"),
-                    "soft": candidate.get("soft"),
-                    "gt_prob": candidate.get("gt_prob"),
-                    "reward": batch.rewards[i],
-                    "weight": batch.weights[i].item(),
-                }
-            )
+            sample = {"id": row["id"], "prompt": as_text(row["prompt"]), "response": candidate["text"]}
+            sample["answer"] = row["answer"]
+            sample |= {key: candidate.get(key) for key in ("source", "hard", "soft", "gt_prob")}
+            sample |= {"reward": batch.rewards[i], "weight": batch.weights[i].item()}
+            samples.append(sample)
         line = (
-            "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} R:{weighted_reward:.2f} "
-            "N:{effective_candidates:.1f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+            f"Epoch {self.state.epoch}/{NUM_EPOCHS * self.rounds}: PL:{metrics['policy_loss']:.4f} "
+            f"R:{metrics['weighted_reward']:.2f} N:{metrics['effective_candidates']:.1f} "
+            f"E:{metrics['entropy']:.3f} LR:{metrics['learning_rate']:.2e}"
         )
-        line = line.format(epochs=NUM_EPOCHS * self.rounds, **metrics)
         self.run.log_step(metrics, lengths.sum().item(), samples, line)
 
 
@@ -3467,102 +3402,81 @@ def check_facts(path, mined_with, facts, keys, todo):
             )
 
 
-def read_chunk(path, facts, read, log):
-    """Returns the records of a chunk that an earlier start mined; None if there is none or it is broken."""
-    if not path.exists():
-        return None
-    try:
-        records, mined_with = read(path)
-    except UserError as error:
-        log(f"WARNING: {error}; mining it again")
-        return None
-    check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
-    return records
-
-
 def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
     """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
-    stopped it. Each chunk is whole on disk before the next one begins, and depends on policy and constants
+    stopped it. Each chunk has a file of its own until all are mined, and depends on policy and constants
     alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
-    records = []
-    started = time.perf_counter()
-    rows_at_a_time = chunk_size * world_size()
-    for start in range(0, len(rows), rows_at_a_time):
-        done = min(start + rows_at_a_time, len(rows))
-        chunks = {first: folder / f"{first:08d}{path.suffix}" for first in range(start, done, chunk_size)}
-        found = broadcast_from_rank0(partial(read_chunks, chunks, facts, read, run.log))
-        lacking = [first for first in chunks if found[first] is None]
-        for first, mined in zip(
-            lacking, map_over_ranks(lacking, lambda first: mine(rows[first : first + chunk_size]))
-        ):
-            found[first] = mined
-            broadcast_from_rank0(partial(write, mined, chunks[first], facts))
-        for first in chunks:
-            records += found[first]
-        time_left = (time.perf_counter() - started) / done * (len(rows) - done)
-        run.log(
-            f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(time_left))} left in mining"
-        )
+    files = {start: folder / f"{start:08d}{path.suffix}" for start in range(0, len(rows), chunk_size)}
+    chunks = broadcast_from_rank0(partial(read_chunks, files, facts, read, run.log))
+    missing = [start for start in files if start not in chunks]
+    began = time.perf_counter()
+    for done in range(0, len(missing), world_size()):
+        starts = missing[done : done + world_size()]
+        mined = map_over_ranks(starts, lambda start: mine(rows[start : start + chunk_size]))
+        for start, records in zip(starts, mined):
+            chunks[start] = records
+            broadcast_from_rank0(partial(write, records, files[start], facts))
+        num_mined = min(len(chunks) * chunk_size, len(rows))
+        seconds = (time.perf_counter() - began) / (done + len(starts)) * (len(files) - len(chunks))
+        time_left = timedelta(seconds=round(seconds))
+        run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
         if run.agree_on_stop():
             return False
+    records = [record for start in files for record in chunks[start]]
     broadcast_from_rank0(partial(write, records, path, facts))
     broadcast_from_rank0(partial(shutil.rmtree, folder))
     return True
 
 
-def read_chunks(chunks, facts, read, log):
-    """Returns {first row: read_chunk()} of chunks, {first row: file}."""
-    return {first: read_chunk(path, facts, read, log) for first, path in chunks.items()}
+def read_chunks(files, facts, read, log):
+    """Returns {first row: records} of the chunks, {first row: file}, that an earlier start mined. Broken ones
+    are left out."""
+    chunks = {}
+    for start, path in files.items():
+        if path.exists():
+            try:
+                records, mined_with = read(path)
+            except UserError as error:
+                log(f"WARNING: {error}; mining it again")
+                continue
+            check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
+            chunks[start] = records
+    return chunks
 
 
 def policy_pick(candidates):
     """Returns the index of the policy's pick: its greedy response, else its best beam, else the likeliest."""
 
     def preference(i):
-        candidate = candidates[i]
-        scores = []
-        for key in ("beam_score", "logprob"):
-            score = candidate.get(key)  # 0.0 is a log-probability, too
-            scores.append(-math.inf if score is None else score)
-        return ("greedy" in candidate["source"], *scores)
+        scores = candidates[i].get("beam_score"), candidates[i].get("logprob")
+        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a log-probability, too
+        return ("greedy" in candidates[i]["source"], *scores)
 
     return max(range(len(candidates)), key=preference)
 
 
 def check_up(groups, proposed, path, log):
-    """Logs and returns {name: figure} of candidates, one list per prompt. The shares are of the prompts that
-    have usable candidates."""
-    marks, shares = [], []  # hard rewards of all usable candidates; of each prompt what is true of it
-    for group in groups:
-        group = usable(group)
-        if not group:
-            continue
+    """Logs and returns {name: figure} of candidates, one list per prompt. The figures after "proposed" are
+    means over the usable candidates, or over the prompts that have some."""
+    marks = []  # hard rewards of all usable candidates
+    facts = []  # of each prompt that has some
+    for group in filter(None, map(usable, groups)):
         hard = [candidate["hard"] for candidate in group]
         marks += hard
-        shares.append(
-            {
-                "prompts without a positive": not any(hard),
-                "prompts with flat reward": is_flat(shaped_rewards(group)),
-                "accuracy of the policy's pick": hard[policy_pick(group)],
-                "accuracy of the oracle": any(hard),
-            }
-        )
+        facts.append([not any(hard), is_flat(shaped_rewards(group)), hard[policy_pick(group)], any(hard)])
+    means = np.mean(facts or [[math.nan] * 4], axis=0).tolist()
     figures = {
         "prompts": len(groups),
         "candidates": sum(map(len, groups)),
         "proposed": proposed,
-        "positive rate": math.nan,
-        "prompts without a positive": math.nan,
-        "prompts with flat reward": math.nan,
-        "accuracy of the policy's pick": math.nan,
-        "accuracy of the oracle": math.nan,
+        "positive rate": float(np.mean(marks or math.nan)),
+        "prompts without a positive": means[0],
+        "prompts with flat reward": means[1],
+        "accuracy of the policy's pick": means[2],
+        "accuracy of the oracle": means[3],
     }
-    if shares:
-        figures["positive rate"] = float(np.mean(marks))
-        for name in shares[0]:
-            figures[name] = float(np.mean([share[name] for share in shares]))
     lines = [f"Check-up; more of it: python tools/check_up.py {path}"]
     for name, value in figures.items():
         digits = 0 if value > 1 else 3
@@ -3570,14 +3484,17 @@ def check_up(groups, proposed, path, log):
     log("\n".join(lines))
     failed = [c for group in groups for c in group if c["eval_failed"]]
     if failed:
-        log(
-            f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: "
-            f"{failed[0].get('eval_error')}"
-        )
+        error = failed[0].get("eval_error")
+        log(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {error}")
     return figures
 
 
 # ---------------------------------------------------------------- proposals and what the reward says of them
+
+
+def column(records, key):
+    """Returns one field of each record, a list."""
+    return [record[key] for record in records]
 
 
 def beam_search(model, prompts, eos, pad_id):
@@ -3585,15 +3502,8 @@ def beam_search(model, prompts, eos, pad_id):
     of the model's own generation config are off."""
     ids = pad_left(prompts, pad_id).to(model.device)
     mask = pad_left([[1] * len(prompt) for prompt in prompts], 0).to(model.device)
-    search = GenerationConfig(
-        num_beams=BEAMS,
-        num_return_sequences=BEAMS,
-        do_sample=False,
-        early_stopping=True,
-        max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=eos,
-        pad_token_id=pad_id,
-    )
+    search = GenerationConfig(num_beams=BEAMS, num_return_sequences=BEAMS, early_stopping=True)
+    search.update(do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos, pad_token_id=pad_id)
     models_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -3604,8 +3514,8 @@ def beam_search(model, prompts, eos, pad_id):
         model.generation_config = models_config
     responses = []
     for response in out[:, ids.shape[1] :].tolist():
-        length = next((i + 1 for i, token in enumerate(response) if token in eos), len(response))
-        responses.append(response[:length])
+        ends = np.flatnonzero(np.isin(response, eos))
+        responses.append(response[: ends[0] + 1] if len(ends) else response)
     return responses
 
 
@@ -3614,13 +3524,13 @@ def solutions(tokenizer, row):
     texts = row["answer"]
     if not isinstance(texts, list):
         texts = [texts]
-    found = []
+    encoded = []
     for text in texts:
         if text is not None:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             if len(ids) <= MAX_NEW_TOKENS:
-                found.append(ids)
-    return found
+                encoded.append(ids)
+    return encoded
 
 
 def check_sampler(model, batch):
@@ -3643,11 +3553,7 @@ def take_reward_parts(candidate, reward_parts):
     them."""
     for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
         if name not in reward_parts:
-            raise UserError(
-                f"{constant} = {name!r} is no part of the reward. Its parts: {', '.join(reward_parts)}"
-            )
-    for name, value in reward_parts.items():
-        candidate[f"reward/{name}"] = value
+            raise UserError(f"{constant} = {name!r} is no part of the reward: {', '.join(reward_parts)}")
     hard, soft = reward_parts[HARD_REWARD], reward_parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":
         soft = 1 / (1 + math.exp(min(700.0, -soft)))
@@ -3656,6 +3562,7 @@ def take_reward_parts(candidate, reward_parts):
             f"HARD_REWARD must give 0 or 1 and SOFT_REWARD 0 to 1; {HARD_REWARD} gave {hard:g}, "
             f"{SOFT_REWARD} gave {soft:g}"
         )
+    candidate |= {f"reward/{name}": value for name, value in reward_parts.items()}
     candidate.update(eval_mode="verified", hard=hard, soft=soft)
 
 
@@ -3683,12 +3590,10 @@ def gold_after_working(tokenizer, row, token_ids):
     if not golds:
         return [], []
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    mark_start = text.rfind(mark)
-    if not mark:
-        head = ""
-    elif mark_start >= 0:
-        head = text[:mark_start]
-    else:
+    head = ""
+    if mark and mark in text:
+        head = text.rpartition(mark)[0]
+    elif mark:
         head = text + "\n"
     texts = [head + mark, *(head + ANSWER_FORM.replace("{answer}", gold) for gold in golds)]
     mark_ids, *gold_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -3707,10 +3612,9 @@ def gold_after_working(tokenizer, row, token_ids):
 # What candidates depend on: parts of one file are never mined under two settings
 _MINING = """
     ACTOR_MODEL REWARD_MODEL DTYPE TRAIN_DATASETS PROMPT_TEMPLATE SYSTEM_PROMPT
-    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS
-    REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD SIMILARITY ANSWER_FORM GOLD_FULL_COUNT MINE_PROMPTS GREEDY
-    BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL VERIFY_TOP VERIFY_RANDOM
-    MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
+    MAX_TRAIN_PROMPTS REWARD_FUNCTIONS REWARD_MODEL_WEIGHT HARD_REWARD SOFT_REWARD SIMILARITY ANSWER_FORM
+    GOLD_FULL_COUNT MINE_PROMPTS GREEDY BEAMS GROUP_SIZE SAMPLE_TEMPERATURES INCLUDE_REFERENCE CHEAP_SIGNAL
+    VERIFY_TOP VERIFY_RANDOM MAX_PROMPT_TOKENS MAX_NEW_TOKENS TEMPERATURE BATCH_SIZE SEED""".split()
 
 
 # differs: the files of this trainer
@@ -3741,32 +3645,23 @@ def check_candidates(checkpoint, digests):
     return to_copy
 
 
-def candidates_after(number):
-    """Returns the files of the candidates of rounds after `number`."""
-    files = []
-    for path in Path(OUTPUT_DIR).glob("candidates_round_*"):
-        if int("0" + re.sub(r"\D", "", path.name)) > number:
-            files.append(path)
-    return files
-
-
 def write_parquet(records, path, facts):
     """Writes candidates as parquet, one row per candidate, with checksums and the facts that they were mined
     with. The file is there whole or not at all."""
-    names = dict.fromkeys(name for record in records for name in record)
-    table = pa.table({name: [record.get(name) for record in records] for name in names})
+    names = dict.fromkeys(itertools.chain(*records))
+    table = pyarrow.Table.from_pylist([{**names, **record} for record in records])
     table = table.replace_schema_metadata({"mined_with": json.dumps(facts)})
-    write_atomically(path, lambda tmp: pq.write_table(table, tmp, write_page_checksum=True))
+    write_atomically(path, lambda tmp: pyarrow.parquet.write_table(table, tmp, write_page_checksum=True))
 
 
 def read_parquet(path):
     """Returns the records of a parquet file and the facts that they were mined with. A broken file is a
     UserError."""
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
         facts = json.loads((table.schema.metadata or {}).get(b"mined_with", b"{}"))
         return table.to_pylist(), facts
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read as parquet ({first_line(error)})") from None
 
 

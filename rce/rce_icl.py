@@ -1820,102 +1820,81 @@ def check_facts(path, mined_with, facts, keys, todo):
             )
 
 
-def read_chunk(path, facts, read, log):
-    """Returns the records of a chunk that an earlier start mined; None if there is none or it is broken."""
-    if not path.exists():
-        return None
-    try:
-        records, mined_with = read(path)
-    except UserError as error:
-        log(f"WARNING: {error}; mining it again")
-        return None
-    check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
-    return records
-
-
 def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
     """Writes the records of mine(rows) into `path`, chunk_size rows at a time. Returns False if a signal
-    stopped it. Each chunk is whole on disk before the next one begins, and depends on policy and constants
+    stopped it. Each chunk has a file of its own until all are mined, and depends on policy and constants
     alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
-    records = []
-    started = time.perf_counter()
-    rows_at_a_time = chunk_size * world_size()
-    for start in range(0, len(rows), rows_at_a_time):
-        done = min(start + rows_at_a_time, len(rows))
-        chunks = {first: folder / f"{first:08d}{path.suffix}" for first in range(start, done, chunk_size)}
-        found = broadcast_from_rank0(partial(read_chunks, chunks, facts, read, run.log))
-        lacking = [first for first in chunks if found[first] is None]
-        for first, mined in zip(
-            lacking, map_over_ranks(lacking, lambda first: mine(rows[first : first + chunk_size]))
-        ):
-            found[first] = mined
-            broadcast_from_rank0(partial(write, mined, chunks[first], facts))
-        for first in chunks:
-            records += found[first]
-        time_left = (time.perf_counter() - started) / done * (len(rows) - done)
-        run.log(
-            f"{path.stem}: mined {done}/{len(rows)}, {timedelta(seconds=round(time_left))} left in mining"
-        )
+    files = {start: folder / f"{start:08d}{path.suffix}" for start in range(0, len(rows), chunk_size)}
+    chunks = broadcast_from_rank0(partial(read_chunks, files, facts, read, run.log))
+    missing = [start for start in files if start not in chunks]
+    began = time.perf_counter()
+    for done in range(0, len(missing), world_size()):
+        starts = missing[done : done + world_size()]
+        mined = map_over_ranks(starts, lambda start: mine(rows[start : start + chunk_size]))
+        for start, records in zip(starts, mined):
+            chunks[start] = records
+            broadcast_from_rank0(partial(write, records, files[start], facts))
+        num_mined = min(len(chunks) * chunk_size, len(rows))
+        seconds = (time.perf_counter() - began) / (done + len(starts)) * (len(files) - len(chunks))
+        time_left = timedelta(seconds=round(seconds))
+        run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
         if run.agree_on_stop():
             return False
+    records = [record for start in files for record in chunks[start]]
     broadcast_from_rank0(partial(write, records, path, facts))
     broadcast_from_rank0(partial(shutil.rmtree, folder))
     return True
 
 
-def read_chunks(chunks, facts, read, log):
-    """Returns {first row: read_chunk()} of chunks, {first row: file}."""
-    return {first: read_chunk(path, facts, read, log) for first, path in chunks.items()}
+def read_chunks(files, facts, read, log):
+    """Returns {first row: records} of the chunks, {first row: file}, that an earlier start mined. Broken ones
+    are left out."""
+    chunks = {}
+    for start, path in files.items():
+        if path.exists():
+            try:
+                records, mined_with = read(path)
+            except UserError as error:
+                log(f"WARNING: {error}; mining it again")
+                continue
+            check_facts(path, mined_with, facts, facts, "start afresh with RESUME=no")
+            chunks[start] = records
+    return chunks
 
 
 def policy_pick(candidates):
     """Returns the index of the policy's pick: its greedy response, else its best beam, else the likeliest."""
 
     def preference(i):
-        candidate = candidates[i]
-        scores = []
-        for key in ("beam_score", "logprob"):
-            score = candidate.get(key)  # 0.0 is a log-probability, too
-            scores.append(-math.inf if score is None else score)
-        return ("greedy" in candidate["source"], *scores)
+        scores = candidates[i].get("beam_score"), candidates[i].get("logprob")
+        scores = [-math.inf if score is None else score for score in scores]  # 0.0 is a log-probability, too
+        return ("greedy" in candidates[i]["source"], *scores)
 
     return max(range(len(candidates)), key=preference)
 
 
 def check_up(groups, proposed, path, log):
-    """Logs and returns {name: figure} of candidates, one list per prompt. The shares are of the prompts that
-    have usable candidates."""
-    marks, shares = [], []  # hard rewards of all usable candidates; of each prompt what is true of it
-    for group in groups:
-        group = usable(group)
-        if not group:
-            continue
+    """Logs and returns {name: figure} of candidates, one list per prompt. The figures after "proposed" are
+    means over the usable candidates, or over the prompts that have some."""
+    marks = []  # hard rewards of all usable candidates
+    facts = []  # of each prompt that has some
+    for group in filter(None, map(usable, groups)):
         hard = [candidate["hard"] for candidate in group]
         marks += hard
-        shares.append(
-            {
-                "prompts without a positive": not any(hard),
-                "prompts with flat reward": is_flat(shaped_rewards(group)),
-                "accuracy of the policy's pick": hard[policy_pick(group)],
-                "accuracy of the oracle": any(hard),
-            }
-        )
+        facts.append([not any(hard), is_flat(shaped_rewards(group)), hard[policy_pick(group)], any(hard)])
+    means = np.mean(facts or [[math.nan] * 4], axis=0).tolist()
     figures = {
         "prompts": len(groups),
         "candidates": sum(map(len, groups)),
         "proposed": proposed,
-        "positive rate": math.nan,
-        "prompts without a positive": math.nan,
-        "prompts with flat reward": math.nan,
-        "accuracy of the policy's pick": math.nan,
-        "accuracy of the oracle": math.nan,
+        "positive rate": float(np.mean(marks or math.nan)),
+        "prompts without a positive": means[0],
+        "prompts with flat reward": means[1],
+        "accuracy of the policy's pick": means[2],
+        "accuracy of the oracle": means[3],
     }
-    if shares:
-        figures["positive rate"] = float(np.mean(marks))
-        for name in shares[0]:
-            figures[name] = float(np.mean([share[name] for share in shares]))
     lines = [f"Check-up; more of it: python tools/check_up.py {path}"]
     for name, value in figures.items():
         digits = 0 if value > 1 else 3
@@ -1923,10 +1902,8 @@ def check_up(groups, proposed, path, log):
     log("\n".join(lines))
     failed = [c for group in groups for c in group if c["eval_failed"]]
     if failed:
-        log(
-            f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: "
-            f"{failed[0].get('eval_error')}"
-        )
+        error = failed[0].get("eval_error")
+        log(f"WARNING: scoring failed for {len(failed)} of {figures['candidates']} candidates: {error}")
     return figures
 
 

@@ -45,8 +45,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS",
-        "context + MAX_NEW_TOKENS >= MAX_CONTEXT_TOKENS",
+        "length + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS",
+        "length + MAX_NEW_TOKENS >= MAX_CONTEXT_TOKENS",
         TEST + "an_episode_goes_on_if_another_turn_just_fits",
     ),
     (
@@ -57,8 +57,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "    hybrid_score = HYBRID_SCORE\n",
-        "    hybrid_score = SIMILARITY\n",
+        'else f"reward/{HYBRID_SCORE}"',
+        'else f"reward/{SIMILARITY}"',
         TEST + "hybrid_and_similarity_name_parts_of_their_own",
     ),
     (
@@ -89,8 +89,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "mask / (len(mask) * max_new_tokens if",
-        "mask / (len(mask) * mask.shape[1] if",
+        "mask / (len(mask) * max_new_tokens)\n",
+        "mask / (len(mask) * mask.shape[1])\n",
         GRPO_ROWS + "[dr_grpo]",
     ),
     (
@@ -126,8 +126,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "            batch.logprobs[index, :width],\n",
-        "            batch.logprobs[: len(rows), :width],\n",
+        "old_logprobs = batch.logprobs[index, :width]",
+        "old_logprobs = batch.logprobs[: len(rows), :width]",
         GRPO_ROWS + "[dapo]",
     ),
     (
@@ -138,8 +138,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "advantages = advantages[to_device(rows, self.device)]",
-        "advantages = advantages[: len(rows)]",
+        ".view(len(batch.advantages), -1)[index, :width]",
+        ".view(len(batch.advantages), -1)[: len(index), :width]",
         GRPO_ROWS + "[dapo]",
     ),
     (

@@ -105,8 +105,8 @@ MUTANTS = [
     # resampling within the epochs
     (
         "grpo/grpo.py",
-        "if is_end or not is_flat.any():",
-        "if not is_flat.any():",
+        "if is_flat.any() and not is_end:",
+        "if is_flat.any():",
         "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
@@ -123,20 +123,26 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        "                self.plan_steps()\n",
+        "                run.total_steps = last_step(self.state, run.step)\n",
         "",
         "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
         "grpo/grpo.py",
-        "math.ceil((-self.state.cursor % count) / prompts_per_step)",
-        "(-self.state.cursor % count) // prompts_per_step",
+        "math.ceil((-state.cursor % state.prompts) / prompts_per_step)",
+        "(-state.cursor % state.prompts) // prompts_per_step",
         "tests/test_grpo.py::test_further_prompts_come_out_of_the_runs_own_epochs",
     ),
     (
         "grpo/grpo.py",
-        "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n        self.plan_steps()\n",
-        "        self.plan_steps()\n        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n",
+        (
+            "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n"
+            "        self.run.total_steps = last_step(self.state, self.run.step)\n"
+        ),
+        (
+            "        self.run.total_steps = last_step(self.state, self.run.step)\n"
+            "        self.run.register(self.state, self.models, self.optimizers, self.tokenizer)\n"
+        ),
         "tests/test_grpo.py::test_a_run_that_resampled_resumes_to_the_same_end",
     ),
     # gspo in bfloat16
@@ -186,8 +192,8 @@ MUTANTS = [
     (RCE, 'head = text + "\\n"\n', "head = text\n", IN_RCE + "the_working_ends_where_the_gold_ids_begin"),
     (
         RCE,
-        "scores.append(-math.inf if score is None else score)",
-        "scores.append(score or -math.inf)",
+        "[-math.inf if score is None else score for",
+        "[score or -math.inf for",
         IN_RCE + "a_log_probability_of_exactly_zero_is_the_likeliest",
     ),
 ]

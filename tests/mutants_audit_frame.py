@@ -89,8 +89,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "        archived += [path for path in self.to_copy.values() if path.exists()]\n",
-        "",
+        "        archived = [path for path in self.to_copy.values() if path.exists()]\n",
+        "        archived = []\n",
         ELSEWHERE,
     ),
     (

@@ -94,8 +94,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        'rows=[by_id[c["prompt_id"]] for c in candidates]',
-        "rows=[next(iter(by_id.values())) for c in candidates]",
+        "rows=self.rows_of(candidates), responses",
+        "rows=self.rows_of(candidates[:1] * len(candidates)), responses",
         IN_CHATS + "in_mining_the_reward_sees_the_chat_of_each_candidate",
     ),
     (

@@ -20,7 +20,7 @@ MUTANTS = [
         BEST,
     ),
     (GRPO, "if GROUP_SIZE == 1 and not trainer.distils:", "if False:", ALONE),
-    (GRPO, "if RESAMPLE_FLAT_GROUPS and trainer.distils:", "if False:", ALONE),
+    (GRPO, "if trainer.distils and RESAMPLE_FLAT_GROUPS:", "if False:", ALONE),
     (
         GRPO,
         'if scale != "none" and group_size > 1:',

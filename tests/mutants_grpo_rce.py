@@ -117,14 +117,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "set_learning_rate(optimizer, LEARNING_RATE * scale)",
-        "set_learning_rate(optimizer, LEARNING_RATE)",
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
         IN_GRPO + "the_schedule_reaches_the_optimizer",
     ),
     (
         RCE,
-        "set_learning_rate(optimizer, LEARNING_RATE * scale)",
-        "set_learning_rate(optimizer, LEARNING_RATE)",
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
         IN_RCE + "the_schedule_reaches_the_optimizer",
     ),
     (
@@ -330,8 +330,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        '"soft": candidate.get("soft"),',
-        '"soft": candidate.get("hard"),',
+        '("source", "hard", "soft", "gt_prob")}',
+        '("source", "hard", "gt_prob")} | {"soft": candidate.get("hard")}',
         IN_RCE + "each_line_of_samples_is_of_one_candidate_and_metrics_are_means",
     ),
     (
@@ -504,26 +504,26 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "            DUAL_CLIP,\n",
-        "            None,\n",
+        "CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP\n",
+        "CLIP_RANGE, CLIP_RANGE_HIGH, None\n",
         IN_GRPO + "the_clip_constants_reach_the_loss",
     ),
     (
         GRPO,
-        "            CLIP_RANGE_HIGH,\n",
-        "            CLIP_RANGE,\n",
+        "CLIP_RANGE_HIGH, DUAL_CLIP\n",
+        "CLIP_RANGE, DUAL_CLIP\n",
         IN_GRPO + "the_clip_constants_reach_the_loss",
     ),
     (
         GRPO,
-        "len(mask) * max_new_tokens if",
-        "mask.numel() if",
+        "(len(mask) * max_new_tokens)",
+        "mask.numel()",
         IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-dr_grpo]",
     ),
     (
         GRPO,
-        "else mask.sum())",
-        "else len(mask))",
+        "    return mask / mask.sum()\n",
+        "    return mask / len(mask)\n",
         IN_GRPO + "each_loss_against_an_independent_sum_in_float64[None-dapo]",
     ),
     (
@@ -619,14 +619,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "self.token_losses(batch, rows, logprobs, entropy)[0]",
-        "self.token_losses(batch, rows, logprobs, entropy)[1]",
+        "trainer.token_losses(batch, rows, logprobs, entropies)[0]",
+        "trainer.token_losses(batch, rows, logprobs, entropies)[1]",
         IN_GRPO + "with_a_reference_flat_groups_are_trained_too",
     ),
     (
         GRPO,
-        "self.token_losses(batch, rows, logprobs, entropy)[0]",
-        "self.token_losses(batch, rows, logprobs, entropy.detach())[0]",
+        "trainer.token_losses(batch, rows, logprobs, entropies)[0]",
+        "trainer.token_losses(batch, rows, logprobs, entropies.detach())[0]",
         IN_SPEED + "flat_groups_are_left_out_or_go_forward_only_and_the_update_is_the_same",
     ),
     (
@@ -667,8 +667,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        "(batch.trained[index] * self.token_losses(",
-        "(self.token_losses(",
+        "(batch.trained[index] * trainer.token_losses(",
+        "(trainer.token_losses(",
         "tests/test_grpo.py::test_rows_that_are_masked_out_are_left_out_whatever_the_loss",
     ),
     (
@@ -679,8 +679,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "torch.nn.utils.rnn.pad_sequence(rows, True)",
-        'torch.nn.utils.rnn.pad_sequence(rows, True, padding_side="left")',
+        "pad_sequence(rows, batch_first=True)",
+        'pad_sequence(rows, batch_first=True, padding_side="left")',
         IN_GRPO + "flat_groups_make_place_for_further_prompts",
     ),
     (
@@ -815,8 +815,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "row_weights.append(weight)",
-        "row_weights.append(weight / len(weights))",
+        "kept.append((row, candidate, reward, weight))",
+        "kept.append((row, candidate, reward, weight / len(weights)))",
         IN_RCE + "facts_of_the_weights",
     ),
     (
@@ -899,12 +899,12 @@ MUTANTS = [
         "1.0",
         IN_RCE + "gold_answers_weigh_by_their_count_and_never_reach_above_one",
     ),
-    (RCE, ".rfind(mark)", ".find(mark)", IN_RCE + "the_working_ends_with_the_mark"),
+    (RCE, "text.rpartition(mark)[0]", "text.partition(mark)[0]", IN_RCE + "the_working_ends_with_the_mark"),
     # RCE: mining
     (
         RCE,
-        "                tuple(ids),\n",
-        "                tuple(ids[:-1]),\n",
+        "setdefault(tuple(ids), candidate)",
+        "setdefault(tuple(ids[:-1]), candidate)",
         IN_RCE + "candidates_that_differ_in_their_last_token_stay_two",
     ),
     (
@@ -915,14 +915,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        'add(i // BEAMS, ids, "beam")',
-        'add(i % len(rows), ids, "beam")',
+        '(i // BEAMS, ids, "beam"',
+        '(i % len(rows), ids, "beam"',
         IN_RCE + "every_proposal_goes_to_its_own_prompt",
     ),
     (
         RCE,
-        'add(i // count, ids, "sample"',
-        'add(i % len(rows), ids, "sample"',
+        '(i // count, ids, "sample"',
+        '(i % len(rows), ids, "sample"',
         IN_RCE + "every_proposal_goes_to_its_own_prompt",
     ),
     (
@@ -933,8 +933,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "torch.rand(count, MAX_NEW_TOKENS, generator=g)",
-        "torch.rand(count, MAX_NEW_TOKENS)",
+        'numbers.uniform_(generator=self.prompt_generator(row, f"sample {k}"))',
+        "numbers.uniform_()",
         IN_RCE + "how_prompts_are_cut_changes_no_sample",
     ),
     (
@@ -988,14 +988,17 @@ MUTANTS = [
     ),
     (
         RCE,
-        "self.verify(unverified, by_id)",
+        "self.verify(unverified)",
         "pass",
         IN_RCE + "where_the_verified_are_all_wrong_the_others_are_verified_too",
     ),
     (
         RCE,
-        'eval_failed=True, eval_mode="failed", eval_error=why, hard=None, soft=None',
-        "hard=0.0, soft=0.0",
+        (
+            'candidate |= {"eval_failed": True, "eval_mode": "failed", "eval_error": why}\n'
+            '                    candidate |= {"hard": None, "soft": None}'
+        ),
+        'candidate |= {"hard": 0.0, "soft": 0.0}',
         IN_RCE + "a_candidate_whose_scoring_raised_is_kept_and_is_no_negative",
     ),
     (
@@ -1037,7 +1040,7 @@ MUTANTS = [
     ),
     (
         RCE,
-        'rows = [row for row in rows if as_text(row["prompt"]) not in self.held_back]',
+        "rows = list(itertools.filterfalse(self.is_held_back, rows))",
         "pass",
         IN_RCE + "later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out",
     ),
@@ -1049,14 +1052,17 @@ MUTANTS = [
     ),
     (
         RCE,
-        'if as_text(row["prompt"]) in self.held_back or len(candidates) < 2:',
-        "if len(candidates) < 2:",
+        "if len(candidates) > 1 and not self.is_held_back(row):",
+        "if len(candidates) > 1:",
         IN_RCE + "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on",
     ),
     (
         RCE,
-        "            candidates = usable(candidates)\n            if as_text",
-        '            candidates = [c for c in candidates if c["hard"] is not None]\n            if as_text',
+        ("            candidates = usable(candidates)\n            if len(candidates)"),
+        (
+            '            candidates = [c for c in candidates if c["hard"] is not None]\n'
+            "            if len(candidates)"
+        ),
         IN_RCE + "failed_candidates_are_neither_trained_nor_validated_on",
     ),
     (
@@ -1092,33 +1098,33 @@ MUTANTS = [
     (RCE, "max(ids) >= vocabulary", "max(ids) > vocabulary", IN_RCE + "the_mapping_is_strict"),
     (
         RCE,
-        "scores.index(max(scores))",
-        "scores.index(min(scores))",
+        "scores[: len(group)].argmax()",
+        "scores[: len(group)].argmin()",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
     (
         RCE,
-        '                    score /= len(candidate["token_ids"])',
-        "                    pass",
+        '            scores /= list(map(len, column(candidates, "token_ids")))',
+        "            pass",
         IN_RCE + "the_pick_is_the_likeliest_candidate",
     ),
     # RCE: the check-up
     (
         RCE,
-        '"prompts with flat reward": is_flat(',
-        '"prompts with flat reward": not is_flat(',
+        "facts.append([not any(hard), is_flat(",
+        "facts.append([not any(hard), not is_flat(",
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     (
         RCE,
-        'return ("greedy" in candidate["source"], *scores)',
+        'return ("greedy" in candidates[i]["source"], *scores)',
         "return (False, *scores)",
         IN_RCE + "the_check_ups_pick_is_the_greedy_response_else_the_likeliest",
     ),
     (
         RCE,
-        '"accuracy of the oracle": any(hard)',
-        '"accuracy of the oracle": all(hard)',
+        "hard[policy_pick(group)], any(hard)]",
+        "hard[policy_pick(group)], all(hard)]",
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     (

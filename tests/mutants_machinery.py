@@ -34,8 +34,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'sum(m["role"] == "assistant" for turns',
-        'sum(m["role"] != "" for turns',
+        'roles.count("assistant") / len(others)',
+        "len(roles) / len(others)",
         IN_TURNS + "turns_are_the_policys_own",
     ),
     (PPO, "old_values, returns, VALUE_CLIP_RANGE)", "old_values, returns, CLIP_RANGE)", IN_PPO + UNLIKE),
@@ -46,14 +46,14 @@ MUTANTS = [
     (PPO, "total += REWARD_MODEL_WEIGHT * self", "total += 0.1 * self", IN_PPO + UNLIKE),
     (
         GRPO,
-        ("            CLIP_RANGE,\n            CLIP_RANGE_HIGH,\n"),
-        ("            CLIP_RANGE_HIGH,\n            CLIP_RANGE,\n"),
+        ("LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP\n"),
+        ("LOSS_TYPE, CLIP_RANGE_HIGH, CLIP_RANGE, DUAL_CLIP\n"),
         IN_GRPO + UNLIKE + "[dr_grpo]",
     ),
     (
         GRPO,
-        "            DUAL_CLIP,\n",
-        "            1 + CLIP_RANGE_HIGH,\n",
+        "CLIP_RANGE, CLIP_RANGE_HIGH, DUAL_CLIP\n",
+        "CLIP_RANGE, CLIP_RANGE_HIGH, 1 + CLIP_RANGE_HIGH\n",
         IN_GRPO + UNLIKE + "[grpo]",
     ),
     (
@@ -129,8 +129,8 @@ MUTANTS = [
     # schedules
     (
         GRPO,
-        "max(0, NUM_EPOCHS - self.state.epoch)",
-        "max(0, 1 - self.state.epoch)",
+        "max(0, NUM_EPOCHS - state.epoch)",
+        "max(0, 1 - state.epoch)",
         IN_GRPO + UNLIKE + "[dapo]",
     ),
     (

@@ -12,8 +12,8 @@ MUTANTS = [
     (PPO, "        number = first + rank()", "        number = first", f"{ANY}[ppo/ppo.py-2]"),
     (
         "rce/rce.py",
-        "    for start in range(0, len(rows), rows_at_a_time):",
-        "    for start in range(0, len(rows), chunk_size):",
+        "        starts = missing[done : done + world_size()]\n",
+        "        starts = missing[done : done + 1]\n",
         f"{ANY}[rce/rce.py-2]",
     ),
     (

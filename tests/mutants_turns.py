@@ -15,8 +15,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'sampled = [[t for t, own in enumerate(mask) if own] for mask in column("mask")]',
-        'sampled = [range(len(mask)) for mask in column("mask")]',
+        'sampled = [np.flatnonzero(mask).tolist() for mask in columns["mask"]]',
+        'sampled = [range(len(mask)) for mask in columns["mask"]]',
         T + "the_sampler_and_the_scorer_agree_on_all_turns",
     ),
     (
@@ -28,41 +28,46 @@ MUTANTS = [
     # what is said
     (
         GRPO,
-        "said = respond(model, tokenizer, contexts, own)",
-        "said = respond(model, tokenizer, contexts, uniform[0])",
+        "respond(model, tokenizer, contexts, turn_uniform)",
+        "respond(model, tokenizer, contexts, uniform[0])",
         T + "each_turn_has_random_numbers_of_its_own",
     ),
     (
         GRPO,
-        "uniform[turn][[episode.number for episode in going_on]]",
-        "uniform[0][[e.number for e in going_on]]",
+        "uniform[turn][[episode.number for episode in unfinished]]",
+        "uniform[0][[e.number for e in unfinished]]",
         T + "each_turn_has_random_numbers_of_its_own",
     ),
     (
         GRPO,
-        "uniform[turn][[episode.number for episode in going_on]]",
-        "uniform[turn][:len(going_on)]",
+        "uniform[turn][[episode.number for episode in unfinished]]",
+        "uniform[turn][:len(unfinished)]",
         T + "each_turn_has_random_numbers_of_its_own",
     ),
     (
         GRPO,
-        "copy.deepcopy(messages), said,",
-        "messages, said,",
+        'copy.deepcopy(messages), turn["content"],',
+        'messages, turn["content"],',
         T + "an_environment_may_do_what_it_likes_with_messages",
     ),
-    (GRPO, 'said, episode.row["answer"])', "said, None)", T + "what_the_environment_is_asked"),
+    (
+        GRPO,
+        'turn["content"], episode.row["answer"])',
+        'turn["content"], None)',
+        T + "what_the_environment_is_asked",
+    ),
     (GRPO, "if not episode.truncated]", "]", T + "a_turn_that_was_cut_ends_the_episode"),
     # the context
     (
         GRPO,
-        "MAX_CONTEXT_TOKENS:\n            episode.truncated = True\n",
-        "MAX_CONTEXT_TOKENS:\n            pass\n",
+        ("MAX_CONTEXT_TOKENS:\n            vars(episode).update(truncated=True)\n"),
+        ("MAX_CONTEXT_TOKENS:\n            pass\n"),
         T + "an_episode_that_no_longer_fits_ends_and_is_marked",
     ),
     (
         GRPO,
-        "context + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:",
-        "context > MAX_CONTEXT_TOKENS:",
+        "length + MAX_NEW_TOKENS > MAX_CONTEXT_TOKENS:",
+        "length > MAX_CONTEXT_TOKENS:",
         T + "an_episode_that_no_longer_fits_ends_and_is_marked",
     ),
     (
@@ -74,14 +79,14 @@ MUTANTS = [
     # templates
     (
         GRPO,
-        "    if not now.startswith(seen + said):",
+        "    if tail == after:",
         "    if False:",
         T + "a_template_that_forgets_is_refused_for_the_role_it_forgets_with",
     ),
     (
         GRPO,
-        "if not now.startswith(seen + said):",
-        "if not now.startswith(seen):",
+        "tail = after.removeprefix(before + response)",
+        "tail = after.removeprefix(before)",
         T + "a_template_that_adds_thoughts_which_were_not_sampled_is_refused",
     ),
     (
@@ -92,13 +97,13 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'begin = "" if seen.rstrip().endswith("<think>") else "',
+        'begin = "" if before.rstrip().endswith("<think>") else "',
         'begin = "',
         T + "a_template_is_asked_with_the_thoughts_that_it_knows[<think>-True]",
     ),
     (
         GRPO,
-        ' and not seen.rstrip().endswith("</think>"):',
+        ' and not before.rstrip().endswith("</think>"):',
         ":",
         T + "a_template_is_asked_with_the_thoughts_that_it_knows[<think></think>-True]",
     ),
@@ -147,14 +152,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        '"turns": column("messages")}',
+        '"turns": columns["messages"]}',
         '"turns": [[] for _ in episodes]}',
         T + "rewards_see_the_last_turn_and_by_name_all",
     ),
     (
         GRPO,
-        'batch.responses = column("response")',
-        'batch.responses = [str(messages[0]["content"]) for messages in column("messages")]',
+        'batch.responses = first.rows, columns["response"]',
+        ('batch.responses = first.rows, [str(messages[0]["content"]) for messages in columns["messages"]]'),
         T + "rewards_see_the_last_turn_and_by_name_all",
     ),
     (
@@ -171,8 +176,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        '            error.add_note(f"(raised by ENVIRONMENT, {name})")',
-        "            pass",
+        '        error.add_note(f"(raised by {name})")',
+        "        pass",
         T + "what_an_environment_raises_is_named[1]",
     ),
     # tools
@@ -200,14 +205,14 @@ MUTANTS = [
     # episodes that ask at once
     (
         GRPO,
-        "(pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some)",
-        "map(ask, some)",
+        "list(pool.map(next_text, episodes))",
+        "list(map(next_text, episodes))",
         T + "so_many_episodes_ask_at_once_as_there_are_threads",
     ),
     (
         GRPO,
-        "(pool.map if ENVIRONMENT_THREADS > 1 else map)(ask, some)",
-        "pool.map(ask, some)",
+        "return list(map(next_text, episodes))",
+        "return list(pool.map(next_text, episodes))",
         T + "one_thread_is_the_main_one",
     ),
     (
@@ -224,8 +229,11 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "    parts = [episodes[i : i + ENVIRONMENT_THREADS] for i in range(0, len(episodes), ENVIRONMENT_THREADS)]\n",
-        "    parts = [episodes] or [None for i in range(0, len(episodes), ENVIRONMENT_THREADS)]\n",
+        (
+            "    chunks = [episodes[i : i + ENVIRONMENT_THREADS] for i in range(0, len(episod"
+            "es), ENVIRONMENT_THREADS)]\n"
+        ),
+        "    chunks = [episodes] or [None for i in range(0, len(episodes), ENVIRONMENT_THREADS)]\n",
         T + "each_call_of_an_environment_has_its_own_time_limit[2-2]",
     ),
 ]

@@ -235,12 +235,13 @@ def test_an_entropy_or_kl_term_leaves_no_row_out(grpo, constants):
 
 
 def test_a_row_whose_tokens_are_not_trained_is_left_out(grpo):
-    trainer = grpo(SKIP_FLAT_GROUPS=True, REWARD_FUNCTIONS=[(by_length, 1.0)]).GRPOTrainer()
+    script = grpo(SKIP_FLAT_GROUPS=True, REWARD_FUNCTIONS=[(by_length, 1.0)])
+    trainer = script.GRPOTrainer()
     batch = scored_batch(trainer)
     batch.advantages = torch.ones_like(batch.advantages)
     trainer.select_tokens(batch)
     batch.trained[3] = 0
-    assert trainer.rows_with_gradient(batch, list(range(8))) == [0, 1, 2, 4, 5, 6, 7]
+    assert script.rows_with_gradient(trainer, batch, list(range(8))) == [0, 1, 2, 4, 5, 6, 7]
 
 
 # ---------------------------------------------------------------- H3 and M6: distillation

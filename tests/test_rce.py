@@ -304,9 +304,7 @@ def test_gt_prob_of_a_toy_model_by_enumeration(rce, toy):
         for row in rows
         for ids in ([3, 4, 2, 1], [2, 2, 3, 1], [4, 4, 3])
     ]
-    trainer.score_gold(
-        {row["id"]: row for row in rows}, candidates, [row["ids"] for row in rows for _ in range(3)]
-    )
+    trainer.score_gold(candidates)
     workings = [
         [3, 4],
         [2, 2, 3, 5, 4],
@@ -364,7 +362,7 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
     trainer = rce(**{**toy, "ANSWER_FORM": "{answer}"}).RCETrainer()
     row = trainer.train_rows[2]
     candidates = [{"prompt_id": row["id"], "token_ids": ids} for ids in ([2, 1], [3, 3, 1])]
-    trainer.score_gold({row["id"]: row}, candidates, [row["ids"]] * 2)
+    trainer.score_gold(candidates)
     want = probability(trainer, row["ids"], [2, 1])
     assert [c["gt_prob"] for c in candidates] == pytest.approx([want] * 2, rel=2 * NATS)
 
@@ -560,7 +558,7 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
         (
             lambda p, r, a: [1.0] * len(r),
             {"HARD_REWARD": "exact", "SOFT_REWARD": "rouge"},
-            "HARD_REWARD = 'exact' is no part of the reward. Its parts: mine",
+            "HARD_REWARD = 'exact' is no part of the reward: mine",
         ),
         (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"),
         (
@@ -621,7 +619,7 @@ def test_a_model_that_scores_otherwise_than_it_answers_is_refused(rce, monkeypat
 def test_a_candidate_whose_logprob_is_not_finite_ends_the_mining(rce):
     script = rce(GREEDY=False)
     trainer = script.RCETrainer()
-    trainer.sequence_logprobs = lambda prompts, responses: [math.nan] * len(responses)
+    trainer.sequence_logprobs = lambda candidates: [math.nan] * len(candidates)
     with pytest.raises(script.UserError, match="gives a response the log-probability nan"):
         trainer.mine_chunk(trainer.train_rows[:2])
 
@@ -770,11 +768,11 @@ def test_the_pick_is_the_likeliest_candidate(rce):
         (rows[0], [candidate(0), candidate(1)]),
         (rows[1], [candidate(1), candidate(0, token_ids=[5, 6, 7, 1]), candidate(0)]),
     ]
-    trainer.sequence_logprobs = lambda prompts, responses: [-5.0, -4.0, -3.0, -2.0, -9.0]
+    trainer.sequence_logprobs = lambda candidates: [-5.0, -4.0, -3.0, -2.0, -9.0]
     assert trainer.validate() == {"pick_accuracy": 0.5}
     trainer = rce(EVAL_DATASETS=[], LENGTH_NORMALISE=True).RCETrainer()
     trainer.validation = [(rows[1], [candidate(1), candidate(0, token_ids=[5, 6, 7, 1])])]
-    trainer.sequence_logprobs = lambda prompts, responses: [-1.5, -2.0]  # -.75 and -.5 a token
+    trainer.sequence_logprobs = lambda candidates: [-1.5, -2.0]  # -.75 and -.5 a token
     assert trainer.validate() == {"pick_accuracy": 0.0}
 
 
@@ -1130,7 +1128,7 @@ def test_gt_prob_of_a_negative_answer_is_the_policys_own(rce, merging):
     says = (["a", *BOXED, "{", "5", "}"], ["a", *BOXED, "{-", "7", "}"], ["7", "7"])
     each = [(row, [*ids_of(tokens), 1]) for row in rows for tokens in says]
     candidates = [{"prompt_id": row["id"], "token_ids": ids} for row, ids in each]
-    trainer.score_gold({row["id"]: row for row in rows}, candidates, [row["ids"] for row, _ in each])
+    trainer.score_gold(candidates)
     wanted = []
     marks = (BOXED, [*BOXED, "{"], BOXED)  # up to where every gold answer of the row begins
     for row, golds, mark in zip(rows, (["{-5}"], ["5}"], ["{5}", "{-5}", "{57}"]), marks):
@@ -1305,7 +1303,7 @@ def test_so_many_others_are_verified_at_random(rce):
     trainer = rce(
         VERIFY_TOP=1, VERIFY_RANDOM=2, GREEDY=False, BEAMS=0, GROUP_SIZE=8, SAMPLE_TEMPERATURES=[1.5]
     ).RCETrainer()
-    trainer.verify = lambda candidates, by_id: None  # so that no second look adds to those chosen
+    trainer.verify = lambda candidates: None  # so that no second look adds to those chosen
     records, ranks = trainer.mine_chunk(trainer.train_rows[:4]), set()
     for row in trainer.train_rows[:4]:
         group = sorted((c for c in records if c["prompt_id"] == row["id"]), key=lambda c: -c["gt_prob"])
@@ -1347,12 +1345,12 @@ def test_where_the_verified_are_all_wrong_the_others_are_verified_too(rce):
             for row, group in zip(rows, texts)
         ]
 
-    def score_gold(by_id, candidates, prompts):
+    def score_gold(candidates):
         for c in candidates:
             c["gt_prob"] = 1 / c["token_ids"][0]  # falls along the group
 
     trainer.propose, trainer.score_gold = propose, score_gold
-    trainer.sequence_logprobs = lambda prompts, responses: [-1.0] * len(responses)
+    trainer.sequence_logprobs = lambda candidates: [-1.0] * len(candidates)
     records = trainer.mine_chunk(rows)
     assert [c["hard"] for c in records] == [1, 0, None, 0, 0, 1]
     assert [c["eval_mode"] for c in records] == [
@@ -1645,7 +1643,7 @@ def test_whatever_a_reward_raises_for_one_candidate_is_written_into_it(rce, erro
         {"prompt_id": row["id"], "text": text, "token_ids": [5], "eval_failed": False, "eval_error": None}
         for text in ("right", "odd", "wrong")
     ]
-    trainer.verify(some, {row["id"]: row})
+    trainer.verify(some)
     assert [c["hard"] for c in some] == [1, None, 0]
     assert [c["eval_failed"] for c in some] == [False, True, False]
     assert some[1]["eval_error"] == f"{type(error).__name__}: {error} (raised by the reward function picky)"

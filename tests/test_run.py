@@ -1608,7 +1608,7 @@ def test_the_candidates_of_a_prompt_are_verified_in_one_call(tmp_path):
         for row, count in zip(trainer.train_rows, (2, 5, 4, 3))
         for i in range(count)
     ]
-    trainer.verify(candidates, trainer.rows)
+    trainer.verify(candidates)
     prompts = [row["prompt"] for row in trainer.train_rows[:4]]
     assert calls == [set(prompts[:2]), set(prompts[2:])]
 

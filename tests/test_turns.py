@@ -332,7 +332,7 @@ def test_groups_that_join_keep_their_turns(grpo):
     for some in (batch, more):
         some.parts = {}
         some.scores = torch.zeros(len(some.rows))
-    joined = script.join_batches(batch, [2, 3], more)
+    joined = script.replace_flat_groups(batch, torch.tensor([True, False, True]), more)
     for name in ("turns", "response_ids"):
         assert joined.columns[name] == batch.columns[name][2:4] + more.columns[name]
     scored = script.batch_logprobs(trainer.actor, joined, None)
@@ -403,7 +403,7 @@ def test_without_a_template_a_turn_is_its_text(tmp_path):
 
 def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, tmp_path):
     folder = with_template(tmp_path / "forgets", template=FORGETS)
-    said = "chat template writes earlier turns anew when one of the role 'user' follows"
+    said = "chat template rewrites earlier turns when one of the role 'user' follows"
     for constants, fits in (({}, False), ({"ENVIRONMENT_ROLE": "tool"}, True)):
         script = grpo(ENVIRONMENT=again, ACTOR_MODEL=folder, **constants)
         if fits:
@@ -417,7 +417,7 @@ def test_a_template_that_forgets_is_refused_for_the_role_it_forgets_with(grpo, t
 def test_a_template_that_adds_thoughts_which_were_not_sampled_is_refused(grpo, tmp_path):
     adds = CHATML.replace("m['content']", "('!' if m['role'] == 'assistant' else '') + m['content']")
     script = grpo(ENVIRONMENT=again, ACTOR_MODEL=with_template(tmp_path / "adds", template=adds))
-    with pytest.raises(script.UserError, match="writes earlier turns anew"):
+    with pytest.raises(script.UserError, match="rewrites earlier turns"):
         script.GRPOTrainer()
 
 
@@ -443,7 +443,7 @@ def test_a_template_is_asked_with_the_thoughts_that_it_knows(grpo, opened, fits,
     if fits:
         script.GRPOTrainer()
     else:
-        with pytest.raises(script.UserError, match="writes earlier turns anew"):
+        with pytest.raises(script.UserError, match="rewrites earlier turns"):
             script.GRPOTrainer()
 
 
@@ -720,7 +720,7 @@ def test_what_an_environment_raises_is_named(grpo, threads):
 
     with pytest.raises(ZeroDivisionError) as caught:
         conversed(grpo, ENVIRONMENT=broken, ENVIRONMENT_THREADS=threads)
-    assert caught.value.__notes__ == ["(raised by ENVIRONMENT, broken)"]
+    assert caught.value.__notes__ == ["(raised by ENVIRONMENT (broken))"]
 
 
 def test_an_environment_that_hangs_ends_the_program(tmp_path):
