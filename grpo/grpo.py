@@ -96,14 +96,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -115,6 +109,10 @@ sys.path.insert(0, str(ROOT))
 import rewards
 
 # ================================================================ constants
+
+STAGE = "train"  # train | evaluate: score EVALUATE_POLICY on EVAL_DATASETS, write eval_<name>.json, and end
+EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or any model: a folder or a hub name
+EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pass@k and majority@k
 
 # Models: a folder or a hub name
 ACTOR_MODEL = f"{ROOT}/data/tiny/policy"
@@ -228,20 +226,20 @@ PLOT_PANELS = [
 ]
 
 # Processes: torchrun --nproc_per_node=2 grpo/grpo.py
-DETERMINISTIC_GRADIENTS = (
-    True  # add gradients in one order: same bits on any number of processes; False: faster
-)
+DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
-    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS GROUP_SIZE": (1, 1e12),
+    "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
-    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS DUAL_CLIP ENVIRONMENT_THREADS": (1, 1e12),
+    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS DUAL_CLIP EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "LEARNING_RATE KL_COEF OVERLONG_PENALTY LORA_RANK REFERENCE_SYNC_STEPS": (0, 1e6),
+    "GROUP_SIZE ENVIRONMENT_THREADS": (1, 1e12),
     "TOP_ENTROPY_FRACTION REFERENCE_SYNC_ALPHA": (1e-6, 1),
+    "STAGE": ["train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "ENVIRONMENT_ROLE": ["user", "tool"],
@@ -251,8 +249,15 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants w
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
 
+_TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what another model wants
+    "MAX_STEPS": (40, "None: NUM_EPOCHS alone ends the run"),
+    "MAX_PROMPT_TOKENS": (256, "longer prompts are left out"),
+    "MAX_NEW_TOKENS": (64, "worked solutions need 256 to 1024"),
+    "LEARNING_RATE": (1e-4, "1e-6 for whole pretrained models, 1e-5 for LoRA"),
+    "OUTPUT_DIR": (f"{ROOT}/checkpoints/grpo", "the shipped model's run; give yours a folder of its own"),
+}
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()  # when resuming
 
 # ================================================================ the maths of GRPO
 
@@ -375,11 +380,8 @@ class GRPOTrainer:
     def load_models(self):
         """The actor comes from the checkpoint if there is one; so does a reference that follows it."""
         checkpoint = self.run.checkpoint
-        saved = None
-        if checkpoint:
-            saved = checkpoint / "policy"
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.actor = load_trained(AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, saved)
+        self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.models = {"policy": self.actor}  # saved; by their checkpoint folder
         self.models_by_constant = {"ACTOR_MODEL": self.actor}  # read the responses
@@ -405,8 +407,8 @@ class GRPOTrainer:
     def train(self):
         """Trains until the last step, a signal, or patience ends it. Returns the last evaluation."""
         run = self.run
-        summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
-        with run.session(summary):  # lock, logs and signals; saves at the end
+        # session: lock, logs and signals; saves at the end
+        with run.session(run_summary(self, GROUP_EPOCHS * MINI_BATCHES)):
             if run.needs_first_evaluation():
                 run.log_evaluation(self.evaluate())
             while run.next_step():
@@ -553,7 +555,7 @@ class GRPOTrainer:
             gradients.log_sum("policy_loss", (weights * policy_losses).sum().detach())
             advantages = token_advantages(batch, index, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
-            gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
+            gradients.log_sum("max_ratio_deviation", stats.pop("ratio_deviation").max())
             gradients.log_means(stats, mask, num_tokens)
             log_ratio = (logprobs.detach() - batch.sampled_logprobs[index, :width]).clamp(-20, 20)
             values = {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
@@ -595,18 +597,14 @@ class GRPOTrainer:
 
     def evaluate(self, prompts=None, answers=None):
         """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours. The samples have a random stream of their own, so that evaluating
-        never changes the training."""
+        ones). Override it to add yours."""
         rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            generator = torch.Generator().manual_seed(SEED + 1)
-            uniform = torch.rand(max_turns(), len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
-            greedy = converse(self.actor, self.tokenizer, rows, None)
-            batch = converse(self.actor, self.tokenizer, rows, uniform, EVAL_SAMPLES)
+            greedy, batch = self.respond_to(rows, EVAL_SAMPLES)
             metrics = {}
             if all(row["answer"] is not None for row in rows):
                 correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
@@ -619,6 +617,14 @@ class GRPOTrainer:
                 metrics["minus_kl"] = -metrics["kl"]
             scores, reward_parts = self.score_responses(batch)
         return {**metrics, **response_metrics(batch, scores, reward_parts), **turn_metrics(batch)}
+
+    def respond_to(self, rows, num_samples):
+        """Returns two batches: a greedy response to each row, and num_samples sampled ones. These have a
+        random generator of their own, so that evaluating never changes the training."""
+        generator = torch.Generator().manual_seed(SEED + 1)
+        uniform = torch.rand(max_turns(), len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)
+        greedy = converse(self.actor, self.tokenizer, rows, None)
+        return greedy, converse(self.actor, self.tokenizer, rows, uniform, num_samples)
 
     def accuracy(self, batch):
         """Returns whether each response of a batch is correct, (rows,), in float64."""
@@ -1461,10 +1467,6 @@ class GradientSum:
         """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
         self.rounds[-1][name] = value
 
-    def log_max(self, name, value):
-        """Logs a number of which the step's is the greatest; its name begins with max_."""
-        self.rounds[-1][name] = value
-
     def add_round(self):
         if self.is_dummy:
             self.rounds[-1] = {}
@@ -1891,25 +1893,21 @@ def evaluate_policy(trainer_class):
     """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
     responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
     name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
-    global ACTOR_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
     folder = Path(OUTPUT_DIR)
-    ACTOR_MODEL = EVALUATE_POLICY
-    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
-        ACTOR_MODEL = str(folder / EVALUATE_POLICY / "policy")
-        if not Path(ACTOR_MODEL).exists():
+    policy = EVALUATE_POLICY
+    if policy == "best" or policy.startswith("step_"):
+        policy = str(folder / EVALUATE_POLICY / "policy")
+        if not Path(policy).exists():
             hint = "train first, or give the folder of a model"
-            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {ACTOR_MODEL}: {hint}")
-    # The policy alone is loaded, and no data to train on
-    LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL = 0, 0.0, None, None
-    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
-    trainer = trainer_class(resume_from_checkpoint="no")
+            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, policy)
     by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
     figures = {}
     for figure, values in by_prompt.items():
         mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
         figures[figure] = {"mean": mean, "low": low, "high": high}
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    facts = {"policy": ACTOR_MODEL, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
+    facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
     facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
     names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))
@@ -1920,6 +1918,15 @@ def evaluate_policy(trainer_class):
     counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
     trainer.run.log(f"{counts}; written to {folder / name}.json and .jsonl")
     return figures
+
+
+# differs: which models are not needed
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy as its actor. No data to train on are loaded."""
+    global ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    ACTOR_MODEL, LORA_RANK = policy, 0
+    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
+    return trainer_class(resume_from_checkpoint="no")
 
 
 def policy_scores(trainer, greedy, sampled):
@@ -1950,7 +1957,9 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two."""
+    of no two, or if the responses are no texts but turns."""
+    if not isinstance(batch.responses[0], str):
+        return None
     votes = []
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):

@@ -886,15 +886,15 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     return model.to(device)
 
 
-def load_trained(run, name, auto_class, path, constant, new_head=False):
-    """Returns a model that is trained: from the folder `name` of the run's checkpoint if there is one, else
-    from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
-    saved = run.checkpoint / name if run.checkpoint else None
+# differs: the model goes to its device later
+def load_trained(auto_class, path, constant, device, saved=None, new_head=False):
+    """Returns a model that is trained: from a checkpoint's folder `saved` if there is one, else from path.
+    With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
+        return load_adapted(auto_class, path, constant, device, saved, new_head)
     if saved:
-        return load_model(auto_class, saved, constant, run.device)
-    return load_model(auto_class, path, constant, run.device, new_head)
+        return load_model(auto_class, saved, constant, device)
+    return load_model(auto_class, path, constant, device, new_head)
 
 
 def load_tokenizer(path, constant):

@@ -1913,25 +1913,21 @@ def evaluate_policy(trainer_class):
     """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
     responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
     name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
-    global ACTOR_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
     folder = Path(OUTPUT_DIR)
-    ACTOR_MODEL = EVALUATE_POLICY
-    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
-        ACTOR_MODEL = str(folder / EVALUATE_POLICY / "policy")
-        if not Path(ACTOR_MODEL).exists():
+    policy = EVALUATE_POLICY
+    if policy == "best" or policy.startswith("step_"):
+        policy = str(folder / EVALUATE_POLICY / "policy")
+        if not Path(policy).exists():
             hint = "train first, or give the folder of a model"
-            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {ACTOR_MODEL}: {hint}")
-    # The policy alone is loaded, and no data to train on
-    LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL = 0, 0.0, None, None
-    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
-    trainer = trainer_class(resume_from_checkpoint="no")
+            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, policy)
     by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
     figures = {}
     for figure, values in by_prompt.items():
         mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
         figures[figure] = {"mean": mean, "low": low, "high": high}
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    facts = {"policy": ACTOR_MODEL, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
+    facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
     facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
     names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))
@@ -1942,6 +1938,24 @@ def evaluate_policy(trainer_class):
     counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
     trainer.run.log(f"{counts}; written to {folder / name}.json and .jsonl")
     return figures
+
+
+# differs: which models are not needed
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy as its actor. Neither a reference nor data to train on is loaded."""
+    global \
+        ACTOR_MODEL, \
+        CRITIC_MODEL, \
+        LORA_RANK, \
+        KL_COEF, \
+        KL_TARGET, \
+        REFERENCE_MODEL, \
+        TRAIN_DATASETS, \
+        MAX_TRAIN_PROMPTS
+    ACTOR_MODEL, CRITIC_MODEL, LORA_RANK = policy, None, 0
+    KL_COEF, KL_TARGET, REFERENCE_MODEL = 0.0, None, None
+    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
+    return trainer_class(resume_from_checkpoint="no")
 
 
 def policy_scores(trainer, greedy, sampled):
@@ -1972,7 +1986,9 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two."""
+    of no two, or if the responses are no texts but turns."""
+    if not isinstance(batch.responses[0], str):
+        return None
     votes = []
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):

@@ -98,15 +98,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -120,7 +113,9 @@ import rewards
 # ================================================================ constants
 
 # What to do
-STAGE = "all"  # all | mine | train: train takes the candidates of the first round
+STAGE = "all"  # all | mine | train (on the candidates of the first round) | evaluate (EVALUATE_POLICY)
+EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or any model: a folder or a hub name
+EVALUATE_SAMPLES = 8  # sampled responses per prompt in STAGE=evaluate: k of pass@k and majority@k
 ROUNDS = 2  # times to mine and train
 CANDIDATES: str | None = None  # a parquet of candidates to use in the first round instead of mining
 
@@ -226,21 +221,19 @@ PLOT_PANELS = [
 ]
 
 # Processes: torchrun --nproc_per_node=2 rce/rce.py
-DETERMINISTIC_GRADIENTS = (
-    True  # add gradients in one order: same bits on any number of processes; False: faster
-)
+DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; False: a little faster
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
-    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS": (1, 1e12),
+    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "TAU TAU_END TEMPERATURE MAX_GRAD_NORM LORA_ALPHA GOLD_FULL_COUNT REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE SIMILARITY_WEIGHT LORA_RANK": (0, 1e6),
     "VALIDATION_FRACTION": (0, 0.9),
-    "STAGE": ["all", "mine", "train"],
+    "STAGE": ["all", "mine", "train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -251,8 +244,15 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants w
         "hard_plus_gtprob_separated hybrid"
     ).split(),
 }
+_TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what another model wants
+    "MINE_PROMPTS": (320, "None: all prompts"),
+    "MAX_PROMPT_TOKENS": (256, "longer prompts are left out"),
+    "MAX_NEW_TOKENS": (64, "worked solutions need 256 to 1024"),
+    "LEARNING_RATE": (3e-4, "1e-5 for whole pretrained models, 1e-4 for LoRA"),
+    "OUTPUT_DIR": (f"{ROOT}/checkpoints/rce", "the shipped model's run; give yours a folder of its own"),
+}
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "PLOT_PANELS", "STAGE")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()  # when resuming
 
 # ================================================================ the maths of RCE
 
@@ -331,11 +331,8 @@ class RCETrainer:
 
     def load_models(self):
         """Loads the models, the policy from the checkpoint if there is one, and makes the optimizer."""
-        saved = None
-        if self.run.checkpoint:
-            saved = self.run.checkpoint / "policy"
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
-        self.actor = load_trained(AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device, saved)
+        self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
         self.pad_id = padding_id(self.actor, self.tokenizer)
         self.eos_ids = ids_of_ends(self.actor, self.tokenizer)
         self.models = {"policy": self.actor}  # saved; by their checkpoint folder
@@ -352,8 +349,7 @@ class RCETrainer:
     def train(self):
         """Mines, checks up and trains, round by round. Returns the last evaluation."""
         run = self.run
-        summary = run_summary(run, self.actor, self.train_rows, self.eval_rows)
-        with run.session(summary):  # lock, logs and signals; saves at the end
+        with run.session(run_summary(self, 1)):  # lock, logs and signals; saves at the end
             if run.checkpoint and rank() == 0:
                 self.tidy_candidates()
             run.save()  # the first round mines from this checkpoint
@@ -750,21 +746,14 @@ class RCETrainer:
 
     def evaluate(self, prompts=None, answers=None):
         """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours. The samples have a random stream of their own, so that evaluating
-        never changes the training."""
+        ones). Override it to add yours."""
         rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            ids = column(rows, "ids")
-            generator = torch.Generator().manual_seed(SEED + 1)
-            uniform = torch.rand(len(rows) * EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)
-            greedy = respond(self.actor, self.tokenizer, ids, None)
-            batch = respond(self.actor, self.tokenizer, ids, uniform, EVAL_SAMPLES)
-            greedy.rows = rows
-            batch.rows = [row for row in rows for _ in range(EVAL_SAMPLES)]
+            greedy, batch = self.respond_to(rows, EVAL_SAMPLES)
             metrics = {}
             if None not in column(rows, "answer"):
                 correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
@@ -773,6 +762,18 @@ class RCETrainer:
                 metrics[f"pass@{EVAL_SAMPLES}"] = correct.amax(1).mean().item()
             scores, reward_parts = self.score_responses(batch)
         return {**metrics, **response_metrics(batch, scores, reward_parts)}
+
+    def respond_to(self, rows, num_samples):
+        """Returns two batches: a greedy response to each row, and num_samples sampled ones. These have a
+        random generator of their own, so that evaluating never changes the training."""
+        ids = [row["ids"] for row in rows]
+        generator = torch.Generator().manual_seed(SEED + 1)
+        uniform = torch.rand(len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)
+        greedy = respond(self.actor, self.tokenizer, ids, None)
+        sampled = respond(self.actor, self.tokenizer, ids, uniform, num_samples)
+        greedy.rows = rows
+        sampled.rows = [row for row in rows for _ in range(num_samples)]
+        return greedy, sampled
 
     def accuracy(self, batch):
         """Returns whether each response of a batch is correct, (rows,), in float64."""
@@ -2019,25 +2020,21 @@ def evaluate_policy(trainer_class):
     """Scores EVALUATE_POLICY on EVAL_DATASETS without training: one greedy and EVALUATE_SAMPLES sampled
     responses per prompt. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every response to a .jsonl of that
     name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
-    global ACTOR_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
     folder = Path(OUTPUT_DIR)
-    ACTOR_MODEL = EVALUATE_POLICY
-    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
-        ACTOR_MODEL = str(folder / EVALUATE_POLICY / "policy")
-        if not Path(ACTOR_MODEL).exists():
+    policy = EVALUATE_POLICY
+    if policy == "best" or policy.startswith("step_"):
+        policy = str(folder / EVALUATE_POLICY / "policy")
+        if not Path(policy).exists():
             hint = "train first, or give the folder of a model"
-            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {ACTOR_MODEL}: {hint}")
-    # The policy alone is loaded, and no data to train on
-    LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL = 0, 0.0, None, None
-    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
-    trainer = trainer_class(resume_from_checkpoint="no")
+            raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, policy)
     by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
     figures = {}
     for figure, values in by_prompt.items():
         mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
         figures[figure] = {"mean": mean, "low": low, "high": high}
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    facts = {"policy": ACTOR_MODEL, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
+    facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
     facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
     names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))
@@ -2048,6 +2045,15 @@ def evaluate_policy(trainer_class):
     counts = f"{len(records)} prompts, {EVALUATE_SAMPLES} samples each"
     trainer.run.log(f"{counts}; written to {folder / name}.json and .jsonl")
     return figures
+
+
+# differs: which models are not needed
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy as its actor. No data to train on are loaded."""
+    global ACTOR_MODEL, LORA_RANK, TRAIN_DATASETS, MAX_TRAIN_PROMPTS
+    ACTOR_MODEL, LORA_RANK = policy, 0
+    TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
+    return trainer_class(resume_from_checkpoint="no")
 
 
 def policy_scores(trainer, greedy, sampled):
@@ -2078,7 +2084,9 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two."""
+    of no two, or if the responses are no texts but turns."""
+    if not isinstance(batch.responses[0], str):
+        return None
     votes = []
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
