@@ -1764,14 +1764,19 @@ def load_reward_model(path, device):
     if path is None:
         return None, None
     model = load_model(AutoModelForSequenceClassification, path, "REWARD_MODEL", device).requires_grad_(False)
-    if model.config.num_labels != 1 or not hasattr(model, "score"):
-        raise UserError(f"REWARD_MODEL = {path!r} must be a decoder with a classification head of one label")
-    return model, load_tokenizer(path, "REWARD_MODEL")
+    if model.config.num_labels != 1:
+        raise UserError(f"REWARD_MODEL = {path!r} must have a classification head of one label")
+    if is_decoder(model):
+        return model, load_tokenizer(path, "REWARD_MODEL")
+    return model, load_pretrained(AutoTokenizer, path, "REWARD_MODEL")
 
 
 @torch.no_grad()
 def reward_model_scores(model, tokenizer, prompts, responses):
-    """Returns a reward model's score of each prompt with its response, (rows,), read at the last token."""
+    """Returns a reward model's score of each prompt with its response, (rows,). A decoder's is read at the
+    last token of the chat; an encoder reads the prompt and the response as a pair of texts."""
+    if not is_decoder(model):
+        return encoder_scores(model, tokenizer, prompts, responses)
     rows = [encode_chat(tokenizer, p, "REWARD_MODEL", response) for p, response in zip(prompts, responses)]
     scores = torch.zeros(len(rows))
     lengths = torch.tensor(list(map(len, rows)))
@@ -2284,7 +2289,8 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
     try:
         signature.bind(prompts, responses, answers, **named)
     except TypeError as error:
-        raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
+        call = "it is called with prompts, responses, answers and, by their names, columns of the data"
+        raise UserError(f"{name}: {error}; {call}; the columns of these rows are {sorted(columns)}") from None
     try:
         values = function(prompts, responses, answers, **named)
         if isinstance(values, Iterator):  # a generator
@@ -2848,6 +2854,8 @@ class Run:
         speed = {}
         if self.times:
             speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if self.device.type == "cuda":
+            metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
         for sample in samples:
             self.write("samples.jsonl", {"step": self.step, **sample})

@@ -1925,7 +1925,8 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
     try:
         signature.bind(prompts, responses, answers, **named)
     except TypeError as error:
-        raise UserError(f"{name}: {error}; the columns of these rows are {sorted(columns)}") from None
+        call = "it is called with prompts, responses, answers and, by their names, columns of the data"
+        raise UserError(f"{name}: {error}; {call}; the columns of these rows are {sorted(columns)}") from None
     try:
         values = function(prompts, responses, answers, **named)
         if isinstance(values, Iterator):  # a generator
@@ -2489,6 +2490,8 @@ class Run:
         speed = {}
         if self.times:
             speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if self.device.type == "cuda":
+            metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
         for sample in samples:
             self.write("samples.jsonl", {"step": self.step, **sample})

@@ -1376,6 +1376,8 @@ class Run:
         speed = {}
         if self.times:
             speed[f"{unit}_per_second"] = count / sum(self.times.values())
+        if self.device.type == "cuda":
+            metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # the most so far
         self.write_metrics("train", {**metrics, **speed, **seconds})
         for sample in samples:
             self.write("samples.jsonl", {"step": self.step, **sample})
