@@ -1771,6 +1771,11 @@ def load_reward_model(path, device):
     return model, load_pretrained(AutoTokenizer, path, "REWARD_MODEL")
 
 
+def is_decoder(model):
+    """Returns whether a classifier reads its score at the last token. Encoders such as DeBERTa do not."""
+    return hasattr(model, "score")
+
+
 @torch.no_grad()
 def reward_model_scores(model, tokenizer, prompts, responses):
     """Returns a reward model's score of each prompt with its response, (rows,). A decoder's is read at the
@@ -1789,6 +1794,22 @@ def reward_model_scores(model, tokenizer, prompts, responses):
         with autocast(model):
             hidden_states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             scores[chunk] = model.score(hidden_states[tuple(last)]).squeeze(-1).float().cpu()
+    return scores
+
+
+def encoder_scores(model, tokenizer, prompts, responses):
+    scores = torch.zeros(len(prompts))
+    for chunk in torch.arange(len(prompts)).split(min(64, BATCH_SIZE * GROUP_SIZE)):
+        first, second = zip(*((as_text(prompts[i]), as_text(responses[i])) for i in chunk))
+        inputs = tokenizer(list(first), list(second), padding=True, return_tensors="pt").to(model.device)
+        length = inputs["input_ids"].shape[1]
+        if length > max_positions(model):
+            fault = (
+                f"reads at most {max_positions(model)} tokens, but a prompt with its response has {length}"
+            )
+            raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {fault}")
+        with autocast(model):
+            scores[chunk] = model(**inputs).logits.squeeze(-1).float().cpu()
     return scores
 
 

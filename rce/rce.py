@@ -99,7 +99,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -1915,6 +1915,11 @@ def load_reward_model(path, device):
     return model, load_pretrained(AutoTokenizer, path, "REWARD_MODEL")
 
 
+def is_decoder(model):
+    """Returns whether a classifier reads its score at the last token. Encoders such as DeBERTa do not."""
+    return hasattr(model, "score")
+
+
 @torch.no_grad()
 def reward_model_scores(model, tokenizer, prompts, responses):
     """Returns a reward model's score of each prompt with its response, (rows,). A decoder's is read at the
@@ -1933,6 +1938,22 @@ def reward_model_scores(model, tokenizer, prompts, responses):
         with autocast(model):
             hidden_states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             scores[chunk] = model.score(hidden_states[tuple(last)]).squeeze(-1).float().cpu()
+    return scores
+
+
+def encoder_scores(model, tokenizer, prompts, responses):
+    scores = torch.zeros(len(prompts))
+    for chunk in torch.arange(len(prompts)).split(min(64, BATCH_SIZE * GROUP_SIZE)):
+        first, second = zip(*((as_text(prompts[i]), as_text(responses[i])) for i in chunk))
+        inputs = tokenizer(list(first), list(second), padding=True, return_tensors="pt").to(model.device)
+        length = inputs["input_ids"].shape[1]
+        if length > max_positions(model):
+            fault = (
+                f"reads at most {max_positions(model)} tokens, but a prompt with its response has {length}"
+            )
+            raise UserError(f"REWARD_MODEL = {REWARD_MODEL!r} {fault}")
+        with autocast(model):
+            scores[chunk] = model(**inputs).logits.squeeze(-1).float().cpu()
     return scores
 
 
@@ -3508,9 +3529,9 @@ def check_up(groups, proposed, path, log):
 # ---------------------------------------------------------------- proposals and what the reward says of them
 
 
-def column(records, key):
-    """Returns one field of each record, a list."""
-    return [record[key] for record in records]
+def column(rows, field):
+    """Returns one field of all rows, a list."""
+    return [row[field] for row in rows]
 
 
 def beam_search(model, prompts, eos, pad_id):
