@@ -606,7 +606,7 @@ class GRPOTrainer:
         with self.run.timed("evaluate"):
             greedy, batch = self.respond_to(rows, EVAL_SAMPLES)
             metrics = {}
-            if all(row["answer"] is not None for row in rows):
+            if None not in column(rows, "answer"):
                 correct = self.accuracy(batch).view(-1, EVAL_SAMPLES)
                 metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
                 metrics["accuracy_sampled"] = metrics["pass@1"] = correct.mean().item()
@@ -2250,6 +2250,11 @@ def cell_texts(value, where):
     if not isinstance(value, list) or not value:
         value = [value]
     return [cell_text(item, where) for item in value]
+
+
+def column(rows, field):
+    """Returns one field of all rows, a list."""
+    return [row[field] for row in rows]
 
 
 def next_rows(rows, state, count):

@@ -425,8 +425,7 @@ class PPOTrainer:
         with self.run.timed("rollout"):
             # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
             uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
-            prompt_ids = [row["ids"] for row in prompts]
-            batch = respond(self.actor, self.tokenizer, prompt_ids, uniform, GROUP_SIZE)
+            batch = respond(self.actor, self.tokenizer, column(prompts, "ids"), uniform, GROUP_SIZE)
             batch.rows = [row for row in prompts for _ in range(GROUP_SIZE)]
         return batch
 
@@ -592,7 +591,7 @@ class PPOTrainer:
         with self.run.timed("evaluate"):
             greedy, sampled = self.respond_to(rows, 1)
             metrics = {}
-            if all(row["answer"] is not None for row in rows):
+            if None not in column(rows, "answer"):
                 metrics["accuracy_greedy"] = self.accuracy(greedy).mean().item()
                 metrics["accuracy_sampled"] = self.accuracy(sampled).mean().item()
             scores, _, reward_parts = self.score_responses(sampled)
@@ -601,7 +600,7 @@ class PPOTrainer:
     def respond_to(self, rows, num_samples):
         """Returns two batches: a greedy response to each row, and num_samples sampled ones. These have a
         random generator of their own, so that evaluating never changes the training."""
-        ids = [row["ids"] for row in rows]
+        ids = column(rows, "ids")
         generator = torch.Generator().manual_seed(SEED + 1)
         uniform = torch.rand(len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)
         greedy = respond(self.actor, self.tokenizer, ids, None)
@@ -1964,7 +1963,7 @@ def policy_scores(trainer, greedy, sampled):
     scores = trainer.score_responses(sampled)[0].view(-1, EVALUATE_SAMPLES).cpu()
     by_prompt = {"reward": scores.double().mean(1)}
     correct = None
-    if all(row["answer"] is not None for row in greedy.rows):
+    if None not in column(greedy.rows, "answer"):
         correct = trainer.accuracy(sampled).view(-1, EVALUATE_SAMPLES)
         by_prompt |= {"accuracy_greedy": trainer.accuracy(greedy), "pass@1": correct.mean(1)}
         by_prompt[f"pass@{EVALUATE_SAMPLES}"] = correct.amax(1)
@@ -2255,6 +2254,11 @@ def cell_texts(value, where):
     return [cell_text(item, where) for item in value]
 
 
+def column(rows, field):
+    """Returns one field of all rows, a list."""
+    return [row[field] for row in rows]
+
+
 def next_rows(rows, state, count):
     """Returns the next `count` rows, fewer at the end of an epoch. state.order is this epoch's
     permutation."""
@@ -2376,20 +2380,20 @@ def reward_chunks(rows):
     return [*chunks, slice(start, end)]
 
 
-def score_over_ranks(trainer, name, function, batch, width=None):
+def score_over_ranks(trainer, function_name, function, batch, width=None):
     """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
     Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
 
     def score_chunk(chunk):
         rows = [copy.deepcopy(row) for row in batch.rows[chunk]]  # a judge may append to its messages
-        prompts = [row["prompt"] for row in rows]
-        answers = [row["answer"] for row in rows]
-        columns = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"]}
-        for column, values in batch.columns.items():
-            columns[column] = copy.deepcopy(values[chunk])
+        records = column(rows, "columns")
+        columns = {name: column(records, name) for name in records[0]}
+        for name, values in batch.columns.items():
+            columns[name] = copy.deepcopy(values[chunk])
+        prompts, responses, answers = column(rows, "prompt"), batch.responses[chunk], column(rows, "answer")
         trainer.reward_parts = {}
         with time_limit():
-            scores = call_reward(name, function, prompts, batch.responses[chunk], answers, columns, width)
+            scores = call_reward(function_name, function, prompts, responses, answers, columns, width)
         reward_parts = {}
         for part, values in trainer.reward_parts.items():
             reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))
@@ -2399,7 +2403,8 @@ def score_over_ranks(trainer, name, function, batch, width=None):
     for reward_parts in chunk_parts:
         if different := reward_parts.keys() ^ chunk_parts[0].keys():
             part = sorted(different)[0]
-            raise UserError(f"{name} sets reward_parts[{part!r}] in some calls only: set it in every call")
+            hint = "in some calls only: set it in every call"
+            raise UserError(f"{function_name} sets reward_parts[{part!r}] {hint}")
     reward_parts = {}
     for part in chunk_parts[0]:
         reward_parts[part] = torch.cat([values[part] for values in chunk_parts])

@@ -68,7 +68,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
@@ -588,7 +588,7 @@ class RCETrainer:
                 for ids in solutions(self.tokenizer, row):
                     proposals.append((i, ids, "reference", None))
 
-        groups = [{} for _ in rows]  # of each prompt: {token ids: candidate}
+        groups = defaultdict(dict)  # {index of the prompt: {token ids: candidate}}
         for i, ids, source, temperature in proposals:
             candidate = {"prompt_id": rows[i]["id"], "prompt": as_text(rows[i]["prompt"]), "token_ids": ids}
             candidate |= {"source": [], "temperature": []}
@@ -597,9 +597,9 @@ class RCETrainer:
             candidate = groups[i].setdefault(tuple(ids), candidate)
             candidate["source"].append(source)
             candidate["temperature"].append(temperature)
-        if not all(groups):
+        if len(groups) < len(rows):
             raise UserError("nothing proposes a candidate: set GREEDY = True, or BEAMS to 1 or more")
-        return [list(group.values()) for group in groups]
+        return [list(groups[i].values()) for i in range(len(rows))]
 
     def prompt_generator(self, row, use):
         """Returns a random generator for one use of one prompt in one round. It does not depend on what was
@@ -666,8 +666,11 @@ class RCETrainer:
         batch = SimpleNamespace(rows=self.rows_of(candidates), responses=column(candidates, "text"))
         batch.columns = {"response_ids": column(candidates, "token_ids")}
         _, reward_parts = self.score_responses(batch)
-        values = [part.tolist() for part in reward_parts.values()]
-        return [dict(zip(reward_parts, numbers)) for numbers in zip(*values)] or [{}] * len(candidates)
+        parts_of_each = [{} for _ in candidates]
+        for name, values in reward_parts.items():
+            for candidate_parts, value in zip(parts_of_each, values.tolist()):
+                candidate_parts[name] = value
+        return parts_of_each
 
     # ------------------------------------------------------------ gt_prob
 
@@ -2368,6 +2371,11 @@ def cell_texts(value, where):
     return [cell_text(item, where) for item in value]
 
 
+def column(rows, field):
+    """Returns one field of all rows, a list."""
+    return [row[field] for row in rows]
+
+
 def next_rows(rows, state, count):
     """Returns the next `count` rows, fewer at the end of an epoch. state.order is this epoch's
     permutation."""
@@ -3425,7 +3433,8 @@ def is_flat(values):
 
 def mining_facts(**facts):
     """Returns what candidates depend on, in JSON's types: `facts` and the constants in _MINING."""
-    facts |= {key: constants()[key] for key in _MINING}
+    for key in _MINING:
+        facts[key] = constants()[key]
     return json.loads(json.dumps(facts, default=json_name))
 
 
@@ -3445,7 +3454,9 @@ def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
     alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
-    files = {start: folder / f"{start:08d}{path.suffix}" for start in range(0, len(rows), chunk_size)}
+    files = {}  # {number of a chunk's first row: its file}
+    for start in range(0, len(rows), chunk_size):
+        files[start] = folder / f"{start:08d}{path.suffix}"
     chunks = broadcast_from_rank0(partial(read_chunks, files, facts, read, run.log))
     missing = [start for start in files if start not in chunks]
     began = time.perf_counter()
@@ -3461,7 +3472,9 @@ def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
         run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
         if run.agree_on_stop():
             return False
-    records = [record for start in files for record in chunks[start]]
+    records = []
+    for start in files:
+        records += chunks[start]
     broadcast_from_rank0(partial(write, records, path, facts))
     broadcast_from_rank0(partial(shutil.rmtree, folder))
     return True
@@ -3500,7 +3513,7 @@ def check_up(groups, proposed, path, log):
     marks = []  # hard rewards of all usable candidates
     facts = []  # of each prompt that has some
     for group in filter(None, map(usable, groups)):
-        hard = [candidate["hard"] for candidate in group]
+        hard = column(group, "hard")
         marks += hard
         facts.append([not any(hard), is_flat(shaped_rewards(group)), hard[policy_pick(group)], any(hard)])
     means = np.mean(facts or [[math.nan] * 4], axis=0).tolist()
@@ -3527,11 +3540,6 @@ def check_up(groups, proposed, path, log):
 
 
 # ---------------------------------------------------------------- proposals and what the reward says of them
-
-
-def column(rows, field):
-    """Returns one field of all rows, a list."""
-    return [row[field] for row in rows]
 
 
 def beam_search(model, prompts, eos, pad_id):
