@@ -2091,7 +2091,7 @@ def policy_scores(trainer, greedy, sampled):
     scores = trainer.score_responses(sampled)[0].view(-1, EVALUATE_SAMPLES).cpu()
     by_prompt = {"reward": scores.double().mean(1)}
     correct = None
-    if all(row["answer"] is not None for row in greedy.rows):
+    if None not in column(greedy.rows, "answer"):
         correct = trainer.accuracy(sampled).view(-1, EVALUATE_SAMPLES)
         by_prompt |= {"accuracy_greedy": trainer.accuracy(greedy), "pass@1": correct.mean(1)}
         by_prompt[f"pass@{EVALUATE_SAMPLES}"] = correct.amax(1)
@@ -2497,20 +2497,20 @@ def reward_chunks(rows):
     return [*chunks, slice(start, end)]
 
 
-def score_over_ranks(trainer, name, function, batch, width=None):
+def score_over_ranks(trainer, function_name, function, batch, width=None):
     """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
     Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
 
     def score_chunk(chunk):
         rows = [copy.deepcopy(row) for row in batch.rows[chunk]]  # a judge may append to its messages
-        prompts = [row["prompt"] for row in rows]
-        answers = [row["answer"] for row in rows]
-        columns = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"]}
-        for column, values in batch.columns.items():
-            columns[column] = copy.deepcopy(values[chunk])
+        records = column(rows, "columns")
+        columns = {name: column(records, name) for name in records[0]}
+        for name, values in batch.columns.items():
+            columns[name] = copy.deepcopy(values[chunk])
+        prompts, responses, answers = column(rows, "prompt"), batch.responses[chunk], column(rows, "answer")
         trainer.reward_parts = {}
         with time_limit():
-            scores = call_reward(name, function, prompts, batch.responses[chunk], answers, columns, width)
+            scores = call_reward(function_name, function, prompts, responses, answers, columns, width)
         reward_parts = {}
         for part, values in trainer.reward_parts.items():
             reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))
@@ -2520,7 +2520,8 @@ def score_over_ranks(trainer, name, function, batch, width=None):
     for reward_parts in chunk_parts:
         if different := reward_parts.keys() ^ chunk_parts[0].keys():
             part = sorted(different)[0]
-            raise UserError(f"{name} sets reward_parts[{part!r}] in some calls only: set it in every call")
+            hint = "in some calls only: set it in every call"
+            raise UserError(f"{function_name} sets reward_parts[{part!r}] {hint}")
     reward_parts = {}
     for part in chunk_parts[0]:
         reward_parts[part] = torch.cat([values[part] for values in chunk_parts])
