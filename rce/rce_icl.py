@@ -1808,7 +1808,8 @@ def is_flat(values):
 
 def mining_facts(**facts):
     """Returns what candidates depend on, in JSON's types: `facts` and the constants in _MINING."""
-    facts |= {key: constants()[key] for key in _MINING}
+    for key in _MINING:
+        facts[key] = constants()[key]
     return json.loads(json.dumps(facts, default=json_name))
 
 
@@ -1828,7 +1829,9 @@ def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
     alone, so a killed run goes on."""
     folder = path.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
-    files = {start: folder / f"{start:08d}{path.suffix}" for start in range(0, len(rows), chunk_size)}
+    files = {}  # {number of a chunk's first row: its file}
+    for start in range(0, len(rows), chunk_size):
+        files[start] = folder / f"{start:08d}{path.suffix}"
     chunks = broadcast_from_rank0(partial(read_chunks, files, facts, read, run.log))
     missing = [start for start in files if start not in chunks]
     began = time.perf_counter()
@@ -1844,7 +1847,9 @@ def mine_in_chunks(run, path, rows, chunk_size, facts, mine, read, write):
         run.log(f"{path.stem}: mined {num_mined}/{len(rows)}, {time_left} left in mining")
         if run.agree_on_stop():
             return False
-    records = [record for start in files for record in chunks[start]]
+    records = []
+    for start in files:
+        records += chunks[start]
     broadcast_from_rank0(partial(write, records, path, facts))
     broadcast_from_rank0(partial(shutil.rmtree, folder))
     return True
@@ -1883,7 +1888,7 @@ def check_up(groups, proposed, path, log):
     marks = []  # hard rewards of all usable candidates
     facts = []  # of each prompt that has some
     for group in filter(None, map(usable, groups)):
-        hard = [candidate["hard"] for candidate in group]
+        hard = column(group, "hard")
         marks += hard
         facts.append([not any(hard), is_flat(shaped_rewards(group)), hard[policy_pick(group)], any(hard)])
     means = np.mean(facts or [[math.nan] * 4], axis=0).tolist()
