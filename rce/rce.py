@@ -405,7 +405,7 @@ class RCETrainer:
         self.split()
         self.choose_rows(groups)
         if is_new:
-            lists = [candidates for _, candidates in groups]
+            _, lists = zip(*groups)
             proposed = sum(map(len, column(itertools.chain(*lists), "source")))
             figures = check_up(lists, proposed, path, self.run.log)
             self.state.responses += proposed
@@ -497,9 +497,12 @@ class RCETrainer:
         """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. They are told apart by
         the prompt's text, so equal prompts fall on one side."""
         groups = read_candidates(candidates_path(1), self.rows, math.inf)
-        texts = list(dict.fromkeys(as_text(row["prompt"]) for row, _ in groups))
+        prompts, _ = zip(*groups)
+        texts = list(dict.fromkeys(map(as_text, column(prompts, "prompt"))))
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(SEED)).tolist()
-        self.held_back = {texts[i] for i in order[: int(VALIDATION_FRACTION * len(texts))]}
+        self.held_back = set()
+        for i in order[: int(VALIDATION_FRACTION * len(texts))]:
+            self.held_back.add(texts[i])
         self.validation = []
         for row, candidates in groups:
             candidates = usable(candidates)
@@ -633,7 +636,9 @@ class RCETrainer:
         ranked = sorted(range(len(group)), key=lambda i: -group[i][CHEAP_SIGNAL])  # ties stay as proposed
         others = ranked[VERIFY_TOP or len(ranked) :]
         order = torch.randperm(len(others), generator=self.prompt_generator(row, "verify")).tolist()
-        chosen = ranked[:VERIFY_TOP] + [others[i] for i in order[:VERIFY_RANDOM]]
+        chosen = set(ranked[:VERIFY_TOP])
+        for i in order[:VERIFY_RANDOM]:
+            chosen.add(others[i])
         for i, candidate in enumerate(group):
             is_chosen = i in chosen or "greedy" in candidate["source"]
             candidate["eval_mode"] = "verified" if is_chosen else "cheap"
