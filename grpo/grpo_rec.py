@@ -990,7 +990,7 @@ def check_models(models_by_constant, rows, pad_id):
     actor first."""
     actor = next(iter(models_by_constant.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
-    prompts_twice = [prompt for prompt in prompts for _ in range(2)]
+    prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
     batch = None  # what the sampler returns
@@ -1865,6 +1865,11 @@ def read_records(spec, where):
                 yield number, dict(json.loads(record.decode("utf-8-sig")))
         except (ValueError, TypeError) as error:
             raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
+
+
+def repeat_each(rows, count):
+    """Returns each row `count` times, one after another, a list."""
+    return [row for row in rows for _ in range(count)]
 
 
 def next_rows(rows, state, count):

@@ -426,7 +426,7 @@ class PPOTrainer:
             # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
             uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             batch = respond(self.actor, self.tokenizer, column(prompts, "ids"), uniform, GROUP_SIZE)
-            batch.rows = [row for row in prompts for _ in range(GROUP_SIZE)]
+            batch.rows = repeat_each(prompts, GROUP_SIZE)
         return batch
 
     @torch.no_grad()
@@ -606,7 +606,7 @@ class PPOTrainer:
         greedy = respond(self.actor, self.tokenizer, ids, None)
         sampled = respond(self.actor, self.tokenizer, ids, uniform, num_samples)
         greedy.rows = rows
-        sampled.rows = [row for row in rows for _ in range(num_samples)]
+        sampled.rows = repeat_each(rows, num_samples)
         return greedy, sampled
 
     def accuracy(self, batch):
@@ -794,7 +794,7 @@ def check_models(models_by_constant, rows, pad_id):
     actor first."""
     actor = next(iter(models_by_constant.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
-    prompts_twice = [prompt for prompt in prompts for _ in range(2)]
+    prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
     batch = None  # what the sampler returns
@@ -1741,7 +1741,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
     ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*chunks))
     responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
-    batch = make_batch([p for p in prompts for _ in range(group_size)], responses, model.device)
+    batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
     batch.entropies = entropies[:, :width]
@@ -2257,6 +2257,11 @@ def cell_texts(value, where):
 def column(rows, field):
     """Returns one field of all rows, a list."""
     return [row[field] for row in rows]
+
+
+def repeat_each(rows, count):
+    """Returns each row `count` times, one after another, a list."""
+    return [row for row in rows for _ in range(count)]
 
 
 def next_rows(rows, state, count):

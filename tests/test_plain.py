@@ -63,6 +63,14 @@ def test_no_trainer_has_a_habit_that_makes_readers_stop(file, habit):
 
 
 @pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("habit, limit", [("conditional expressions", 2), ("comprehensions", 4)])
+def test_a_trainer_is_not_dense(file, habit, limit):
+    found, code = counts((ROOT / file).read_text())
+    per_hundred = 100 * len(found[habit]) / code
+    assert per_hundred <= limit, f"{file}: {per_hundred:.2f} {habit} per 100 lines of code, at most {limit}"
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_no_trainer_sets_an_attribute_on_a_tensor_or_a_model(file):
     """By their names in these files; what is ours (batch, run, group, state) may carry what it holds."""
     names = {"model", "tensor", "rows", "keys", "key", "module", "actor", "layer", "index", "merged"}
