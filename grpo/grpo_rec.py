@@ -3671,11 +3671,11 @@ def table_lines(figures):
     possible = figures.get("possible")
     for name, figure in figures.items():
         if "intervals" in figure:
-            share = ""
+            fraction = ""
             has_value = "reward/value" in figure  # a compute_rewards() of the user's may have other parts
             if has_value and possible and possible["value"] > 0:
-                share = f"{figure['reward/value'] / possible['value']:>15.1%}"
-            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + share)
+                fraction = f"{figure['reward/value'] / possible['value']:>15.1%}"
+            lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + fraction)
     for key, gained in figures.get("grpo_minus_sft", {}).items():
         interval = "95% interval {:+.4f} to {:+.4f}".format(*gained["interval"])
         lines.append(f"  GRPO minus SFT, {key}: {gained['mean']:+.4f} ({interval})")

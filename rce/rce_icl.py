@@ -2808,17 +2808,19 @@ def read_candidates(path, splits, demos, reader):
             raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
         if key not in known or told not in (None, known[key]["text"]):
             raise UserError(f"{path}, query {key}: there is no such query in the data")
-    every = sorted({number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers})
+    all_numbers = sorted(
+        {number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers}
+    )
     groups = []
     for key, (pool, lists, proposed) in parsed.items():
         where = f"{path}, query {key}"
-        own = asking[what_is_asked(known[key])]
-        pool = pool or [number for number in every if number not in own]  # a file without pools
-        check_numbers(pool, position, own, f"{where}: its pool")
+        excluded = asking[what_is_asked(known[key])]
+        pool = pool or [number for number in all_numbers if number not in excluded]  # a file without pools
+        check_numbers(pool, position, excluded, f"{where}: its pool")
         place = {number: j for j, number in enumerate(pool)}
         candidates = {}
         for pointer, candidate in lists:
-            check_numbers(pointer, place, own, f"{where}: pointer {pointer}")
+            check_numbers(pointer, place, excluded, f"{where}: pointer {pointer}")
             candidate["pointer"] = tuple(place[number] for number in pointer)
             candidates.setdefault(candidate["pointer"], candidate)
         if candidates:
@@ -2978,8 +2980,8 @@ def test_figures(results, name):
     """Accuracies by shots, what `name` gains over the others with its interval, and the share of the way from
     similarity to the oracle. results: {shots: {method: (queries,)}}."""
     figures = {"queries": len(next(iter(results.values()))["oracle"]), "policy": name, "shots": {}}
-    for shots, found in results.items():
-        means = {method: float(values.mean()) for method, values in found.items()}
+    for shots, by_method in results.items():
+        means = {method: float(values.mean()) for method, values in by_method.items()}
         gain = means[name] - means["similarity"]
         gap = means["oracle"] - means["similarity"]
         figures["shots"][str(shots)] = {
@@ -2987,8 +2989,8 @@ def test_figures(results, name):
             "gain_over_similarity": gain,
             "share_of_gap": gain / gap if gap > 0 else None,
             "intervals_of_gains": {
-                method: bootstrap_interval(found[name] - values)
-                for method, values in found.items()
+                method: bootstrap_interval(by_method[name] - values)
+                for method, values in by_method.items()
                 if method != name
             },
         }
