@@ -137,14 +137,14 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # use only the first so many; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function, or its name in
 # rewards/. It may have parameters named messages, response_ids, or like a column of the data
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
-OVERLONG_BUFFER = 0  # the last so many tokens are penalised, linearly (2503.14476, eq. 13); 0: none
+OVERLONG_BUFFER = 0  # number of last tokens that are penalised, linearly (2503.14476, eq. 13); 0: none
 OVERLONG_PENALTY = 1.0  # penalty of a response of MAX_NEW_TOKENS
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
@@ -182,7 +182,7 @@ GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
-RESAMPLE_FLAT_GROUPS = 0  # at most so many times, replace groups of equal scores by new prompts
+RESAMPLE_FLAT_GROUPS = 0  # how often at most groups of equal scores are replaced by new prompts; 0: never
 SKIP_FLAT_GROUPS = True  # rows without a gradient stay out of the backward pass: up to half its time
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
@@ -192,7 +192,7 @@ TOP_ENTROPY_FRACTION = 1.0  # train only this fraction of tokens, those of highe
 MASK_TRUNCATED = False  # do not train responses that were cut
 KL_COEF = 0.0  # weight of the KL in the loss; 0: no reference model is loaded
 KL_ESTIMATOR = "k3"  # k1 | k2 | k3: the value that is logged; all have the same gradient
-REFERENCE_SYNC_STEPS = 0  # every so many steps the reference moves towards the actor (2404.09656); 0: never
+REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 
 # Schedule
@@ -900,7 +900,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1282,7 +1282,7 @@ def batch_logprobs(model, batch, distribution):
 # check_models() must not name it.
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
+_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
 
 
 def attention_windows(model):

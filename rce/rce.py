@@ -141,7 +141,7 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # use only the first so many; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
 
@@ -494,8 +494,8 @@ class RCETrainer:
         self.run.total_steps = min(self.state.round_start + rounds_left * steps, MAX_STEPS or math.inf)
 
     def split(self):
-        """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. They are told apart by
-        the prompt's text, so equal prompts fall on one side."""
+        """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. It chooses by the
+        prompt's text, so equal prompts fall on one side."""
         groups = read_candidates(candidates_path(1), self.rows, math.inf)
         prompts, _ = zip(*groups)
         texts = list(dict.fromkeys(map(as_text, column(prompts, "prompt"))))
@@ -1064,7 +1064,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1446,7 +1446,7 @@ def batch_logprobs(model, batch, distribution):
 # check_models() must not name it.
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
+_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
 
 
 def attention_windows(model):
