@@ -977,11 +977,13 @@ def check_models(models_by_constant, rows, pad_id):
     prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what the sampler returns
+    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
 
     def sampled_and_scored():
         nonlocal batch
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, eos_ids, pad_id)
+        options = {"group_size": 2, "max_new_tokens": 10, "temperature": 1.5}
+        options |= {"eos_ids": eos_ids, "pad_id": pad_id}
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, **options)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -994,6 +996,7 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
+    # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "it has no shared prompts"
         if actor.config._attn_implementation == "shared_prompts":
@@ -1002,6 +1005,7 @@ def check_models(models_by_constant, rows, pad_id):
         if fault:
             _SHARED_DECODING.discard(actor)
             fault = disagreement(actor, sampled_and_scored)
+    # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
         if model.dtype != torch.float32:
@@ -1571,7 +1575,7 @@ class GradientSum:
         for this one in every round; finish() raises if it did not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
-            # Zeros, not None: AdamW must also step parameters that get no gradient
+            # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
             parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
         self.set_checkpointing(GRADIENT_CHECKPOINTING)
         try:
@@ -1619,7 +1623,7 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
+        """Logs a number that adds up over the micro-batches."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1658,9 +1662,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, loss, run, prompt_ids):
-    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If the loss
-    or a norm is not finite the weights stay as they are, and the run logs the prompts' ids."""
+def clip_and_step(optimizers, losses, run, prompt_ids):
+    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
+    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1668,7 +1672,7 @@ def clip_and_step(optimizers, loss, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (loss, *norms)))
+    finite = all(map(math.isfinite, (losses, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
@@ -2117,8 +2121,8 @@ def policy_scores(trainer, greedy, sampled):
 
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
-    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two, or if the responses are no texts but turns."""
+    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
+    two responses agree anywhere, or if the responses are turns instead of texts."""
     if not isinstance(batch.responses[0], str):
         return None
     votes = []
@@ -2498,7 +2502,7 @@ def reward_chunks(rows):
     even where they are more: a reward function may compare them."""
     chunks = []
     start = end = 0
-    for _, group in itertools.groupby(rows, key=id):
+    for _, group in itertools.groupby(rows, key=id):  # rows of one prompt are one object
         group_size = len(list(group))
         if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
             chunks.append(slice(start, end))
@@ -2897,7 +2901,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
