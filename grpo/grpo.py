@@ -140,8 +140,9 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function, or its name in
-# rewards/. It may have parameters named messages, response_ids, or like a column of the data
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is defined above
+# this line, or named if it is in rewards/: f(prompts, responses, answers) returns one number per response. It
+# may have further parameters: response_ids (token ids with EOS), messages, or the name of a data column
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
 OVERLONG_BUFFER = 0  # number of last tokens that are penalised, linearly (2503.14476, eq. 13); 0: none
@@ -150,9 +151,9 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Rollout
-BATCH_SIZE = 32  # prompts sampled and scored at a time
+BATCH_SIZE = 32  # prompts sampled and scored at a time: memory and speed, not the result
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step = BATCH_SIZE * this
+GRADIENT_ACCUMULATION_STEPS = 1  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
 GROUP_SIZE = 8  # responses per prompt, each other's baseline; 1: distillation, where only the KL trains
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
@@ -203,7 +204,7 @@ MAX_STEPS: int | None = 40  # the run ends here or after NUM_EPOCHS, whichever i
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
@@ -230,7 +231,7 @@ DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; Fals
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
@@ -361,7 +362,9 @@ class GRPOTrainer:
         for label, keys in PLOT_PANELS:
             if label != "turns" or ENVIRONMENT:
                 self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
+        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
+        # call and moves it to batch.reward_parts
+        self.reward_parts = {}
         self.load_models()
         self.distils = is_distillation(self)
         if self.distils:
@@ -399,7 +402,7 @@ class GRPOTrainer:
                 self.models["reference"] = self.reference
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        _, self.accuracy_function, _ = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     # ------------------------------------------------------------ the algorithm
@@ -555,7 +558,7 @@ class GRPOTrainer:
             gradients.log_sum("policy_loss", (weights * policy_losses).sum().detach())
             advantages = token_advantages(batch, index, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
-            gradients.log_sum("max_ratio_deviation", stats.pop("ratio_deviation").max())
+            gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
             gradients.log_means(stats, mask, num_tokens)
             log_ratio = (logprobs.detach() - batch.sampled_logprobs[index, :width]).clamp(-20, 20)
             values = {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
@@ -595,10 +598,11 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------ evaluation and what is logged
 
-    def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours."""
-        rows = self.eval_rows
+    def evaluate(self, prompts=None, answers=None, rows=None):
+        """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
+        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own."""
+        if rows is None:
+            rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
@@ -1469,6 +1473,10 @@ class GradientSum:
 
     def log_sum(self, name, value):
         """Logs a number that adds up over the micro-batches."""
+        self.rounds[-1][name] = value
+
+    def log_max(self, name, value):
+        """Logs a number of which the step's is the greatest; its name begins with max_."""
         self.rounds[-1][name] = value
 
     def add_round(self):

@@ -628,7 +628,7 @@ class RecTrainer:
                 "approx_kl": ratio - 1 - ratio.log(),
             }
             gradients.log_means(values, torch.ones_like(ratio), num_codes)
-            gradients.log_sum("max_ratio_deviation", (ratio - 1).abs().max())
+            gradients.log_max("max_ratio_deviation", (ratio - 1).abs().max())
         metrics = gradients.finish()
         row_ids = [batch.rows[i]["id"] for i in rows]
         norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_ids)
@@ -1624,6 +1624,10 @@ class GradientSum:
 
     def log_sum(self, name, value):
         """Logs a number that adds up over the micro-batches."""
+        self.rounds[-1][name] = value
+
+    def log_max(self, name, value):
+        """Logs a number of which the step's is the greatest; its name begins with max_."""
         self.rounds[-1][name] = value
 
     def add_round(self):

@@ -34,7 +34,7 @@ the advantage  gae, compute_advantages                    a metric       ppo_sta
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 the optimizer  make_optimizer                             when to stop   train (run.total_steps = run.step)
-another evaluation: train, evaluate(rows=...), Run.write_metrics (log_evaluation also moves best/ and patience)
+another evaluation: train, evaluate(rows=...), Run.write_metrics (log_evaluation moves best/, too)
 To add a constant write one more line below; _VALID_RANGES may hold its range.
 """
 
@@ -139,7 +139,7 @@ MAX_EVAL_PROMPTS: int | None = 200
 
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is defined above
 # this line, or named if it is in rewards/: f(prompts, responses, answers) returns one number per response. It
-# may have further parameters: response_ids (token ids with EOS), messages, or the name of a column of the data
+# may have further parameters: response_ids (token ids with EOS), messages, or the name of a data column
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # >= 0, subtracted from the score of a response cut at MAX_NEW_TOKENS
@@ -432,8 +432,8 @@ class PPOTrainer:
         return next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
 
     def rollout(self, prompts):
-        """Samples GROUP_SIZE responses to each prompt; rows of one prompt are neighbours. Returns a batch. Its
-        fields come from
+        """Samples GROUP_SIZE responses to each prompt; rows of one prompt are neighbours. Returns a batch.
+        Its fields come from
         rollout             rows (of the data), sequences, responses (texts), response_ids, response_mask,
                             response_lengths, truncated, columns, logprobs (log pi_old), entropies
         score               scores (rows,), token_scores (rows, R) or None, reward_parts, values, ref_logprobs
@@ -458,7 +458,7 @@ class PPOTrainer:
                     batch.ref_logprobs = batch_logprobs(self.reference, batch, full_logprobs)
 
     def score_responses(self, batch):
-        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns scores (rows,),
+        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns scores (rows,)
         less MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for
         each response; and the reward parts."""
         function = self.compute_rewards

@@ -178,7 +178,7 @@ EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 # Training
 BATCH_SIZE = 32  # prompts scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step = BATCH_SIZE * this
+GRADIENT_ACCUMULATION_STEPS = 1  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
 TAU = 0.1  # > 0; small: only the best candidates, large: all alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore (within the prompt)
@@ -225,7 +225,7 @@ DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; Fals
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
@@ -311,7 +311,9 @@ class RCETrainer:
         pass_at_k = f"pass@{EVAL_SAMPLES}"
         for label, keys in PLOT_PANELS:
             self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
+        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
+        # call and moves it to batch.reward_parts
+        self.reward_parts = {}
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
@@ -341,7 +343,7 @@ class RCETrainer:
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        _, self.accuracy_function, _ = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     # ------------------------------------------------------------ the algorithm
@@ -752,10 +754,11 @@ class RCETrainer:
             scores = scores[len(group) :]
         return {"pick_accuracy": sum(right) / len(right)}
 
-    def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours."""
-        rows = self.eval_rows
+    def evaluate(self, prompts=None, answers=None, rows=None):
+        """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
+        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own."""
+        if rows is None:
+            rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
