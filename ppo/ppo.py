@@ -472,8 +472,8 @@ class PPOTrainer:
         return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores, logged
 
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Returns the score of each response, (rows,), or a list per response of its tokens' rewards; edit or
-        override freely. columns: what reward functions take by name: response_ids (with EOS), messages and the
+        """Returns the score of each response, (rows,), or a list per response of its tokens' rewards. Edit or
+        override freely. columns: what reward functions take by name: response_ids (with EOS), messages, the
         columns of the data. What you put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
