@@ -820,9 +820,8 @@ def check_models(models_by_constant, rows, pad_id):
 
     def sampled_and_scored():
         nonlocal batch
-        options = {"group_size": 2, "max_new_tokens": 10, "temperature": 1.5}
-        options |= {"eos_ids": eos_ids, "pad_id": pad_id}
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, **options)
+        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -1111,7 +1110,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().flatten().tolist()
+            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
@@ -1752,8 +1751,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
     make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE}
-    options |= {"eos_ids": ids_of_ends(model, tokenizer), "pad_id": padding_id(model, tokenizer)}
+    eos_ids = ids_of_ends(model, tokenizer)
+    settings = (MAX_NEW_TOKENS, TEMPERATURE, eos_ids, padding_id(model, tokenizer))
 
     def sample_chunk(first):
         chunk = prompts[first : first + prompts_at_a_time]
@@ -1762,7 +1761,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
             rows = slice(first * group_size, (first + prompts_at_a_time) * group_size)
             chunk_uniform = to_device(uniform[rows], model.device)
         with autocast(model):
-            return generate(model, chunk, chunk_uniform, group_size, **options)
+            return generate(model, chunk, chunk_uniform, group_size, *settings)
 
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
@@ -1772,7 +1771,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
     batch.entropies = entropies[:, :width]
-    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), options["eos_ids"])
+    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
     batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
     batch.columns = {"response_ids": responses}
     return batch
