@@ -997,9 +997,8 @@ def check_models(models_by_constant, rows, pad_id):
 
     def sampled_and_scored():
         nonlocal batch
-        options = {"group_size": 2, "max_new_tokens": 10, "temperature": 1.5}
-        options |= {"eos_ids": eos_ids, "pad_id": pad_id}
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, **options)
+        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -1288,7 +1287,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().flatten().tolist()
+            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
