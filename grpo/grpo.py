@@ -1743,8 +1743,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
     make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE}
-    options |= {"eos_ids": ids_of_ends(model, tokenizer), "pad_id": padding_id(model, tokenizer)}
+    eos_ids = ids_of_ends(model, tokenizer)
+    settings = (MAX_NEW_TOKENS, TEMPERATURE, eos_ids, padding_id(model, tokenizer))
 
     def sample_chunk(first):
         chunk = prompts[first : first + prompts_at_a_time]
@@ -1753,7 +1753,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
             rows = slice(first * group_size, (first + prompts_at_a_time) * group_size)
             chunk_uniform = to_device(uniform[rows], model.device)
         with autocast(model):
-            return generate(model, chunk, chunk_uniform, group_size, **options)
+            return generate(model, chunk, chunk_uniform, group_size, *settings)
 
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
@@ -1763,7 +1763,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
     batch.entropies = entropies[:, :width]
-    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), options["eos_ids"])
+    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
     batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
     batch.columns = {"response_ids": responses}
     return batch
@@ -3467,7 +3467,7 @@ def check_choices(trainer):
     if not REWARD_MODEL and not REWARD_FUNCTIONS:
         raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
     if REFERENCE_MODEL and KL_COEF == 0:
-        raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used while KL_COEF = 0: set KL_COEF")
+        raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used at KL_COEF = 0: set KL_COEF")
     if LOSS_TYPE == "dr_grpo" and SCALE_REWARDS == "batch":
         trainer.run.log(
             "SCALE_REWARDS = 'batch' has no effect: LOSS_TYPE = 'dr_grpo' divides by no deviation"

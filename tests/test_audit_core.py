@@ -225,7 +225,7 @@ def test_a_bonus_that_begins_at_half_the_rollouts_entropy_leaves_no_row_out(grpo
     trainer = Bonus()
     batch = scored_batch(trainer)
     trainer.select_tokens(batch)
-    assert trainer.rows_with_gradient(batch, list(range(8))) == list(range(8))
+    assert script.rows_with_gradient(trainer, batch, list(range(8))) == list(range(8))
 
 
 @pytest.mark.parametrize("constants", [{"ENTROPY_COEF": 0.01}, {"KL_COEF": 0.1}])
@@ -285,7 +285,7 @@ def test_distillation_with_several_updates_per_step_is_refused(grpo, constants):
 @pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"], ids=["ppo", "grpo"])
 def test_a_reference_model_that_nothing_reads_is_refused(path):
     script = load_script(path, **small(path, REFERENCE_MODEL=f"{TINY}/policy", KL_COEF=0.0))
-    with pytest.raises(script.UserError, match="is not used while KL_COEF = 0: set KL_COEF"):
+    with pytest.raises(script.UserError, match="is not used at KL_COEF = 0: set KL_COEF"):
         getattr(script, TRAINERS[path])("no")
 
 

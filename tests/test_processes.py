@@ -423,7 +423,7 @@ def test_a_loop_over_micro_batches_that_is_left_early_is_an_error(ppo):
     total = ppo().GradientSum([OneNumber()])
     for _ in total.deal(some_gradients(3)):
         break
-    with pytest.raises(RuntimeError, match="left before its end: do not break out of it"):
+    with pytest.raises(RuntimeError, match="left early: do not break out of it"):
         total.finish()
 
 
