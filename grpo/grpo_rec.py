@@ -1287,7 +1287,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
+            unfinished = np.flatnonzero(finished.cpu().numpy() == 0).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
