@@ -45,17 +45,22 @@ MUTANTS = [
     ),
     (PPO, "torch.load(buffer, weights_only=True)", "torch.load(buffer, weights_only=False)", FIELD),
     # groups stay whole
-    (PPO, "if i == 0 or row is not rows[i - 1]]", "if i % GROUP_SIZE == 0]", GROUPS),
+    (
+        PPO,
+        "for _, group in itertools.groupby(rows, key=id):",
+        "for group in [rows[i : i + GROUP_SIZE] for i in range(0, len(rows), GROUP_SIZE)]:",
+        GROUPS,
+    ),
     (
         GRPO,
-        "if i == 0 or row is not rows[i - 1]]",
-        "]",
+        "for _, group in itertools.groupby(rows, key=id):",
+        "for group in [[row] for row in rows]:",
         RUN + "an_evaluation_hands_over_whole_groups[grpo/grpo.py]",
     ),
     (
         RCE,
-        "if i == 0 or row is not rows[i - 1]]",
-        "]",
+        "for _, group in itertools.groupby(rows, key=id):",
+        "for group in [[row] for row in rows]:",
         RUN + "the_candidates_of_a_prompt_are_verified_in_one_call",
     ),
     # what a reward function returns
@@ -89,8 +94,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "        archived = [path for path in self.to_copy.values() if path.exists()]\n",
-        "        archived = []\n",
+        "archived = list(filter(Path.exists, self.to_copy.values()))",
+        "archived = []",
         ELSEWHERE,
     ),
     (

@@ -10,8 +10,8 @@ MUTANTS = [
     # when a run evaluates and saves
     (
         PPO,
-        '        "evaluated_at",\n',
-        "",
+        '("step", "evaluated_at", "best_value"',
+        '("step", "best_value"',
         IN_RUN + "a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]",
     ),
     # folders that are there whole or not at all

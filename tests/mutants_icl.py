@@ -676,8 +676,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            check_numbers(pointer, place, own,",
-        "            check_numbers(pointer, position, (),",
+        "check_numbers(pointer, place, excluded,",
+        "check_numbers(pointer, position, (),",
         IN_ICL + "no_file_shows_a_query_its_own_answer_or_a_demonstration_twice",
     ),
     (

@@ -16,20 +16,20 @@ MUTANTS = [
     # what the audit planted
     (
         GRPO,
-        "    size = BATCH_SIZE * GROUP_SIZE\n",
-        "    size = BATCH_SIZE\n",
+        "start > BATCH_SIZE * GROUP_SIZE:",
+        "start > BATCH_SIZE:",
         IN_GRPO + "rewards_are_asked_about_whole_groups",
     ),
     (
         RCE,
-        "    size = BATCH_SIZE * GROUP_SIZE\n",
-        "    size = BATCH_SIZE\n",
+        "start > BATCH_SIZE * GROUP_SIZE:",
+        "start > BATCH_SIZE:",
         IN_RCE + "rewards_are_asked_about_batch_size_prompts_candidates_at_a_time",
     ),
     (
         PPO,
-        "    size = BATCH_SIZE * GROUP_SIZE\n",
-        "    size = BATCH_SIZE\n",
+        "start > BATCH_SIZE * GROUP_SIZE:",
+        "start > BATCH_SIZE:",
         IN_PPO + "parts_of_several_calls_stay_beside_their_responses",
     ),
     (
@@ -97,8 +97,8 @@ MUTANTS = [
     # data and splits
     (
         RCE,
-        "        self.held_back = {texts[i] for i in order[: int(VALIDATION_FRACTION * len(texts))]}\n",
-        "        self.held_back = {texts[i] for i in order[: int((1 - VALIDATION_FRACTION) * len(texts))]}\n",
+        "order[: int(VALIDATION_FRACTION * len(texts))]",
+        "order[: int((1 - VALIDATION_FRACTION) * len(texts))]",
         IN_RCE + FORMULAS,
     ),
     (
@@ -159,8 +159,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'if __name__ == "__main__" and',
-        'import torch\nif __name__ == "__main__" and',
+        'if __name__ == "__main__" and os.environ',
+        'import torch\nif __name__ == "__main__" and os.environ',
         "tests/test_run.py::test_the_first_line_stands_before_torch_is_imported[grpo/grpo.py]",
     ),
 ]

@@ -46,8 +46,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        '        "evaluation",\n',
-        "",
+        '"wandb_id", "evaluation")',
+        '"wandb_id")',
         RUN + "training_a_finished_run_gives_its_last_evaluation",
     ),
     (

@@ -323,8 +323,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "scores[chunk] =",
-        "scores[:len(chunk)] =",
+        "scores[chunk] = model.score(",
+        "scores[: len(chunk)] = model.score(",
         IN_PPO + "reward_model_scores_of_a_batch_equal_single_scores",
     ),
     # texts and ids

@@ -429,8 +429,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "    size = BATCH_SIZE * GROUP_SIZE\n",
-        "    size = BATCH_SIZE\n",
+        "start > BATCH_SIZE * GROUP_SIZE:",
+        "start > BATCH_SIZE:",
         IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole",
     ),
     (
