@@ -225,7 +225,7 @@ def test_a_bonus_that_begins_at_half_the_rollouts_entropy_leaves_no_row_out(grpo
     trainer = Bonus()
     batch = scored_batch(trainer)
     trainer.select_tokens(batch)
-    assert trainer.rows_with_gradient(batch, list(range(8))) == list(range(8))
+    assert script.rows_with_gradient(trainer, batch, list(range(8))) == list(range(8))
 
 
 @pytest.mark.parametrize("constants", [{"ENTROPY_COEF": 0.01}, {"KL_COEF": 0.1}])
