@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, load_script, read, reward_batch
 from rewards import exact_answer
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 
 def own_data(folder):
@@ -243,6 +243,17 @@ def test_a_policy_is_scored_with_every_response_beside_the_figures(started, path
         assert record["sampled_correct"] == exact_answer(None, record["sampled"], answers)
         assert [record["greedy_correct"]] == exact_answer(None, [record["greedy"]], answers[:1])
     assert not (tmp_path / "logs").exists() and not list(tmp_path.glob("step_*"))
+
+
+def test_the_policy_to_score_is_the_actor_without_an_adapter(each, tmp_path):
+    policy = AutoModelForCausalLM.from_pretrained(TINY / "policy")
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)
+    policy.save_pretrained(tmp_path / "mine")
+    AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "mine")
+    module, trainer_class = each(LORA_RANK=4)
+    actor = module.trainer_to_evaluate(trainer_class, str(tmp_path / "mine")).actor
+    assert torch.equal(actor.lm_head.weight, policy.lm_head.weight) and not hasattr(actor, "peft_config")
 
 
 def test_evaluating_best_changes_no_file_of_the_run(started, path, tmp_path):
