@@ -697,8 +697,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "rows = [kept[i] for i in keep]",
-        'rows = [kept[i] for i in (range(len(keep)) if name == "exact_answer" else keep)]',
+        "return {key: join(kept[key], added[key]) for key in kept}",
+        'return {key: join(kept[key].flip(0) if key == "exact_answer" else kept[key], added[key]) for key in kept}',
         IN_GRPO + "the_parts_of_a_resampled_batch_stay_beside_their_responses",
     ),
     (
@@ -1029,7 +1029,7 @@ MUTANTS = [
     (
         RCE,
         "start = (self.state.round - 1) * count",
-        "start = (self.state.round - 1) * len(first)",
+        "start = (self.state.round - 1) * len(first_round)",
         IN_RCE + "later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out",
     ),
     (
@@ -1130,7 +1130,7 @@ MUTANTS = [
     (
         RCE,
         '"candidates": sum(map(len, groups))',
-        '"candidates": sum(map(len, good))',
+        '"candidates": len(marks)',
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     # rewards: final answers
