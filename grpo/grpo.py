@@ -137,22 +137,23 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # use only the first so many; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function, or its name in
-# rewards/. It may have parameters named messages, response_ids, or like a column of the data
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is defined above
+# this line, or named if it is in rewards/: f(prompts, responses, answers) returns one number per response. It
+# may have further parameters: response_ids (token ids with EOS), messages, or the name of a data column
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
-OVERLONG_BUFFER = 0  # the last so many tokens are penalised, linearly (2503.14476, eq. 13); 0: none
+OVERLONG_BUFFER = 0  # number of last tokens that are penalised, linearly (2503.14476, eq. 13); 0: none
 OVERLONG_PENALTY = 1.0  # penalty of a response of MAX_NEW_TOKENS
 ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is correct (evaluation)
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Rollout
-BATCH_SIZE = 32  # prompts sampled and scored at a time
+BATCH_SIZE = 32  # prompts sampled and scored at a time: memory and speed, not the result
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step = BATCH_SIZE * this
+GRADIENT_ACCUMULATION_STEPS = 1  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
 GROUP_SIZE = 8  # responses per prompt, each other's baseline; 1: distillation, where only the KL trains
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
@@ -182,7 +183,7 @@ GROUP_EPOCHS = 1  # passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advantages are divided by
 LEAVE_ONE_OUT = False  # the baseline is the mean of the other responses
-RESAMPLE_FLAT_GROUPS = 0  # at most so many times, replace groups of equal scores by new prompts
+RESAMPLE_FLAT_GROUPS = 0  # how often at most groups of equal scores are replaced by new prompts; 0: never
 SKIP_FLAT_GROUPS = True  # rows without a gradient stay out of the backward pass: up to half its time
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28; gspo about 4e-4; cispo about 4
@@ -192,7 +193,7 @@ TOP_ENTROPY_FRACTION = 1.0  # train only this fraction of tokens, those of highe
 MASK_TRUNCATED = False  # do not train responses that were cut
 KL_COEF = 0.0  # weight of the KL in the loss; 0: no reference model is loaded
 KL_ESTIMATOR = "k3"  # k1 | k2 | k3: the value that is logged; all have the same gradient
-REFERENCE_SYNC_STEPS = 0  # every so many steps the reference moves towards the actor (2404.09656); 0: never
+REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 
 # Schedule
@@ -203,7 +204,7 @@ MAX_STEPS: int | None = 40  # the run ends here or after NUM_EPOCHS, whichever i
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
@@ -230,7 +231,7 @@ DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; Fals
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_PROMPT_TOKENS MAX_NEW_TOKENS EVAL_SAMPLES": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES MAX_TURNS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
@@ -361,7 +362,9 @@ class GRPOTrainer:
         for label, keys in PLOT_PANELS:
             if label != "turns" or ENVIRONMENT:
                 self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
+        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
+        # call and moves it to batch.reward_parts
+        self.reward_parts = {}
         self.load_models()
         self.distils = is_distillation(self)
         if self.distils:
@@ -399,7 +402,7 @@ class GRPOTrainer:
                 self.models["reference"] = self.reference
         self.reward_model, self.reward_tokenizer = load_reward_model(REWARD_MODEL, self.device)
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        _, self.accuracy_function, _ = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     # ------------------------------------------------------------ the algorithm
@@ -555,7 +558,7 @@ class GRPOTrainer:
             gradients.log_sum("policy_loss", (weights * policy_losses).sum().detach())
             advantages = token_advantages(batch, index, width)
             stats = grpo_stats(ratio.detach(), mask, advantages, LOSS_TYPE, CLIP_RANGE, CLIP_RANGE_HIGH)
-            gradients.log_sum("max_ratio_deviation", stats.pop("ratio_deviation").max())
+            gradients.log_max("max_ratio_deviation", stats.pop("ratio_deviation").max())
             gradients.log_means(stats, mask, num_tokens)
             log_ratio = (logprobs.detach() - batch.sampled_logprobs[index, :width]).clamp(-20, 20)
             values = {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
@@ -595,10 +598,11 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------ evaluation and what is logged
 
-    def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours."""
-        rows = self.eval_rows
+    def evaluate(self, prompts=None, answers=None, rows=None):
+        """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
+        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own."""
+        if rows is None:
+            rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
@@ -813,11 +817,12 @@ def check_models(models_by_constant, rows, pad_id):
     prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what the sampler returns
+    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
 
     def sampled_and_scored():
         nonlocal batch
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, eos_ids, pad_id)
+        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -830,6 +835,7 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
+    # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "it has no shared prompts"
         if actor.config._attn_implementation == "shared_prompts":
@@ -838,6 +844,7 @@ def check_models(models_by_constant, rows, pad_id):
         if fault:
             _SHARED_DECODING.discard(actor)
             fault = disagreement(actor, sampled_and_scored)
+    # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
         if model.dtype != torch.float32:
@@ -900,7 +907,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1104,7 +1111,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().flatten().tolist()
+            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
@@ -1282,7 +1289,7 @@ def batch_logprobs(model, batch, distribution):
 # check_models() must not name it.
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
+_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
 
 
 def attention_windows(model):
@@ -1416,7 +1423,7 @@ class GradientSum:
         for this one in every round; finish() raises if it did not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
-            # Zeros, not None: AdamW must also step parameters that get no gradient
+            # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
             parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
         self.set_checkpointing(GRADIENT_CHECKPOINTING)
         try:
@@ -1464,7 +1471,11 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
+        """Logs a number that adds up over the micro-batches."""
+        self.rounds[-1][name] = value
+
+    def log_max(self, name, value):
+        """Logs a number of which the step's is the greatest; its name begins with max_."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1503,9 +1514,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, loss, run, prompt_ids):
-    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If the loss
-    or a norm is not finite the weights stay as they are, and the run logs the prompts' ids."""
+def clip_and_step(optimizers, losses, run, prompt_ids):
+    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
+    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1513,7 +1524,7 @@ def clip_and_step(optimizers, loss, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (loss, *norms)))
+    finite = all(map(math.isfinite, (losses, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
@@ -1531,7 +1542,7 @@ def check_first_ratio(metrics, step):
     if DTYPE == "float32":
         deviation, bound = metrics["max_ratio_deviation"], 1e-3
     if deviation > bound:
-        hint = f"ACTOR_MODEL computes differently in training than in sampling, or not well in {DTYPE}"
+        hint = f"ACTOR_MODEL, or an edited sampling_logprobs(), differs in training; DTYPE = {DTYPE!r}"
         raise UserError(f"in the first update a ratio differs from 1 by {deviation:.2g}: {hint}")
 
 
@@ -1732,8 +1743,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
     make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE}
-    options |= {"eos_ids": ids_of_ends(model, tokenizer), "pad_id": padding_id(model, tokenizer)}
+    eos_ids = ids_of_ends(model, tokenizer)
+    settings = (MAX_NEW_TOKENS, TEMPERATURE, eos_ids, padding_id(model, tokenizer))
 
     def sample_chunk(first):
         chunk = prompts[first : first + prompts_at_a_time]
@@ -1742,7 +1753,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
             rows = slice(first * group_size, (first + prompts_at_a_time) * group_size)
             chunk_uniform = to_device(uniform[rows], model.device)
         with autocast(model):
-            return generate(model, chunk, chunk_uniform, group_size, **options)
+            return generate(model, chunk, chunk_uniform, group_size, *settings)
 
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
@@ -1752,7 +1763,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
     batch.entropies = entropies[:, :width]
-    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), options["eos_ids"])
+    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
     batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
     batch.columns = {"response_ids": responses}
     return batch
@@ -1982,8 +1993,8 @@ def policy_scores(trainer, greedy, sampled):
 
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
-    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two, or if the responses are no texts but turns."""
+    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
+    two responses agree anywhere, or if the responses are turns instead of texts."""
     if not isinstance(batch.responses[0], str):
         return None
     votes = []
@@ -2374,7 +2385,7 @@ def reward_chunks(rows):
     even where they are more: a reward function may compare them."""
     chunks = []
     start = end = 0
-    for _, group in itertools.groupby(rows, key=id):
+    for _, group in itertools.groupby(rows, key=id):  # rows of one prompt are one object
         group_size = len(list(group))
         if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
             chunks.append(slice(start, end))
@@ -2773,7 +2784,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
@@ -3456,7 +3467,7 @@ def check_choices(trainer):
     if not REWARD_MODEL and not REWARD_FUNCTIONS:
         raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
     if REFERENCE_MODEL and KL_COEF == 0:
-        raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used while KL_COEF = 0: set KL_COEF")
+        raise UserError(f"REFERENCE_MODEL = {REFERENCE_MODEL!r} is not used at KL_COEF = 0: set KL_COEF")
     if LOSS_TYPE == "dr_grpo" and SCALE_REWARDS == "batch":
         trainer.run.log(
             "SCALE_REWARDS = 'batch' has no effect: LOSS_TYPE = 'dr_grpo' divides by no deviation"

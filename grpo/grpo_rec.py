@@ -628,7 +628,7 @@ class RecTrainer:
                 "approx_kl": ratio - 1 - ratio.log(),
             }
             gradients.log_means(values, torch.ones_like(ratio), num_codes)
-            gradients.log_sum("max_ratio_deviation", (ratio - 1).abs().max())
+            gradients.log_max("max_ratio_deviation", (ratio - 1).abs().max())
         metrics = gradients.finish()
         row_ids = [batch.rows[i]["id"] for i in rows]
         norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_ids)
@@ -993,11 +993,12 @@ def check_models(models_by_constant, rows, pad_id):
     prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what the sampler returns
+    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
 
     def sampled_and_scored():
         nonlocal batch
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, eos_ids, pad_id)
+        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -1010,6 +1011,7 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
+    # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "it has no shared prompts"
         if actor.config._attn_implementation == "shared_prompts":
@@ -1018,6 +1020,7 @@ def check_models(models_by_constant, rows, pad_id):
         if fault:
             _SHARED_DECODING.discard(actor)
             fault = disagreement(actor, sampled_and_scored)
+    # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
         if model.dtype != torch.float32:
@@ -1080,7 +1083,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1284,7 +1287,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().flatten().tolist()
+            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
@@ -1437,7 +1440,7 @@ def map_micro_batches(compute, model, batch):
 # check_models() must not name it.
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
+_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
 
 
 def attention_windows(model):
@@ -1571,7 +1574,7 @@ class GradientSum:
         for this one in every round; finish() raises if it did not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
-            # Zeros, not None: AdamW must also step parameters that get no gradient
+            # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
             parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
         self.set_checkpointing(GRADIENT_CHECKPOINTING)
         try:
@@ -1619,7 +1622,11 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
+        """Logs a number that adds up over the micro-batches."""
+        self.rounds[-1][name] = value
+
+    def log_max(self, name, value):
+        """Logs a number of which the step's is the greatest; its name begins with max_."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1658,9 +1665,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, loss, run, prompt_ids):
-    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If the loss
-    or a norm is not finite the weights stay as they are, and the run logs the prompts' ids."""
+def clip_and_step(optimizers, losses, run, prompt_ids):
+    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
+    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1668,7 +1675,7 @@ def clip_and_step(optimizers, loss, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (loss, *norms)))
+    finite = all(map(math.isfinite, (losses, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
@@ -1686,7 +1693,7 @@ def check_first_ratio(metrics, step):
     if DTYPE == "float32":
         deviation, bound = metrics["max_ratio_deviation"], 1e-3
     if deviation > bound:
-        hint = f"ACTOR_MODEL computes differently in training than in sampling, or not well in {DTYPE}"
+        hint = f"ACTOR_MODEL, or an edited sampling_logprobs(), differs in training; DTYPE = {DTYPE!r}"
         raise UserError(f"in the first update a ratio differs from 1 by {deviation:.2g}: {hint}")
 
 
@@ -1984,7 +1991,7 @@ def reward_chunks(rows):
     even where they are more: a reward function may compare them."""
     chunks = []
     start = end = 0
-    for _, group in itertools.groupby(rows, key=id):
+    for _, group in itertools.groupby(rows, key=id):  # rows of one prompt are one object
         group_size = len(list(group))
         if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
             chunks.append(slice(start, end))
@@ -2383,7 +2390,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD

@@ -14,16 +14,16 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
 Means run over every response token of the optimizer step, however it is cut into micro-batches.
 Deliberate deviations:
 - actor and critic are two networks, each with its own optimizer and gradient clipping;
-- sampling inverts the cumulative distribution at uniform numbers that are drawn ahead for the whole step, so
-  the way prompts are cut into batches changes neither the samples nor, but for rounding, the update;
+- sampling inverts the cumulative distribution at uniform numbers, which are drawn for the whole step at once:
+  BATCH_SIZE changes no sample, and the update only by rounding;
 - the score is not whitened, and the controller of the KL coefficient works on nats per token.
 
 Shapes: rows = responses of a step, prompts * GROUP_SIZE; P = tokens of the longest prompt; R = tokens of the
-longest response. A dimension that varies from call to call is named in words.
+longest response of the rows at hand. Other dimensions are written as words: (rows, vocabulary).
 
     python ppo/ppo.py                                   # edit the constants below, or override: KEY=VALUE
     python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct LEARNING_RATE=1e-6 CRITIC_LEARNING_RATE=1e-5
-    torchrun --nproc_per_node=4 ppo/ppo.py              # the same bytes on any number (docs/processes.md)
+    torchrun --nproc_per_node=4 ppo/ppo.py              # the same results on any number, to the byte
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
 checkpoints, best/policy/, two pictures. docs/reference.md defines every file and metric.
@@ -33,8 +33,9 @@ the loss       policy_loss, value_loss, optimizer_step    the data       TRAIN_D
 the advantage  gae, compute_advantages                    a metric       ppo_stats, record, evaluate
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
-the optimizer  make_optimizer                             when to stop   train
-A constant is one more line below; _VALID_RANGES may hold its range.
+the optimizer  make_optimizer                             when to stop   train (run.total_steps = run.step)
+another evaluation: train, evaluate(rows=...), Run.write_metrics (log_evaluation moves best/, too)
+To add a constant write one more line below; _VALID_RANGES may hold its range.
 """
 
 import ast
@@ -133,11 +134,12 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # use only the first so many; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function, or its name in
-# rewards/. It may have parameters named messages, response_ids, or like a column of the data
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is defined above
+# this line, or named if it is in rewards/: f(prompts, responses, answers) returns one number per response. It
+# may have further parameters: response_ids (token ids with EOS), messages, or the name of a data column
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # >= 0, subtracted from the score of a response cut at MAX_NEW_TOKENS
@@ -145,9 +147,9 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Rollout
-BATCH_SIZE = 16  # prompts sampled and scored at a time
+BATCH_SIZE = 16  # prompts sampled and scored at a time: memory and speed, not the result
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 2  # prompts per training step = BATCH_SIZE * this
+GRADIENT_ACCUMULATION_STEPS = 2  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
 GROUP_SIZE = 4  # responses per prompt
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -164,13 +166,13 @@ PLATEAU_PATIENCE = 2  # evaluations without a better reward before plateau halve
 WARMUP_STEPS = 0  # linear warm-up, with or without a scheduler
 
 # Algorithm
-GROUP_EPOCHS = 2  # passes over each step's responses
+GROUP_EPOCHS = 2  # PPO epochs: passes over each step's responses
 MINI_BATCHES = 1  # optimizer steps per pass
 CLIP_RANGE = 0.2  # > 0
 CLIP_RANGE_HIGH: float | None = None  # > 0; None: CLIP_RANGE; DAPO takes 0.28 (2503.14476)
 DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A|
 VALUE_CLIP_RANGE = 0.2  # 0: values are not clipped
-VALUE_LOSS_COEF = 0.5
+VALUE_LOSS_COEF = 0.5  # scales the critic's gradients before clipping; else AdamW cancels it
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # per-token KL penalty, reward per nat; 0: no reference model is loaded
 KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, section 2.2); None: constant
@@ -178,7 +180,7 @@ KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a ste
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM: float | None = None  # lambda of the critic's targets, 0 to 1; None: LAM
-CRITIC_WARMUP_STEPS = 0  # in the first so many steps only the critic is trained (2503.01491)
+CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
 # Schedule
@@ -189,7 +191,7 @@ MAX_STEPS: int | None = 50  # the run ends here or after NUM_EPOCHS, whichever i
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
-EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
+EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # responses per step written to samples.jsonl
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
@@ -215,7 +217,7 @@ DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; Fals
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS DUAL_CLIP": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS GROUP_EPOCHS MINI_BATCHES PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KL_HORIZON": (1, 1e12),
     "KEEP_LAST_N_CHECKPOINTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
@@ -245,8 +247,9 @@ _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMP
 
 
 def sampling_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: change
-    it here (top-p, say), and the first ratios stay 1. A token that must not be sampled gets -inf."""
+    """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: rollout
+    and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
+    -inf for tokens to exclude (callers turn it into -1e30). The reference is scored by full_logprobs()."""
     return full_logprobs(logits, temperature)
 
 
@@ -294,7 +297,9 @@ def gae(token_rewards, values, mask, gamma, lam):
 def policy_loss(logprobs, old_logprobs, advantages, clip_range, clip_range_high, dual_clip=None):
     """Returns the clipped surrogate loss of each token, (rows, R): 1707.06347, equation 7; dual_clip:
     1912.09729."""
-    ratio = (logprobs - old_logprobs).clamp(max=80).exp()  # inf would give 0 * inf = NaN where it is clipped
+    ratio = (
+        (logprobs - old_logprobs).clamp(max=80).exp()
+    )  # an infinite ratio would make the gradient 0 * inf = NaN
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
@@ -352,7 +357,9 @@ class PPOTrainer:
         self.run = Run("ppo", resume_from_checkpoint, self.device)
         self.run.title = f"PPO, {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
         self.run.panels = PLOT_PANELS
-        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
+        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
+        # call and moves it to batch.reward_parts
+        self.reward_parts = {}
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
@@ -361,6 +368,8 @@ class PPOTrainer:
         num_prompts = len(self.train_rows)
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_prompts, kl_coef=KL_COEF)
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
+        if not KL_TARGET:
+            self.state.kl_coef = KL_COEF  # a changed constant takes effect when a run resumes
         steps_per_epoch = math.ceil(num_prompts / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.run.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
 
@@ -370,15 +379,18 @@ class PPOTrainer:
         self.tokenizer = load_tokenizer(ACTOR_MODEL, "ACTOR_MODEL")
         self.actor = load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")
         critic_class = AutoModelForTokenClassification
-        self.critic = load_trained(self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", True)
+        self.critic = load_trained(
+            self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", new_head=True
+        )
         if vocab_size(self.critic) < min(len(self.tokenizer), vocab_size(self.actor)):
             raise UserError(f"CRITIC_MODEL = {critic_path!r} must know all tokens of the actor's tokenizer")
         self.pad_id = padding_id(self.actor, self.tokenizer)
-        self.models = {"policy": self.actor, "critic": self.critic}  # trained; by their checkpoint folder
-        self.models_by_constant = {"ACTOR_MODEL": self.actor, "CRITIC_MODEL": self.critic}  # read responses
+        # Models that are trained, by the name of their folder in a checkpoint; and all that score responses
+        self.models = {"policy": self.actor, "critic": self.critic}
+        self.models_by_constant = {"ACTOR_MODEL": self.actor, "CRITIC_MODEL": self.critic}
         self.reference = None
         if KL_COEF > 0 and LORA_RANK and not REFERENCE_MODEL:
-            self.reference = self.actor  # without its adapter
+            self.reference = self.actor  # read without its adapter, see score()
         elif KL_COEF > 0:
             path = REFERENCE_MODEL or ACTOR_MODEL
             self.reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL", self.device)
@@ -388,7 +400,7 @@ class PPOTrainer:
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        _, self.accuracy_function, _ = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0]
         self.optimizers = {
             "policy": make_optimizer(self.actor, LEARNING_RATE),
             "critic": make_optimizer(self.critic, CRITIC_LEARNING_RATE),
@@ -420,8 +432,12 @@ class PPOTrainer:
         return next_rows(self.train_rows, self.state, BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS)
 
     def rollout(self, prompts):
-        """Samples GROUP_SIZE responses to each prompt. Returns a batch, its tensors (prompts * GROUP_SIZE,
-        ...)."""
+        """Samples GROUP_SIZE responses to each prompt; rows of one prompt are neighbours. Returns a batch.
+        Its fields come from
+        rollout             rows (of the data), sequences, responses (texts), response_ids, response_mask,
+                            response_lengths, truncated, columns, logprobs (log pi_old), entropies
+        score               scores (rows,), token_scores (rows, R) or None, reward_parts, values, ref_logprobs
+        compute_advantages  raw_advantages, advantages (whitened), returns (the critic's targets)"""
         with self.run.timed("rollout"):
             # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
             uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
@@ -436,14 +452,15 @@ class PPOTrainer:
         with self.run.timed("score"):
             batch.scores, batch.token_scores, batch.reward_parts = self.score_responses(batch)
             batch.values = map_micro_batches(response_values, self.critic, batch)
-            batch.ref_logprobs = batch.logprobs
+            batch.ref_logprobs = batch.logprobs  # without a reference the penalty is 0
             if self.reference:
                 with without_adapter(self.reference):
                     batch.ref_logprobs = batch_logprobs(self.reference, batch, full_logprobs)
 
     def score_responses(self, batch):
         """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns scores (rows,)
-        less MISSING_EOS_PENALTY; token scores (rows, R), or None if it returned none; its reward_parts."""
+        less MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for
+        each response; and the reward parts."""
         function = self.compute_rewards
         with full_parameters(self.reward_model):
             scores, logged = score_over_ranks(self, "compute_rewards", function, batch, width=MAX_NEW_TOKENS)
@@ -455,9 +472,9 @@ class PPOTrainer:
         return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores, logged
 
     def compute_rewards(self, prompts, responses, answers, **columns):
-        """Returns the score of each response, (rows,), or a list per response of its tokens' rewards; edit or
-        override freely. columns: what reward functions take by name; response_ids has EOS. What you put into
-        self.reward_parts is logged."""
+        """Returns the score of each response, (rows,), or a list per response of its tokens' rewards. Edit or
+        override freely. columns: what reward functions take by name: response_ids (with EOS), messages, the
+        columns of the data. What you put into self.reward_parts is logged."""
         total = torch.zeros(len(responses))
         if self.reward_model:
             self.reward_parts["reward_model"] = self.reward_model_score(prompts, responses).cpu()
@@ -476,8 +493,6 @@ class PPOTrainer:
     def compute_advantages(self, batch):
         """GAE on the token rewards. The returns come from advantages before they are whitened."""
         mask = batch.response_mask
-        if not KL_TARGET:
-            self.state.kl_coef = KL_COEF  # a changed constant takes effect when a run resumes
         token_rewards = per_token_rewards(
             batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.token_scores
         )
@@ -500,11 +515,13 @@ class PPOTrainer:
                     steps.append(self.optimizer_step(batch, rows))
         check_first_ratio(steps[0], run.step)
         metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
+        metrics["max_ratio_deviation"] = max(column(steps, "max_ratio_deviation"))
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
         metrics["learning_rate"] = learning_rate
         metrics["kl_coef"] = self.state.kl_coef
-        metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask).item()
+        # kl: of the policy that sampled to the reference. approx_kl: of that policy to the updated one
+        kl = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask)
+        metrics["kl"] = kl.item() if self.reference else math.nan
         return metrics
 
     def set_learning_rates(self):
@@ -512,7 +529,7 @@ class PPOTrainer:
         run = self.run
         steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
+        critic_scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
         learning_rate = 0.0
         if not self.trains_critic_alone():  # the actor's warm-up begins after the critic's
             first = CRITIC_WARMUP_STEPS
@@ -520,7 +537,7 @@ class PPOTrainer:
                 steps_done - first, run.total_steps - first, WARMUP_STEPS, schedule, run.halvings
             )
         set_learning_rate(self.optimizers["policy"], learning_rate)
-        set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)
+        set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * critic_scale)
         return learning_rate
 
     def trains_critic_alone(self):
@@ -562,13 +579,14 @@ class PPOTrainer:
 
             losses = {"policy_loss": policy_losses, "value_loss": value_losses, "entropy": entropy}
             stats = ppo_stats(logprobs.detach(), old_logprobs, advantages, CLIP_RANGE, clip_range_high)
-            gradients.log_sum("max_ratio_deviation", (stats.pop("ratio_deviation") * mask).max())
+            gradients.log_max("max_ratio_deviation", (stats.pop("ratio_deviation") * mask).max())
             gradients.log_means(losses | stats, mask, num_tokens)
         metrics = gradients.finish()
-        loss = metrics["policy_loss"] + metrics["value_loss"]
+        losses = metrics["policy_loss"] + metrics["value_loss"]  # only tested for being finite
         prompt_ids = [batch.rows[i]["id"] for i in rows]
         optimizers = [self.optimizers[name] for name in trained]
-        norms = dict(zip(trained, clip_and_step(optimizers, loss, self.run, prompt_ids)))
+        grad_norms = clip_and_step(optimizers, losses, self.run, prompt_ids)
+        norms = dict(zip(trained, grad_norms))
         metrics["grad_norm"] = norms.get("policy", 0.0)
         metrics["critic_grad_norm"] = norms["critic"]
         return metrics
@@ -580,10 +598,11 @@ class PPOTrainer:
 
     # ------------------------------------------------------------ evaluation and what is logged
 
-    def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours."""
-        rows = self.eval_rows
+    def evaluate(self, prompts=None, answers=None, rows=None):
+        """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
+        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own."""
+        if rows is None:
+            rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
@@ -797,11 +816,12 @@ def check_models(models_by_constant, rows, pad_id):
     prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what the sampler returns
+    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
 
     def sampled_and_scored():
         nonlocal batch
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, eos_ids, pad_id)
+        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -814,6 +834,7 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
+    # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "it has no shared prompts"
         if actor.config._attn_implementation == "shared_prompts":
@@ -822,6 +843,7 @@ def check_models(models_by_constant, rows, pad_id):
         if fault:
             _SHARED_DECODING.discard(actor)
             fault = disagreement(actor, sampled_and_scored)
+    # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
         if model.dtype != torch.float32:
@@ -884,7 +906,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1088,7 +1110,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().flatten().tolist()
+            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
@@ -1275,7 +1297,7 @@ def batch_logprobs(model, batch, distribution):
 # check_models() must not name it.
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
+_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
 
 
 def attention_windows(model):
@@ -1409,7 +1431,7 @@ class GradientSum:
         for this one in every round; finish() raises if it did not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
-            # Zeros, not None: AdamW must also step parameters that get no gradient
+            # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
             parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
         self.set_checkpointing(GRADIENT_CHECKPOINTING)
         try:
@@ -1457,7 +1479,11 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
+        """Logs a number that adds up over the micro-batches."""
+        self.rounds[-1][name] = value
+
+    def log_max(self, name, value):
+        """Logs a number of which the step's is the greatest; its name begins with max_."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1496,9 +1522,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, loss, run, prompt_ids):
-    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If the loss
-    or a norm is not finite the weights stay as they are, and the run logs the prompts' ids."""
+def clip_and_step(optimizers, losses, run, prompt_ids):
+    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
+    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1506,7 +1532,7 @@ def clip_and_step(optimizers, loss, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (loss, *norms)))
+    finite = all(map(math.isfinite, (losses, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
@@ -1524,7 +1550,7 @@ def check_first_ratio(metrics, step):
     if DTYPE == "float32":
         deviation, bound = metrics["max_ratio_deviation"], 1e-3
     if deviation > bound:
-        hint = f"ACTOR_MODEL computes differently in training than in sampling, or not well in {DTYPE}"
+        hint = f"ACTOR_MODEL, or an edited sampling_logprobs(), differs in training; DTYPE = {DTYPE!r}"
         raise UserError(f"in the first update a ratio differs from 1 by {deviation:.2g}: {hint}")
 
 
@@ -1725,8 +1751,8 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
     make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE}
-    options |= {"eos_ids": ids_of_ends(model, tokenizer), "pad_id": padding_id(model, tokenizer)}
+    eos_ids = ids_of_ends(model, tokenizer)
+    settings = (MAX_NEW_TOKENS, TEMPERATURE, eos_ids, padding_id(model, tokenizer))
 
     def sample_chunk(first):
         chunk = prompts[first : first + prompts_at_a_time]
@@ -1735,7 +1761,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
             rows = slice(first * group_size, (first + prompts_at_a_time) * group_size)
             chunk_uniform = to_device(uniform[rows], model.device)
         with autocast(model):
-            return generate(model, chunk, chunk_uniform, group_size, **options)
+            return generate(model, chunk, chunk_uniform, group_size, *settings)
 
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
@@ -1745,7 +1771,7 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
     batch.entropies = entropies[:, :width]
-    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), options["eos_ids"])
+    batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
     batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
     batch.columns = {"response_ids": responses}
     return batch
@@ -1984,8 +2010,8 @@ def policy_scores(trainer, greedy, sampled):
 
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
-    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two, or if the responses are no texts but turns."""
+    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
+    two responses agree anywhere, or if the responses are turns instead of texts."""
     if not isinstance(batch.responses[0], str):
         return None
     votes = []
@@ -2376,7 +2402,7 @@ def reward_chunks(rows):
     even where they are more: a reward function may compare them."""
     chunks = []
     start = end = 0
-    for _, group in itertools.groupby(rows, key=id):
+    for _, group in itertools.groupby(rows, key=id):  # rows of one prompt are one object
         group_size = len(list(group))
         if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
             chunks.append(slice(start, end))
@@ -2775,7 +2801,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD

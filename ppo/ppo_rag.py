@@ -1106,7 +1106,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD

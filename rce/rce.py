@@ -141,7 +141,7 @@ EVAL_DATASETS = [
 ]
 PROMPT_TEMPLATE = "{input}"  # the question; the tokenizer's chat template, if it has one, wraps it
 SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a chat template
-MAX_TRAIN_PROMPTS: int | None = None  # use only the first so many; None: all
+MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
 
@@ -178,7 +178,7 @@ EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 # Training
 BATCH_SIZE = 32  # prompts scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step = BATCH_SIZE * this
+GRADIENT_ACCUMULATION_STEPS = 1  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
 TAU = 0.1  # > 0; small: only the best candidates, large: all alike
 TAU_END: float | None = None  # moves TAU there by equal factors over the run; None: it stays
 WEIGHT_REWARDS = "raw"  # raw | zscore (within the prompt)
@@ -225,7 +225,7 @@ DETERMINISTIC_GRADIENTS = True  # the same bits on any number of processes; Fals
 SHARD = "none"  # none | fsdp2: each process holds a part of every model, for models larger than a GPU
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
-_VALID_RANGES = {  # (smallest, largest) value or allowed words, for constants whose bad values would not show
+_VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
     "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS GROUP_SIZE MAX_PROMPT_TOKENS MAX_NEW_TOKENS ROUNDS": (1, 1e12),
     "MAX_STEPS NUM_EPOCHS EVAL_SAMPLES MINE_PROMPTS VERIFY_TOP KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS MICRO_BATCH_ROWS EVALUATE_SAMPLES": (1, 1e12),
@@ -311,7 +311,9 @@ class RCETrainer:
         pass_at_k = f"pass@{EVAL_SAMPLES}"
         for label, keys in PLOT_PANELS:
             self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
+        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
+        # call and moves it to batch.reward_parts
+        self.reward_parts = {}
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
@@ -341,7 +343,7 @@ class RCETrainer:
         if not REWARD_MODEL and not REWARD_FUNCTIONS:
             raise UserError("REWARD_MODEL is None and REWARD_FUNCTIONS is empty: set at least one of them")
         self.reward_functions = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
-        self.accuracy_function = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0][1]
+        _, self.accuracy_function, _ = resolve_rewards([(ACCURACY_FUNCTION, 1.0)], "ACCURACY_FUNCTION")[0]
         self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     # ------------------------------------------------------------ the algorithm
@@ -494,8 +496,8 @@ class RCETrainer:
         self.run.total_steps = min(self.state.round_start + rounds_left * steps, MAX_STEPS or math.inf)
 
     def split(self):
-        """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. They are told apart by
-        the prompt's text, so equal prompts fall on one side."""
+        """Holds back VALIDATION_FRACTION of the first round's prompts, to validate. It chooses by the
+        prompt's text, so equal prompts fall on one side."""
         groups = read_candidates(candidates_path(1), self.rows, math.inf)
         prompts, _ = zip(*groups)
         texts = list(dict.fromkeys(map(as_text, column(prompts, "prompt"))))
@@ -752,10 +754,11 @@ class RCETrainer:
             scores = scores[len(group) :]
         return {"pick_accuracy": sum(right) / len(right)}
 
-    def evaluate(self, prompts=None, answers=None):
-        """Returns metrics of greedy and sampled responses to prompts, texts or chats (None: the held-out
-        ones). Override it to add yours."""
-        rows = self.eval_rows
+    def evaluate(self, prompts=None, answers=None, rows=None):
+        """Returns metrics of greedy and sampled responses to prompts (texts or chats), or to rows (those of
+        load_prompts()), or to the held-out rows. Override it to add metrics of yours to its own."""
+        if rows is None:
+            rows = self.eval_rows
         if prompts is not None:
             rows = encode_texts(self, prompts, answers, "evaluate")
         if not rows:
@@ -977,11 +980,12 @@ def check_models(models_by_constant, rows, pad_id):
     prompts_twice = repeat_each(prompts, 2)
     eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
     uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what the sampler returns
+    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
 
     def sampled_and_scored():
         nonlocal batch
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, 2, 10, 1.5, eos_ids, pad_id)
+        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
+        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -994,6 +998,7 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
+    # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "it has no shared prompts"
         if actor.config._attn_implementation == "shared_prompts":
@@ -1002,6 +1007,7 @@ def check_models(models_by_constant, rows, pad_id):
         if fault:
             _SHARED_DECODING.discard(actor)
             fault = disagreement(actor, sampled_and_scored)
+    # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
         if model.dtype != torch.float32:
@@ -1064,7 +1070,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64 and not so many that their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1268,7 +1274,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
             if is_last:
                 break
             finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = (~finished).nonzero().flatten().tolist()
+            unfinished = np.flatnonzero(~finished.cpu().numpy()).tolist()
             if not unfinished:
                 break
             if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
@@ -1446,7 +1452,7 @@ def batch_logprobs(model, batch, distribution):
 # check_models() must not name it.
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
-_RESPONSE_TOKENS = 1024  # at most so many response tokens in one sequence: its attention is dense
+_RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
 
 
 def attention_windows(model):
@@ -1571,7 +1577,7 @@ class GradientSum:
         for this one in every round; finish() raises if it did not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
-            # Zeros, not None: AdamW must also step parameters that get no gradient
+            # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
             parameter.grad = None if is_sharded() else torch.zeros_like(parameter)
         self.set_checkpointing(GRADIENT_CHECKPOINTING)
         try:
@@ -1619,7 +1625,7 @@ class GradientSum:
             self.log_sum(name, (x.detach() * mask).sum() / num_tokens)
 
     def log_sum(self, name, value):
-        """Logs a number that is added up over the micro-batches; of a name max_... the greatest is taken."""
+        """Logs a number that adds up over the micro-batches."""
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1658,9 +1664,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, loss, run, prompt_ids):
-    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If the loss
-    or a norm is not finite the weights stay as they are, and the run logs the prompts' ids."""
+def clip_and_step(optimizers, losses, run, prompt_ids):
+    """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
+    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1668,7 +1674,7 @@ def clip_and_step(optimizers, loss, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (loss, *norms)))
+    finite = all(map(math.isfinite, (losses, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
@@ -2117,8 +2123,8 @@ def policy_scores(trainer, greedy, sampled):
 
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
-    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer; None if it finds that
-    of no two, or if the responses are no texts but turns."""
+    responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
+    two responses agree anywhere, or if the responses are turns instead of texts."""
     if not isinstance(batch.responses[0], str):
         return None
     votes = []
@@ -2498,7 +2504,7 @@ def reward_chunks(rows):
     even where they are more: a reward function may compare them."""
     chunks = []
     start = end = 0
-    for _, group in itertools.groupby(rows, key=id):
+    for _, group in itertools.groupby(rows, key=id):  # rows of one prompt are one object
         group_size = len(list(group))
         if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:
             chunks.append(slice(start, end))
@@ -2897,7 +2903,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD

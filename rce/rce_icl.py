@@ -1263,7 +1263,7 @@ class Run:
 
     def reset_best(self):
         """Forgets earlier evaluations: nothing is best yet."""
-        self.clock = None  # when the first of the following steps began, and how many were done then
+        self.clock = None  # for the time left: when the next step began, and the steps done before it
         self.evaluated_at = -1  # the step of the last evaluation
         self.best_value = -math.inf  # the highest so far, whose policy is in best/
         self.patience_value = -math.inf  # the last that was better by more than EARLY_STOPPING_THRESHOLD
@@ -1993,7 +1993,7 @@ def load_splits(say):
         raise UserError(f"{given} has {len(asked)} queries: it takes 5, since a fifth validates")
     count = min(VALIDATION_QUERIES, len(asked) // 5)
     if count < VALIDATION_QUERIES:
-        say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, a fifth of the queries is {count}: so many validate")
+        say(f"VALIDATION_QUERIES = {VALIDATION_QUERIES}, a fifth of the queries is {count}: using that many")
     order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
     for i in order[:count]:
         asked[i]["split"] = "validation"
@@ -2386,7 +2386,7 @@ class Corpus:
     def log_likelihood(self, query, numbers):
         """Returns a tenth of log p(answer | query) of demonstrations, (numbers,), at least -1, by a logistic
         regression of all demonstrations' answers on their vectors; 0 without a classifier. For one of
-        them it is fitted on the four fifths without it: none is told its own answer."""
+        them it is fitted on the four fifths without it: none sees its own answer."""
         if not self.classifies or not len(numbers):
             return torch.zeros(len(numbers))
         if query["id"] not in self.log_likelihoods:
@@ -2788,7 +2788,7 @@ def read_candidates(path, splits, demos, reader):
     if mined_with.get("program") == "rce_icl":
         facts = code_facts(reader)
         keys = _READING + [key for key in facts if key in mined_with]  # older files do not have them
-        check_facts(path, mined_with, mining_facts(**facts), keys, "mine anew, in another OUTPUT_DIR")
+        check_facts(path, mined_with, mining_facts(**facts), keys, "mine again, in another OUTPUT_DIR")
     of_test = path.name.startswith("test_candidates_")
     known = splits["test"] if of_test else splits["train"] + splits["validation"]
     known = {str(row["number"]): row for row in known}

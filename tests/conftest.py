@@ -177,8 +177,9 @@ def read(path):
 
 
 def untimed(path):
-    """The records of metrics.jsonl without what the clock says."""
-    return [{k: v for k, v in record.items() if "second" not in k} for record in read(path)]
+    """The records of metrics.jsonl without what the clock and a GPU's memory say."""
+    measured = ("second", "gpu_memory")
+    return [{k: v for k, v in record.items() if not any(m in k for m in measured)} for record in read(path)]
 
 
 def walk(value, path=""):

@@ -159,8 +159,8 @@ MUTANTS = [
     ),
     (
         COOKBOOK,
-        "| 8 GB card, `ppo/ppo.py` |",
-        "| 8 GB card |",
+        "| the smallest step, `ppo/ppo.py` (an",
+        "| the smallest step (an",
         RUN + "the_guides_scenarios_name_their_trainer",
     ),
     # the frame

@@ -121,8 +121,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        'metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs,',
-        'metrics["kl"] = masked_mean(batch.ref_logprobs - batch.logprobs,',
+        "kl = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask)",
+        "kl = masked_mean(batch.ref_logprobs - batch.logprobs, batch.response_mask)",
         IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it",
     ),
     (
@@ -134,8 +134,8 @@ MUTANTS = [
     # optimizers
     (
         PPO,
-        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)',
-        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE)',
+        "CRITIC_LEARNING_RATE * critic_scale)",
+        "CRITIC_LEARNING_RATE)",
         IN_PPO + "actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (
@@ -428,7 +428,7 @@ MUTANTS = [
     ),
     (
         PPO,
-        'load_trained(self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", True)',
+        'load_trained(\n            self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", new_head=True\n        )',
         'load_model(critic_class, critic_path, "CRITIC_MODEL", self.device, True)',
         "tests/test_run.py::test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
     ),
@@ -489,7 +489,7 @@ MUTANTS = [
     (
         PPO,
         'set_learning_rate(self.optimizers["policy"], learning_rate)',
-        'set_learning_rate(self.optimizers["policy"], CRITIC_LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], CRITIC_LEARNING_RATE * critic_scale)',
         "tests/test_ppo.py::test_actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (

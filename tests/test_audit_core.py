@@ -285,7 +285,7 @@ def test_distillation_with_several_updates_per_step_is_refused(grpo, constants):
 @pytest.mark.parametrize("path", ["ppo/ppo.py", "grpo/grpo.py"], ids=["ppo", "grpo"])
 def test_a_reference_model_that_nothing_reads_is_refused(path):
     script = load_script(path, **small(path, REFERENCE_MODEL=f"{TINY}/policy", KL_COEF=0.0))
-    with pytest.raises(script.UserError, match="is not used while KL_COEF = 0: set KL_COEF"):
+    with pytest.raises(script.UserError, match="is not used at KL_COEF = 0: set KL_COEF"):
         getattr(script, TRAINERS[path])("no")
 
 

@@ -48,11 +48,11 @@ def test_leaving_the_micro_batches_early_is_an_error_at_once(path, tmp_path):
     model = torch.nn.Linear(2, 1)
     model.device = torch.device("cpu")
     gradients = script.GradientSum([model])
-    with pytest.raises(RuntimeError, match="left before its end: do not break out of it"):
+    with pytest.raises(RuntimeError, match="left early: do not break out of it"):
         gradients.finish()
     for _ in gradients.deal([[0], [1]]):
         break
-    with pytest.raises(RuntimeError, match="left before its end: do not break out of it"):
+    with pytest.raises(RuntimeError, match="left early: do not break out of it"):
         gradients.finish()
 
 

@@ -97,11 +97,14 @@ def test_the_adapter_alone_is_trained_in_float32_and_the_base_never_changes(six)
     assert f"{sum(p.numel() for p in held):,} are trained" in said
 
 
+def load_policy(module, path):
+    run = SimpleNamespace(checkpoint=None, device=torch.device("cpu"))
+    return module.load_trained(run, "policy", module.AutoModelForCausalLM, path, "ACTOR_MODEL")
+
+
 def test_an_adapters_product_counts_alpha_over_rank(grpo):
     module = grpo(LORA_RANK=4, LORA_ALPHA=6.0)
-    model = module.load_trained(
-        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu")
-    )
+    model = load_policy(module, str(TINY / "policy"))
     layer = model.model.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     with torch.no_grad():
@@ -322,9 +325,7 @@ def test_a_frozen_head_reads_no_view_of_the_prompts(grpo):
     """torch multiplies a view (rows, 1, width) with a matrix that needs no gradient row by row, each time
     with a copy of it: SmolLM2's head took 8 s and 3.6 GB for 64 prompts, and .02 s without the view."""
     module = grpo(LORA_RANK=4)
-    model = module.load_trained(
-        module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", torch.device("cpu")
-    )
+    model = load_policy(module, str(TINY / "policy"))
     head = model.get_output_embeddings()
     read = []
     head.register_forward_pre_hook(lambda _, args: read.append((args[0].shape[:2], args[0].is_contiguous())))
@@ -338,7 +339,7 @@ def test_a_frozen_head_reads_no_view_of_the_prompts(grpo):
 def test_sharding_is_refused(grpo):
     module = grpo(LORA_RANK=4, SHARD="fsdp2")
     with pytest.raises(module.UserError, match="LORA_RANK = 4 and SHARD = 'fsdp2' do not go together"):
-        module.load_trained(module.AutoModelForCausalLM, str(TINY / "policy"), "ACTOR_MODEL", None)
+        load_policy(module, str(TINY / "policy"))
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_a_folder_is_named_to_its_adapter_from_the_root(grpo, monkeypatch):
     """So that it loads from any working directory."""
     monkeypatch.chdir(TINY)
     module = grpo(LORA_RANK=4)
-    model = module.load_trained(module.AutoModelForCausalLM, "policy", "ACTOR_MODEL", torch.device("cpu"))
+    model = load_policy(module, "policy")
     assert model.name_or_path == str((TINY / "policy").resolve())
 
 

@@ -365,7 +365,7 @@ def sum_of(script, model, gradients, others=()):
         assert gradient is mine[part]
         total.backward(model, (model.weight * gradient).sum())
         total.log_sum("parts", 1.0)
-        total.log_sum("max_width", gradient.abs().max())
+        total.log_max("max_width", gradient.abs().max())
     metrics = total.finish()
     assert metrics["parts"] == len(mine)
     assert metrics["max_width"] == max(gradient.abs().max().item() for gradient in mine)
@@ -423,7 +423,7 @@ def test_a_loop_over_micro_batches_that_is_left_early_is_an_error(ppo):
     total = ppo().GradientSum([OneNumber()])
     for _ in total.deal(some_gradients(3)):
         break
-    with pytest.raises(RuntimeError, match="was left early: do not break out of it"):
+    with pytest.raises(RuntimeError, match="left early: do not break out of it"):
         total.finish()
 
 
