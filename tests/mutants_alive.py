@@ -174,14 +174,14 @@ MUTANTS = [
     ),
     (
         RCE,
-        "part: torch.cat([parts[part] for parts in chunk_parts])",
-        "part: torch.cat([chunk_parts[0][part] for parts in chunk_parts])[: len(batch.rows)]",
+        "torch.cat([values[part] for values in chunk_parts])",
+        "torch.cat([chunk_parts[0][part] for values in chunk_parts])[: len(batch.rows)]",
         CHUNKS + "[rce]",
     ),
     (
         GRPO,
-        'row["columns"][column] for row in rows]',
-        'row["columns"][column] for row in batch.rows[: len(rows)]]',
+        'records = column(rows, "columns")',
+        'records = column(batch.rows[: len(rows)], "columns")',
         CHUNKS + "[grpo]",
     ),
     # arguments of one type in another order

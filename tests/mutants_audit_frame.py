@@ -45,17 +45,22 @@ MUTANTS = [
     ),
     (PPO, "torch.load(buffer, weights_only=True)", "torch.load(buffer, weights_only=False)", FIELD),
     # groups stay whole
-    (PPO, "if i == 0 or row is not rows[i - 1]]", "if i % GROUP_SIZE == 0]", GROUPS),
+    (
+        PPO,
+        "for _, group in itertools.groupby(rows, key=id):",
+        "for group in [rows[i : i + GROUP_SIZE] for i in range(0, len(rows), GROUP_SIZE)]:",
+        GROUPS,
+    ),
     (
         GRPO,
-        "if i == 0 or row is not rows[i - 1]]",
-        "]",
+        "for _, group in itertools.groupby(rows, key=id):",
+        "for group in [[row] for row in rows]:",
         RUN + "an_evaluation_hands_over_whole_groups[grpo/grpo.py]",
     ),
     (
         RCE,
-        "if i == 0 or row is not rows[i - 1]]",
-        "]",
+        "for _, group in itertools.groupby(rows, key=id):",
+        "for group in [[row] for row in rows]:",
         RUN + "the_candidates_of_a_prompt_are_verified_in_one_call",
     ),
     # what a reward function returns
@@ -89,8 +94,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        "        archived = [path for path in self.to_copy.values() if path.exists()]\n",
-        "        archived = []\n",
+        "archived = list(filter(Path.exists, self.to_copy.values()))",
+        "archived = []",
         ELSEWHERE,
     ),
     (
@@ -154,8 +159,8 @@ MUTANTS = [
     ),
     (
         COOKBOOK,
-        "| 8 GB card, `ppo/ppo.py` |",
-        "| 8 GB card |",
+        "| the smallest step, `ppo/ppo.py` (an",
+        "| the smallest step (an",
         RUN + "the_guides_scenarios_name_their_trainer",
     ),
     # the frame
@@ -174,4 +179,50 @@ MUTANTS = [
     (".gitignore", "checkpoints/*\n", "", IGNORED),
     ("requirements.txt", "tqdm==4.70.1\n", "", PINNED),
     ("requirements.txt", "scipy==1.17.1\n", "", PINNED),
+    (PPO, "        check_state(vars(self.state))\n", "", FIELD),
+    (
+        PPO,
+        "if end > start and end + group_size - start > BATCH_SIZE * GROUP_SIZE:",
+        "if end - start >= BATCH_SIZE * GROUP_SIZE:",
+        GROUPS,
+    ),
+    (
+        PPO,
+        "end + group_size - start > BATCH_SIZE * GROUP_SIZE:",
+        "end + group_size - start >= BATCH_SIZE * GROUP_SIZE:",
+        GROUPS,
+    ),
+    (PPO, "if end > start and end + group_size", "if end + group_size", GROUPS),
+    (
+        PPO,
+        "chunks.append(slice(start, end))\n            start = end\n",
+        "chunks.append(slice(start, end))\n            start = end + group_size\n",
+        GROUPS,
+    ),
+    (
+        PPO,
+        "copy.deepcopy(values[chunk])",
+        "copy.deepcopy(values[: chunk.stop - chunk.start])",
+        "tests/test_run.py::test_each_call_gets_the_columns_of_its_own_responses",
+    ),
+    (PPO, "batch.responses[chunk], column", "batch.responses[: chunk.stop - chunk.start], column", GROUPS),
+    (
+        PPO,
+        "if different := reward_parts.keys() ^ chunk_parts[0].keys():",
+        "if different := chunk_parts[0].keys() - reward_parts.keys():",
+        "tests/test_run.py::test_parts_that_differ_from_call_to_call_are_named",
+    ),
+    (
+        PPO,
+        "    for reward_parts in chunk_parts:",
+        "    for reward_parts in chunk_parts[-1:]:",
+        "tests/test_run.py::test_parts_that_differ_from_call_to_call_are_named",
+    ),
+    (
+        PPO,
+        "values.close()  # otherwise",
+        "pass  # otherwise",
+        "tests/test_run.py::test_a_reward_function_that_is_async_is_told[function]",
+    ),
+    (PPO, "(now - started) / done * (len(items) - done))", "(now - started) / done * len(items))", LINES),
 ]

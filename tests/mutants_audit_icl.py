@@ -236,4 +236,25 @@ MUTANTS = [
     (CHECK, "TypeError, AttributeError) as error:  #", "TypeError) as error:  #", A_SENTENCE),
     (CHECK, "        except ValueError:\n", "        except KeyError:\n", A_SENTENCE),
     (CHECK, "(OSError, ValueError, LookupError, TypeError) as error:\n", "OSError as error:\n", A_SENTENCE),
+    (ICL, "if not path.exists() or (afresh and of_your_own):", "if not path.exists():", AFRESH),
+    (
+        ICL,
+        "if not path.exists() or (afresh and of_your_own):",
+        "if not path.exists() or of_your_own:",
+        AFRESH,
+    ),
+    (ICL, "if not path.exists() or (afresh and of_your_own):", "if not path.exists() or afresh:", AFRESH),
+    (ICL, 'if self.state.stage == "grpo" and not (run.folder / "rce").exists():', "if False:", ELSEWHERE),
+    (
+        ICL,
+        "partial(self.run.save_model, self.reference)",
+        "partial(self.run.save_model, self.policy)",
+        ELSEWHERE,
+    ),
+    (
+        ICL,
+        'if not run.stop_signal and not (run.folder / "best").exists():',
+        "if False:",
+        "tests/test_icl.py::test_a_run_whose_rce_has_ended_is_tested_in_another_folder",
+    ),
 ]

@@ -278,4 +278,24 @@ MUTANTS = [
         "if config.actions != actions:",
         IN_RAG + "resuming_with_other_observations_is_refused",
     ),
+    (REC, "return pass_is_over and 0 < SFT_PATIENCE", "return 0 < SFT_PATIENCE", PATIENCE),
+    (
+        REC,
+        "num_codes = batch.response_mask[to_device(rows, self.device)].sum()",
+        "num_codes = batch.response_mask.sum()",
+        "tests/test_rec.py::test_the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone",
+    ),
+    (
+        REC,
+        "losses.sum() / num_codes)",
+        "losses.sum() / batch.response_mask[index].sum())",
+        "tests/test_rec.py::test_the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone",
+    ),
+    (
+        REC,
+        "micro, TEMPERATURE)\n            losses",
+        "micro, 1.0)\n            losses",
+        "tests/test_rec.py::test_the_gradient_of_a_mini_batch_equals_float64_of_rows_read_alone",
+    ),
+    (RAG, "self.best = self.load_best(run.step)", "self.best = None", FINISHED),
 ]

@@ -10,8 +10,8 @@ MUTANTS = [
     # when a run evaluates and saves
     (
         PPO,
-        '        "evaluated_at",\n',
-        "",
+        '("step", "evaluated_at", "best_value"',
+        '("step", "best_value"',
         IN_RUN + "a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]",
     ),
     # folders that are there whole or not at all
@@ -106,5 +106,35 @@ MUTANTS = [
         'model.set_attn_implementation("shared_prompts")',
         "pass",
         IN_SPEED + "a_users_own_model_says_the_same_beside_a_trainer[eager]",
+    ),
+    (
+        PPO,
+        "if run.is_due(EVAL_EVERY_N_STEPS) or run.is_last_step():",
+        "if run.is_due(EVAL_EVERY_N_STEPS):",
+        "tests/test_run.py::test_a_run_evaluates_first_last_and_every_so_many_steps",
+    ),
+    (
+        PPO,
+        "return self.evaluated_at < 0 and not self.is_over()",
+        "return not self.is_over()",
+        "tests/test_run.py::test_a_run_evaluates_first_last_and_every_so_many_steps",
+    ),
+    (
+        GRPO,
+        "        finish_replacing(path)\n        hint",
+        "        hint",
+        "tests/test_safety.py::test_a_best_that_cannot_be_replaced_stays[grpo/grpo.py]",
+    ),
+    (
+        PPO,
+        "            fsync(written)\n",
+        "            pass\n",
+        "tests/test_safety.py::test_a_file_is_replaced_in_one_step_when_it_is_written_and_on_disk",
+    ),
+    (
+        PPO,
+        'if hasattr(error, "__notes__"):  # raised',
+        "if False:  # raised",
+        "tests/test_safety.py::test_what_a_reward_raises_is_never_taken_for_the_machines",
     ),
 ]

@@ -100,8 +100,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        'list(dict.fromkeys(as_text(row["prompt"]) for row, _ in groups))',
-        'list(dict.fromkeys(str(row["prompt"]) for row, _ in groups))',
+        'map(as_text, column(prompts, "prompt"))',
+        'map(str, column(prompts, "prompt"))',
         IN_CHATS + "in_mining_the_reward_sees_the_chat_of_each_candidate",
     ),
     (

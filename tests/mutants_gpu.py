@@ -43,8 +43,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "lengths = to_device([len(response) for response in responses], device)",
-        "lengths = torch.tensor([len(response) for response in responses])",
+        "lengths = to_device(list(map(len, responses)), device)",
+        "lengths = torch.tensor(list(map(len, responses)))",
         TEST + "ppo",
     ),
     (
@@ -134,8 +134,8 @@ MUTANTS = [
     ),
     (
         "ppo/ppo.py",
-        "iter(torch.stack(tensors).tolist())",
-        "iter([x.item() for x in tensors])",
+        "tree_unflatten(torch.stack(tensors).tolist()",
+        "tree_unflatten([x.item() for x in tensors]",
         "tests/test_pretend_gpu.py::test_how_often_the_host_waits[ppo]",
     ),
     (

@@ -13,14 +13,14 @@ MUTANTS = [
     # survived until the audit: evaluation, best, patience
     (
         GRPO,
-        "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)",
-        "EVAL_SAMPLES, MAX_NEW_TOKENS)",
+        "len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)",
+        "len(rows) * num_samples, MAX_NEW_TOKENS)",
         IN_GRPO + "evaluating_takes_nothing_from_the_random_streams_of_training",
     ),
     (
         RCE,
-        "EVAL_SAMPLES, MAX_NEW_TOKENS, generator=generator)",
-        "EVAL_SAMPLES, MAX_NEW_TOKENS)",
+        "len(rows) * num_samples, MAX_NEW_TOKENS, generator=generator)",
+        "len(rows) * num_samples, MAX_NEW_TOKENS)",
         IN_RCE + "evaluating_and_validating_take_nothing_from_the_random_streams_of_training",
     ),
     (
@@ -312,8 +312,8 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        "values.mean().item()",
-        "values.max().item()",
+        'metrics[f"reward/{name}"] = values.mean().item()',
+        'metrics[f"reward/{name}"] = values.max().item()',
         "tests/test_grpo.py::test_each_line_of_samples_is_of_one_response_and_metrics_are_means",
     ),
     (
@@ -354,8 +354,8 @@ MUTANTS = [
     ),
     (
         "rce/rce.py",
-        "values.mean().item()",
-        "values.max().item()",
+        'metrics[f"reward/{name}"] = values.mean().item()',
+        'metrics[f"reward/{name}"] = values.max().item()',
         "tests/test_rce.py::test_evaluation_logs_the_mean_of_each_part",
     ),
     (
@@ -673,8 +673,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "[row for row in rows for _ in range(group_size)]",
-        "rows * group_size",
+        "first.rows = repeat_each(rows, group_size)",
+        "first.rows = rows * group_size",
         IN_GRPO + "flat_groups_make_place_for_further_prompts",
     ),
     (
@@ -697,8 +697,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "rows = [kept[i] for i in keep]",
-        'rows = [kept[i] for i in (range(len(keep)) if name == "exact_answer" else keep)]',
+        "return {key: join(kept[key], added[key]) for key in kept}",
+        'return {key: join(kept[key].flip(0) if key == "exact_answer" else kept[key], added[key]) for key in kept}',
         IN_GRPO + "the_parts_of_a_resampled_batch_stay_beside_their_responses",
     ),
     (
@@ -1029,7 +1029,7 @@ MUTANTS = [
     (
         RCE,
         "start = (self.state.round - 1) * count",
-        "start = (self.state.round - 1) * len(first)",
+        "start = (self.state.round - 1) * len(first_round)",
         IN_RCE + "later_rounds_go_on_where_the_one_before_ended_and_leave_no_prompt_out",
     ),
     (
@@ -1085,8 +1085,8 @@ MUTANTS = [
     ),
     (
         RCE,
-        'list(dict.fromkeys(as_text(row["prompt"]) for row, _ in groups))',
-        '[as_text(row["prompt"]) for row, _ in groups]',
+        'list(dict.fromkeys(map(as_text, column(prompts, "prompt"))))',
+        'list(map(as_text, column(prompts, "prompt")))',
         IN_RCE + "prompts_are_split_by_their_text_and_those_held_back_are_never_trained_on",
     ),
     (
@@ -1130,7 +1130,7 @@ MUTANTS = [
     (
         RCE,
         '"candidates": sum(map(len, groups))',
-        '"candidates": sum(map(len, good))',
+        '"candidates": len(marks)',
         IN_RCE + "check_up_figures_of_a_hand_made_table",
     ),
     # rewards: final answers

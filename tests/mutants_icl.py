@@ -676,8 +676,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            check_numbers(pointer, place, own,",
-        "            check_numbers(pointer, position, (),",
+        "check_numbers(pointer, place, excluded,",
+        "check_numbers(pointer, position, (),",
         IN_ICL + "no_file_shows_a_query_its_own_answer_or_a_demonstration_twice",
     ),
     (
@@ -725,8 +725,8 @@ MUTANTS = [
     # which row, seed and constant goes where: I1 to I6 of an audit, and others
     (
         ICL,
-        "TfidfEmbedder(demos) if EMBEDDING",
-        'TfidfEmbedder([*demos, *splits["test"]]) if EMBEDDING',
+        "embedder = make_embedder(demos, device)\n        vectors",
+        'embedder = make_embedder([*demos, *splits["test"]], device)\n        vectors',
         IN_ICL + "nothing_is_fitted_on_a_text_that_is_held_out",
     ),
     (
@@ -914,5 +914,23 @@ MUTANTS = [
         "self.pick([query], shots, policy)[0]",
         "self.pick([query], shots)[0]",
         IN_ICL + "select_gives_rows_of_the_training_data",
+    ),
+    (
+        ICL,
+        'self.run.best_by = ["clear_gain"]',
+        'self.run.best_by = ["pick_accuracy"]',
+        "tests/test_icl.py::test_best_leaves_similarity_for_a_clear_gain_alone",
+    ),
+    (
+        ICL,
+        "steps_done = max(0, self.run.step - 1 - self.state.begin)\n        total = self.end - self.state.begin\n",
+        "steps_done = max(0, self.run.step - 1)\n        total = self.run.total_steps\n",
+        "tests/test_icl.py::test_both_stages_have_their_own_rate_and_schedule",
+    ),
+    (
+        ICL,
+        "progress = (steps_done - warmup) / max(1, total - warmup)",
+        "progress = steps_done / max(1, total)",
+        "tests/test_icl.py::test_the_rate_warms_up_and_then_follows_its_schedule",
     ),
 ]

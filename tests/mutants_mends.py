@@ -29,7 +29,7 @@ MUTANTS = [
         PROCESSES + "an_error_of_one_process_of_a_sharded_run_is_shown",
     ),
     # a run
-    (PPO, "        if done and now - printed > 30:", "        if done and now - begun > 30:", LINES),
+    (PPO, "        if done and now - printed > 30:", "        if done and now - started > 30:", LINES),
     (PPO, "            printed = now\n", "            pass\n", LINES),
     (
         PPO,
@@ -46,8 +46,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        '        "evaluation",\n',
-        "",
+        '"wandb_id", "evaluation")',
+        '"wandb_id")',
         RUN + "training_a_finished_run_gives_its_last_evaluation",
     ),
     (
@@ -101,5 +101,54 @@ MUTANTS = [
         "(len(ordered) - 1) - 1e-6)",
         "(len(ordered) - 1) - 1)",
         "tests/test_grpo.py::test_only_the_top_entropy_tokens_are_trained",
+    ),
+    (
+        PPO,
+        "repr(rng_state)",
+        'repr({**rng_state, "numpy": 0})',
+        "tests/test_processes.py::test_processes_that_would_make_different_runs_end_with_a_sentence[numpy]",
+    ),
+    (
+        PPO,
+        "repr(rng_state)",
+        'repr({**rng_state, "python": 0})',
+        "tests/test_processes.py::test_processes_that_would_make_different_runs_end_with_a_sentence[later]",
+    ),
+    (
+        PPO,
+        "repr(rng_state)",
+        'repr({**rng_state, "torch": 0})',
+        "tests/test_processes.py::test_processes_that_would_make_different_runs_end_with_a_sentence[torch]",
+    ),
+    (PPO, "if old and best.exists()", "if False and best.exists()", BACK),
+    (
+        PPO,
+        "        self.signal = None\n        self.clock = None\n        if rank",
+        "        self.clock = None\n        if rank",
+        "tests/test_run.py::test_training_again_in_one_process_goes_on",
+    ),
+    (
+        PPO,
+        "checkpoints = list_checkpoints(run)",
+        "checkpoints = [] if is_path else list_checkpoints(run)",
+        "tests/test_run.py::test_the_folder_of_a_run_names_its_newest_checkpoint",
+    ),
+    (
+        PPO,
+        '        if not (self.folder / "best").exists():\n            self.best_value',
+        "        if False:\n            self.best_value",
+        "tests/test_run.py::test_a_run_that_goes_on_in_another_folder_has_a_best_policy_there",
+    ),
+    (
+        PPO,
+        "        if counts[name] > 1:",
+        "        if False:",
+        "tests/test_run.py::test_rewards_without_a_name_of_their_own_get_one_that_stays",
+    ),
+    (
+        PPO,
+        'check_scores(f"reward_parts[{part!r}]", values, len(scores))',
+        "torch.as_tensor(values)",
+        "tests/test_run.py::test_parts_are_a_number_per_response",
     ),
 ]

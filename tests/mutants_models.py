@@ -88,8 +88,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "split(min(64, BATCH_SIZE * GROUP_SIZE))",
-        "split(BATCH_SIZE * GROUP_SIZE)",
+        "argsort(stable=True).split(min(64, BATCH_SIZE * GROUP_SIZE))",
+        "argsort(stable=True).split(BATCH_SIZE * GROUP_SIZE)",
         IN_MODELS + "the_reward_model_reads_few_rows_at_a_time_and_keeps_no_cache",
     ),
     (

@@ -59,7 +59,7 @@ MUTANTS = [
     (
         PPO,
         "path = REFERENCE_MODEL or ACTOR_MODEL",
-        'path = at / "policy" if at else REFERENCE_MODEL or ACTOR_MODEL',
+        'path = self.run.checkpoint / "policy" if self.run.checkpoint else REFERENCE_MODEL or ACTOR_MODEL',
         IN_RUN + "the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
     ),
     (
@@ -121,8 +121,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        'metrics["kl"] = masked_mean(batch.logprobs - batch.ref_logprobs,',
-        'metrics["kl"] = masked_mean(batch.ref_logprobs - batch.logprobs,',
+        "kl = masked_mean(batch.logprobs - batch.ref_logprobs, batch.response_mask)",
+        "kl = masked_mean(batch.ref_logprobs - batch.logprobs, batch.response_mask)",
         IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it",
     ),
     (
@@ -134,8 +134,8 @@ MUTANTS = [
     # optimizers
     (
         PPO,
-        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * scale)',
-        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE)',
+        "CRITIC_LEARNING_RATE * critic_scale)",
+        "CRITIC_LEARNING_RATE)",
         IN_PPO + "actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (
@@ -165,7 +165,7 @@ MUTANTS = [
     (
         PPO,
         'groups = optimizer.state_dict()["param_groups"]',
-        'groups = saved["optimizers"][name]["param_groups"]',
+        'groups = saved["param_groups"]',
         IN_RUN + "a_changed_constant_counts_after_a_resume",
     ),
     (
@@ -323,8 +323,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "scores[chunk] =",
-        "scores[:len(chunk)] =",
+        "scores[chunk] = model.score(",
+        "scores[: len(chunk)] = model.score(",
         IN_PPO + "reward_model_scores_of_a_batch_equal_single_scores",
     ),
     # texts and ids
@@ -386,7 +386,7 @@ MUTANTS = [
     (
         PPO,
         "sample_tokens(probabilities, uniform[rows, t])",
-        "sample_tokens(probabilities.where(scaled >= scaled.topk(5).values[:, -1:], 0), uniform[rows, t])",
+        "sample_tokens(probabilities.where(distribution >= distribution.topk(5).values[:, -1:], 0), uniform[rows, t])",
         IN_PPO + "a_token_beyond_the_likeliest_few_is_sampled_too",
     ),
     (
@@ -407,5 +407,251 @@ MUTANTS = [
         "variance = masked_variance(batch.returns, mask)",
         "variance = masked_variance(batch.values, mask)",
         IN_PPO + "samples_and_metrics_of_a_step_are_those_of_its_rows",
+    ),
+    (
+        PPO,
+        'saved["run"][key] for key in self.checkpointed_fields',
+        '0 if key == "halvings" else saved["run"][key] for key in self.checkpointed_fields',
+        "tests/test_run.py::test_a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]",
+    ),
+    (
+        PPO,
+        "                load_optimizer_state(optimizer, saved",
+        '                name == "critic" or load_optimizer_state(optimizer, saved',
+        "tests/test_run.py::test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
+    ),
+    (
+        PPO,
+        'load_trained(self.run, "policy", AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL")',
+        'load_model(AutoModelForCausalLM, ACTOR_MODEL, "ACTOR_MODEL", self.device)',
+        "tests/test_run.py::test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
+    ),
+    (
+        PPO,
+        'load_trained(\n            self.run, "critic", critic_class, critic_path, "CRITIC_MODEL", new_head=True\n        )',
+        'load_model(critic_class, critic_path, "CRITIC_MODEL", self.device, True)',
+        "tests/test_run.py::test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
+    ),
+    (
+        PPO,
+        'b"".join(lines[:num_lines])',
+        'b"".join(lines)',
+        "tests/test_run.py::test_the_second_step_of_a_resumed_run_is_that_of_the_unbroken_one",
+    ),
+    (
+        PPO,
+        "if error := checkpoint_error(folder):",
+        "if error := not folder.exists():",
+        "tests/test_safety.py::test_all_checkpoints_broken_is_an_error_that_touches_nothing",
+    ),
+    (
+        PPO,
+        "return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores",
+        "return scores, token_scores",
+        "tests/test_run.py::test_the_held_out_reward_is_after_the_penalty_as_the_trained_one_is",
+    ),
+    (
+        PPO,
+        '        group["params"] = saved_group["params"]',
+        "        pass",
+        "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
+    ),
+    (
+        PPO,
+        'raise UserError(f"{path} could not be saved ({first_line(error)}): {hint}") from None',
+        "return",
+        "tests/test_run.py::test_a_disk_that_fills_while_saving_leaves_the_last_good_checkpoint",
+    ),
+    (
+        PPO,
+        "manifest[str(path.relative_to(folder))]",
+        "manifest[path.name]",
+        "tests/test_run.py::test_best_and_patience_resume_apart[ppo]",
+    ),
+    (
+        PPO,
+        "adapt_kl_coef(self.state.kl_coef, kl, KL",
+        "adapt_kl_coef(self.state.kl_coef, -kl, KL",
+        "tests/test_ppo.py::test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it",
+    ),
+    (
+        PPO,
+        "mask, self.state.kl_coef, batch.token_scores",
+        "mask, KL_COEF, batch.token_scores",
+        "tests/test_ppo.py::test_the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it",
+    ),
+    (
+        PPO,
+        'make_optimizer(self.actor, LEARNING_RATE),\n            "critic": make_optimizer(self.critic, CRITIC_LEARNING_RATE)',
+        'make_optimizer(self.actor, CRITIC_LEARNING_RATE),\n            "critic": make_optimizer(self.critic, LEARNING_RATE)',
+        "tests/test_run.py::test_each_optimizer_has_its_own_rate_and_the_weight_decay[ppo]",
+    ),
+    (
+        PPO,
+        'set_learning_rate(self.optimizers["policy"], learning_rate)',
+        'set_learning_rate(self.optimizers["policy"], CRITIC_LEARNING_RATE * critic_scale)',
+        "tests/test_ppo.py::test_actor_and_critic_each_move_by_their_own_scheduled_rate",
+    ),
+    (
+        PPO,
+        '= group["lr"] / default if default else 1.0',
+        "= 1.0",
+        "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
+    ),
+    (
+        PPO,
+        '    for group in optimizer.param_groups:\n        if "lr',
+        '    for group in optimizer.param_groups[:1]:\n        if "lr',
+        "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
+    ),
+    (
+        PPO,
+        "        if self.times:\n            speed",
+        "        if True:\n            speed",
+        "tests/test_run.py::test_a_step_without_timed_blocks_is_recorded",
+    ),
+    (
+        GRPO,
+        "batch_logprobs(self.reference, batch, full_logprobs)",
+        "batch_logprobs(self.reference, batch, None)",
+        "tests/test_models.py::test_an_edit_of_the_sampling_distribution_passes_the_check_at_load_and_trains",
+    ),
+    (
+        PPO,
+        "schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None",
+        "schedule = None",
+        "tests/test_ppo.py::test_actor_and_critic_each_move_by_their_own_scheduled_rate",
+    ),
+    (
+        PPO,
+        "            self.skipped = 0\n            return",
+        "            return",
+        "tests/test_ppo.py::test_a_step_that_is_not_finite_is_skipped_and_five_end_the_run",
+    ),
+    (
+        PPO,
+        "            parameter.data = parameter.data.clone()",
+        "            pass",
+        "tests/test_ppo.py::test_weights_lie_where_no_file_put_them",
+    ),
+    (
+        PPO,
+        "(actor_losses * mask).sum() / num_tokens)",
+        "(actor_losses * mask).sum() / mask.sum())",
+        "tests/test_ppo.py::test_gradients_and_metrics_do_not_depend_on_the_micro_batch",
+    ),
+    (
+        PPO,
+        "too_low = ratio < 1 - clip_range",
+        "too_low = (ratio - 1).abs() > clip_range",
+        "tests/test_ppo.py::test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[1.5--1-0]",
+    ),
+    (
+        PPO,
+        "torch.where(advantages > 0, too_high, too_low)",
+        "torch.where(advantages < 0, too_high, too_low)",
+        "tests/test_ppo.py::test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[1.5-1-1]",
+    ),
+    (
+        PPO,
+        "too_low = ratio < 1 - clip_range",
+        "too_low = ratio > 1 + clip_range",
+        "tests/test_ppo.py::test_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took[0.5--1-1]",
+    ),
+    (
+        PPO,
+        "token_rewards[torch.arange(len(scores), device=mask.device), last_token] += scores",
+        "token_rewards[:, -1] += scores",
+        "tests/test_ppo.py::test_the_score_is_added_once_at_the_last_token_and_kl_everywhere",
+    ),
+    (
+        PPO,
+        "token_rewards = -kl_coef * (logprobs",
+        "token_rewards = kl_coef * (logprobs",
+        "tests/test_ppo.py::test_the_score_is_added_once_at_the_last_token_and_kl_everywhere",
+    ),
+    (
+        PPO,
+        "            batch.advantages = whiten(batch.raw_advantages, mask)",
+        "            pass",
+        "tests/test_ppo.py::test_returns_come_from_the_advantages_as_they_are_not_whitened",
+    ),
+    (
+        PPO,
+        "index_put(places, values[:, 0].float())",
+        "index_put(places, values[:, 0].float().roll(-1))",
+        "tests/test_ppo.py::test_values_are_those_predicted_before_the_token_is_seen_and_padding_does_not_matter",
+    ),
+    (
+        PPO,
+        "parameter.data = torch.zeros_like(parameter)",
+        "parameter.data = torch.ones_like(parameter)",
+        "tests/test_ppo.py::test_a_new_critic_says_zero_and_starts_from_the_actors_weights",
+    ),
+    (
+        PPO,
+        "return scores - MISSING_EOS_PENALTY * batch.truncated, token_scores",
+        "return scores - MISSING_EOS_PENALTY * ~batch.truncated, token_scores",
+        "tests/test_ppo.py::test_missing_eos_is_penalised",
+    ),
+    (
+        GRPO,
+        "            text += tokenizer.eos_token\n",
+        "            pass\n",
+        "tests/test_run.py::test_the_reward_model_reads_one_bos_and_one_eos_with_and_without_a_chat_template[grpo]",
+    ),
+    (
+        PPO,
+        "after_eos = is_eos.cumsum(1) > is_eos",
+        "after_eos = is_eos.cumsum(1) > 0",
+        "tests/test_ppo.py::test_a_response_ends_with_its_first_eos_and_holds_nothing_after_it",
+    ),
+    (
+        PPO,
+        "sampling_logprobs(decoder.logits, temperature).",
+        "sampling_logprobs(decoder.logits, 1).",
+        "tests/test_ppo.py::test_the_sampler_uses_no_hidden_filter",
+    ),
+    (
+        PPO,
+        "rows = slice(first * group_size, (first + prompts_at_a_time) * group_size)",
+        "rows = slice(0, prompts_at_a_time * group_size)",
+        "tests/test_ppo.py::test_how_prompts_are_cut_into_batches_does_not_change_the_samples",
+    ),
+    (
+        PPO,
+        "                    layer.training = on",
+        "                    layer.train()",
+        "tests/test_ppo.py::test_dropout_is_off_everywhere",
+    ),
+    (
+        PPO,
+        "as_text(responses[i])}",
+        "as_text(responses[0])}",
+        "tests/test_ppo.py::test_samples_and_metrics_of_a_step_are_those_of_its_rows",
+    ),
+    (
+        PPO,
+        "float(values[i])",
+        "float(values[0])",
+        "tests/test_ppo.py::test_samples_and_metrics_of_a_step_are_those_of_its_rows",
+    ),
+    (
+        PPO,
+        "sample_records(batch, batch.responses, (batch.advantages *",
+        "sample_records(batch, batch.responses, (batch.raw_advantages *",
+        "tests/test_ppo.py::test_samples_and_metrics_of_a_step_are_those_of_its_rows",
+    ),
+    (
+        PPO,
+        'metrics[f"reward/{name}"] = values.mean().item()',
+        'metrics[f"reward/{name}"] = values.max().item()',
+        "tests/test_ppo.py::test_samples_and_metrics_of_a_step_are_those_of_its_rows",
+    ),
+    (
+        PPO,
+        '"advantage_mean": masked_mean(batch.raw_advantages',
+        '"advantage_mean": masked_mean(batch.advantages',
+        "tests/test_ppo.py::test_samples_and_metrics_of_a_step_are_those_of_its_rows",
     ),
 ]

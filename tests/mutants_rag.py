@@ -448,4 +448,16 @@ MUTANTS = [
     ),
     (RAG, 'map(itemgetter("question"), questions), *corpus)', 'map(itemgetter("question"), questions))', ODD),
     (RAG, 'if not isinstance(DATASET.get("path"), str) or', 'if "path" not in DATASET or', ODD),
+    (RAG, "run.total_steps, WARMUP_STEPS, schedule", "run.total_steps, 0, schedule", UPDATE),
+    (RAG, "run.total_steps, WARMUP_STEPS, schedule", "N_STEPS, WARMUP_STEPS, schedule", UPDATE),
+    (RAG, "steps_done = max(0, run.step - 1)", "steps_done = run.step", UPDATE),
+    (RAG, "schedule, run.halvings)", "schedule, 0)", UPDATE),
+    (RAG, "answers if isinstance(answer, list) else answers[0]", "answers", TAKEN),
+    (RAG, '"timesteps": self.run.step * N_STEPS', '"timesteps": (self.run.step - 1) * N_STEPS', FILES),
+    (
+        RAG,
+        '"advantage_mean": errors.mean().item()',
+        '"advantage_mean": batch.rewards.mean().item()',
+        "tests/test_rag.py::test_explained_variance_and_the_means_of_a_step_by_hand",
+    ),
 ]

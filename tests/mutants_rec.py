@@ -429,8 +429,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "    size = BATCH_SIZE * GROUP_SIZE\n",
-        "    size = BATCH_SIZE\n",
+        "start > BATCH_SIZE * GROUP_SIZE:",
+        "start > BATCH_SIZE:",
         IN_REC + "each_part_has_its_own_weight_and_groups_are_rewarded_whole",
     ),
     (
@@ -713,4 +713,70 @@ MUTANTS = [
         IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity",
     ),
     (REC, ' or not "".join(codes).isprintable():', ":", IN_REC + "bad_data_is_one_sentence"),
+    (
+        REC,
+        "(prompt * num_prefixes + parent).flatten()",
+        "(prompt * num_prefixes + 0 * parent).flatten()",
+        "tests/test_rec.py::test_beams_equal_exhaustive_search",
+    ),
+    (
+        REC,
+        "losses.sum() / num_codes)",
+        "losses.mean())",
+        "tests/test_rec.py::test_the_loss_is_a_mean_over_the_whole_step_however_it_is_cut",
+    ),
+    (
+        REC,
+        "if len(self.items) < GROUP_SIZE:",
+        "if len(self.items) + 1 < GROUP_SIZE:",
+        "tests/test_rec.py::test_constants_that_do_not_fit_are_one_sentence",
+    ),
+    (
+        REC,
+        "steps_done = self.run.step - self.state.begin\n        if REF",
+        "steps_done = self.run.step - 1 - self.state.begin\n        if REF",
+        "tests/test_rec.py::test_the_reference_follows_the_actor_when_asked",
+    ),
+    (
+        REC,
+        "item_logprobs(model, self.trie, batch, rows, TEMPERATURE)[0]",
+        "item_logprobs(model, self.trie, batch, rows, 1.0)[0]",
+        "tests/test_rec.py::test_the_reference_and_sft_are_scored_at_the_temperature_too",
+    ),
+    (
+        REC,
+        "micro, TEMPERATURE)\n                weight",
+        "micro, 1.0)\n                weight",
+        "tests/test_rec.py::test_the_reference_and_sft_are_scored_at_the_temperature_too",
+    ),
+    (
+        REC,
+        "steps_done = max(0, run.step - 1 - self.state.begin)",
+        "steps_done = max(0, run.step - 1)",
+        "tests/test_rec.py::test_the_schedule_of_each_stage_runs_over_its_own_steps",
+    ),
+    (
+        REC,
+        "self.set_learning_rates(SFT_LEARNING_RATE)",
+        "self.set_learning_rates(LEARNING_RATE)",
+        "tests/test_rec.py::test_the_schedule_of_each_stage_runs_over_its_own_steps",
+    ),
+    (
+        REC,
+        "0 < SFT_PATIENCE <= self.state.sft_waited",
+        "0 < PLATEAU_PATIENCE <= self.state.sft_waited",
+        "tests/test_rec.py::test_plateau_and_patience_of_sft_do_not_outlive_it",
+    ),
+    (
+        REC,
+        "order = torch.randperm(num_rows)",
+        "order = torch.arange(num_rows)",
+        "tests/test_rec.py::test_passes_and_mini_batches_are_as_many_as_asked_each_pass_in_another_order",
+    ),
+    (
+        REC,
+        "schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER",
+        'schedule = "linear" if USE_LR_SCHEDULER',
+        "tests/test_rec.py::test_both_ends_of_a_cosine_in_each_stage[sft]",
+    ),
 ]

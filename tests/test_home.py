@@ -6,11 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, load_script, read, reward_batch
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from rewards import exact_answer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 
 def own_data(folder):
@@ -20,7 +23,7 @@ def own_data(folder):
 
 
 def notes(started, path, *words):
-    """The NOTE among the first lines of a run; "" if there is none."""
+    """Returns the NOTE among the first lines of a run; "" if there is none."""
     run = started(path, *words)
     assert "prompts to train on" in run.stdout, run.stderr
     return next((line for line in run.stdout.splitlines() if line.startswith("NOTE")), "")
@@ -28,6 +31,14 @@ def notes(started, path, *words):
 
 def test_a_run_of_the_shipped_model_and_data_has_no_note(started, path, tmp_path):
     assert notes(started, path, f"OUTPUT_DIR={tmp_path / 'run'}") == ""
+
+
+def test_what_lies_in_the_repositorys_data_is_shipped(ppo, tmp_path, monkeypatch):
+    script = ppo()
+    assert script.is_shipped(TINY / "policy")
+    assert not script.is_shipped(ROOT / "checkpoints/ppo/best/policy") and not script.is_shipped(tmp_path)
+    monkeypatch.chdir(ROOT)
+    assert script.is_shipped("data/tiny/train.jsonl") and not script.is_shipped("data/../grpo")
 
 
 def test_another_model_is_told_which_constants_were_tuned_for_the_shipped_one(started, path, tmp_path):
@@ -40,6 +51,8 @@ def test_another_model_is_told_which_constants_were_tuned_for_the_shipped_one(st
         changed += ("MINE_PROMPTS=24",)
     if path == "ppo/ppo.py":
         changed += ("CRITIC_LEARNING_RATE=1e-5",)
+    if path == "rce/rce.py":
+        changed += ("MINE_PROMPTS=24",)
     note = notes(
         started, path, f"OUTPUT_DIR={tmp_path / 'run2'}", f"ACTOR_MODEL={tmp_path / 'mine'}", *changed
     )
@@ -47,10 +60,9 @@ def test_another_model_is_told_which_constants_were_tuned_for_the_shipped_one(st
 
 
 def test_other_data_alone_leave_the_learning_rate_out_of_the_note(started, path, tmp_path):
-    words = (f"OUTPUT_DIR={tmp_path / 'run'}", f"TRAIN_DATASETS={own_data(tmp_path)}", "EVAL_DATASETS=[]")
-    if path == "rce/rce.py":
-        words += ("EVAL_DATASETS=" + str(own_data(tmp_path)),)
-    note = notes(started, path, *words)
+    shutil.copy(TINY / "train.jsonl", tmp_path / "mine.jsonl")
+    data = [{"path": str(tmp_path / "mine.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
+    note = notes(started, path, f"OUTPUT_DIR={tmp_path / 'run'}", f"TRAIN_DATASETS={data}")
     assert "MAX_PROMPT_TOKENS = 256" in note and "LEARNING_RATE" not in note
 
 
@@ -64,11 +76,15 @@ def test_the_note_names_only_constants_of_the_file_with_their_values_as_they_sta
 
 @pytest.mark.parametrize("max_steps, end", [(2, "MAX_STEPS"), (None, "NUM_EPOCHS"), (1000, "NUM_EPOCHS")])
 def test_the_first_lines_say_what_ends_the_run(each, max_steps, end):
-    module, trainer_class = each(MAX_STEPS=max_steps, NUM_EPOCHS=1)
+    module, trainer_class = each(
+        MAX_STEPS=max_steps, NUM_EPOCHS=1, BATCH_SIZE=2, GRADIENT_ACCUMULATION_STEPS=2
+    )
     trainer = trainer_class()
     summary = module.run_summary(trainer, 3)
     assert f"where {end} ends the run" in summary
     assert "each has 4 x 2 responses and 3 optimizer steps" in summary
+    assert "24 prompts to train on, 4 held out" in summary
+    assert module.memory_summary(trainer) in summary
 
 
 def test_the_memory_of_the_models_is_counted(ppo):
@@ -85,8 +101,32 @@ def test_the_memory_of_the_models_is_counted(ppo):
     assert f"take {fewer / 2**30:.2f} GiB" in module.memory_summary(trainer)
 
 
-def test_help_prints_the_docstring_and_every_constant(path):
-    command = [sys.executable, str(ROOT / path), "--help"]
+def test_gibibytes_are_counted_per_process(ppo, monkeypatch):
+    """Of large models without memory: 2**28 weights are 1 GiB in float32."""
+    module = ppo()
+
+    def model(dtype=torch.float32, trained=False):
+        return torch.nn.Linear(2**14, 2**14, bias=False, device="meta", dtype=dtype).requires_grad_(trained)
+
+    trainer = SimpleNamespace(device=torch.device("cpu"), reward_model=model())
+    trainer.models_by_constant = {
+        "ACTOR_MODEL": model(trained=True),
+        "REFERENCE_MODEL": model(torch.bfloat16),
+    }
+    assert "state take 5.50 GiB of the" in module.memory_summary(trainer)
+    memory = int(re.search(r"MemTotal: +(\d+) kB", open("/proc/meminfo").read())[1]) * 1024
+    assert f"of the {memory / 2**30:.1f} GiB of cpu" in module.memory_summary(trainer)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "state take 5.50 GiB of the" in module.memory_summary(trainer), "every process has whole models"
+    module.SHARD = "fsdp2"
+    assert "state take 2.75 GiB of the" in module.memory_summary(trainer)
+    del trainer.reward_model
+    assert "state take 2.25 GiB of the" in module.memory_summary(trainer)
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_prints_the_docstring_and_every_constant(path, word):
+    command = [sys.executable, str(ROOT / path), word]
     text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     script = load_script(path)
     assert script.__doc__.strip() in text
@@ -103,11 +143,29 @@ def test_a_misspelt_key_of_a_data_set_names_the_nearest_one(started, path, tmp_p
     assert "unknown key 'inputs'" in run.stderr and "did you mean input?" in run.stderr
 
 
+def test_only_a_near_word_is_proposed(ppo):
+    script = ppo()
+    assert script.did_you_mean("NUM_EPOCH", script.constants()) == "; did you mean NUM_EPOCHS?"
+    assert script.did_you_mean("SHOE_SIZE", ["GAMMA", "LAM"]) == ""
+
+
 def test_a_constant_that_nothing_reads_is_warned_of(each, capsys):
     module, trainer_class = each()
     module.NUM_EPOCHES = 3
     trainer_class()
     assert "nothing reads the constant NUM_EPOCHES; did you mean NUM_EPOCHS?" in capsys.readouterr().out
+
+
+def test_a_constant_pasted_at_the_top_of_the_file_is_warned_of_once(path, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rewards").symlink_to(ROOT / "rewards")
+    mine = tmp_path / "mine.py"
+    mine.write_text((ROOT / path).read_text().replace("\nSEED = ", "\nBATCH_SIZES = 3\nSEED = "))
+    script = load_script(mine)
+    script.check_constants()
+    assert capsys.readouterr().out.count("WARNING: nothing reads the constant BATCH_SIZES; did") == 1
+    monkeypatch.setenv("RANK", "1")
+    script.check_constants()
+    assert capsys.readouterr().out == "", "the first process says it"
 
 
 def test_no_constant_of_the_file_itself_is_warned_of(each, capsys):
@@ -142,7 +200,7 @@ def small_encoder(folder):
 def test_a_reward_model_may_be_an_encoder(ppo, tmp_path):
     """Each score is that of the pair alone, whatever stands beside it; without a label it is refused."""
     folder = small_encoder(tmp_path / "encoder")
-    trainer = ppo(REWARD_MODEL=folder).PPOTrainer()
+    trainer = ppo(REWARD_MODEL=folder, BATCH_SIZE=1).PPOTrainer()  # two rows at a time
     prompts = ["Tom has 1 apples.", "Ann has 2 apples. How many apples are there now?", "Leo has 34 pens."]
     responses = ["#### 1", "1+1=2\n#### 2", "34-23=11\n11+40=51\n#### 51"]
     scores = trainer.reward_model_score(prompts, responses)
@@ -164,6 +222,10 @@ def digests(folder):
 
 def test_a_policy_is_scored_with_every_response_beside_the_figures(started, path, tmp_path):
     words = (f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate", f"EVALUATE_POLICY={TINY / 'policy'}")
+    # What training needs is not loaded
+    words += ("TRAIN_DATASETS=[{'path': 'gone.jsonl', 'type': 'jsonl', 'input': 'problem'}]",)
+    if path == "ppo/ppo.py":
+        words += ("KL_COEF=0.1", "REFERENCE_MODEL=nowhere")
     run = started(path, *words, "EVALUATE_SAMPLES=3", "MAX_EVAL_PROMPTS=6")
     assert run.returncode == 0, run.stderr
     facts = json.loads((tmp_path / "eval_tiny_policy_test.json").read_text())
@@ -179,8 +241,21 @@ def test_a_policy_is_scored_with_every_response_beside_the_figures(started, path
     for figure in facts["figures"].values():
         assert figure["low"] <= figure["mean"] <= figure["high"]
     for record in records:
-        assert record["answer"].split()[-1] in record["answer"] and record["prompt"]
+        answers = [record["answer"]] * 3
+        assert record["sampled_correct"] == exact_answer(None, record["sampled"], answers)
+        assert [record["greedy_correct"]] == exact_answer(None, [record["greedy"]], answers[:1])
     assert not (tmp_path / "logs").exists() and not list(tmp_path.glob("step_*"))
+
+
+def test_the_policy_to_score_is_the_actor_without_an_adapter(each, tmp_path):
+    policy = AutoModelForCausalLM.from_pretrained(TINY / "policy")
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)
+    policy.save_pretrained(tmp_path / "mine")
+    AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "mine")
+    module, trainer_class = each(LORA_RANK=4)
+    actor = module.trainer_to_evaluate(trainer_class, str(tmp_path / "mine")).actor
+    assert torch.equal(actor.lm_head.weight, policy.lm_head.weight) and not hasattr(actor, "peft_config")
 
 
 def test_evaluating_best_changes_no_file_of_the_run(started, path, tmp_path):
@@ -193,12 +268,14 @@ def test_evaluating_best_changes_no_file_of_the_run(started, path, tmp_path):
     assert {p.name for p in after.keys() - before.keys()} == {"eval_best_test.json", "eval_best_test.jsonl"}
     assert all(after[p] == text for p, text in before.items())
     assert "95% interval" in run.stdout and "eval_best_test.json" in run.stdout
+    assert "Found checkpoint" not in run.stdout, "the policy is EVALUATE_POLICY's, not a checkpoint's"
 
 
-def test_without_a_trained_policy_the_evaluation_says_what_to_do(started, path, tmp_path):
-    run = started(path, f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate")
+@pytest.mark.parametrize("policy", ["best", "step_7"])
+def test_without_a_trained_policy_the_evaluation_says_what_to_do(started, path, tmp_path, policy):
+    run = started(path, f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate", f"EVALUATE_POLICY={policy}")
     assert run.returncode == 2
-    assert "EVALUATE_POLICY = 'best': there is no" in run.stderr and "train first" in run.stderr
+    assert f"EVALUATE_POLICY = {policy!r}: there is no" in run.stderr and "train first" in run.stderr
 
 
 def test_the_majority_is_the_answer_that_most_responses_state(each, monkeypatch):
@@ -206,7 +283,46 @@ def test_the_majority_is_the_answer_that_most_responses_state(each, monkeypatch)
     trainer = trainer_class()
     first = ["#### 5", "#### 7", "so #### 7", "nothing"]
     second = ["#### 1", "#### 2", "#### 3", "#### 3.0"]
-    batch = reward_batch(["a"] * 4 + ["b"] * 4, first + second, ["#### 7"] * 8)
-    assert module.majority_votes(trainer, batch).tolist() == [1, 2]
+    third = ["nothing"] * 4
+    batch = reward_batch(["a"] * 4 + ["b"] * 4 + ["c"] * 4, first + second + third, ["#### 7"] * 12)
+    assert module.majority_votes(trainer, batch).tolist() == [1, 2, 0]
+    turns = [[{"role": "assistant", "content": response}] for response in batch.responses]
+    assert module.majority_votes(trainer, SimpleNamespace(rows=batch.rows, responses=turns)) is None
     trainer.accuracy_function = lambda prompts, responses, answers: [0.0] * len(responses)
     assert module.majority_votes(trainer, batch) is None, "a function that cannot compare two responses"
+
+
+def test_figures_and_records_of_two_prompts_by_hand(each):
+    """Of "b" all responses differ: the first counts as the majority's, and is wrong."""
+    module, trainer_class = each(EVALUATE_SAMPLES=3)
+    trainer = trainer_class()
+    answers = ["#### 7", "#### 2"]
+    greedy = reward_batch(["a", "b"], ["#### 7", "#### 9"], answers)
+    sampled_texts = ["#### 5", "#### 7", "so #### 7", "#### 1", "#### 2", "#### 3"]
+    sampled = reward_batch(["a"] * 3 + ["b"] * 3, sampled_texts, np.repeat(answers, 3).tolist())
+    for number, row in enumerate(greedy.rows):
+        row["id"] = f"test:{number}"
+    scores = torch.tensor([1.0, 2.0, 6.0, 0.5, 0.5, 0.5])
+    trainer.score_responses = lambda batch: (scores, None)
+    by_prompt, records = module.policy_scores(trainer, greedy, sampled)
+    figures = {name: values.tolist() for name, values in by_prompt.items()}
+    assert figures.pop("pass@1") == pytest.approx([2 / 3, 1 / 3])
+    wanted = {"reward": [3.0, 0.5], "accuracy_greedy": [1, 0], "pass@3": [1, 1], "majority@3": [1, 0]}
+    assert figures == wanted
+    assert records[1] == {
+        "id": "test:1",
+        "prompt": "b",
+        "answer": "#### 2",
+        "greedy": "#### 9",
+        "sampled": sampled_texts[3:],
+        "rewards": [0.5] * 3,
+        "greedy_correct": 0.0,
+        "sampled_correct": [0, 1, 0],
+    }
+
+
+def test_the_interval_holds_95_percent_of_resampled_means(ppo):
+    """Of 400 values of which half are 1, the mean's standard error is 0.025."""
+    low, high = ppo().bootstrap_interval(np.repeat([0.0, 1.0], 200))
+    assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.004)
+    assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.004)
