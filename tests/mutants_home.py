@@ -120,19 +120,19 @@ MUTANTS = [
         PPO,
         'if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):',
         'if __name__ == "__main__" and {"--help"} & set(sys.argv):',
-        HOME + "help_prints_the_docstring_and_every_constant[-h-ppo]",
+        HOME + "help_prints_the_docstring_and_every_constant[ppo--h]",
     ),
     (
         GRPO,
         '.split("\\n_VALID_RANGES")[0])',
         ")",
-        HOME + "help_prints_the_docstring_and_every_constant[--help-grpo]",
+        HOME + "help_prints_the_docstring_and_every_constant[grpo---help]",
     ),
     (
         RCE,
         "    print(__doc__ + Path(",
         "    print(Path(",
-        HOME + "help_prints_the_docstring_and_every_constant[--help-rce]",
+        HOME + "help_prints_the_docstring_and_every_constant[rce---help]",
     ),
     (PPO, "known, 1, 0.5)", "known, 1, 0.0)", HOME + "only_a_near_word_is_proposed"),
     (
@@ -182,13 +182,13 @@ MUTANTS = [
         PPO,
         'policy == "best" or policy.startswith("step_"):',
         'policy == "best":',
-        HOME + "without_a_trained_policy_the_evaluation_says_what_to_do[step_7-ppo]",
+        HOME + "without_a_trained_policy_the_evaluation_says_what_to_do[ppo-step_7]",
     ),
     (
         GRPO,
         '        if not Path(policy).exists():\n            hint = "train',
         '        if False:\n            hint = "train',
-        HOME + "without_a_trained_policy_the_evaluation_says_what_to_do[best-grpo]",
+        HOME + "without_a_trained_policy_the_evaluation_says_what_to_do[grpo-best]",
     ),
     (
         PPO,
@@ -353,12 +353,6 @@ MUTANTS = [
         MEMORY,
         'critic = empty_model(path, "CRITIC_MODEL", AutoModelForTokenClassification, num_labels=1)',
         "critic = actor",
-        MEMORY_TEST + "whole_models_are_counted_as_they_lie_in_memory",
-    ),
-    (
-        MEMORY,
-        "AutoModelForSequenceClassification, num_labels=1)",
-        "AutoModelForSequenceClassification)",
         MEMORY_TEST + "whole_models_are_counted_as_they_lie_in_memory",
     ),
     (

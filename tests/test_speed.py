@@ -74,6 +74,14 @@ def test_decoding_is_a_plain_forward_pass(grpo, kind, shared):
             assert (rows[i, n:] == 0).all()
 
 
+def test_prompts_without_a_row_are_dropped_again_and_again():
+    """Of three prompts of 1, 2 and 3 tokens with two rows each; rows are numbered anew after each drop."""
+    shared = module.SharedPrompts({}, torch.tensor([[0, 0, 1], [0, 1, 1], [1, 1, 1]]))
+    for rows, lengths in (([0, 0, 1, 1, 2, 2], [1, 2, 3]), ([2, 3, 4], [2, 3]), ([2], [3])):
+        shared.select_rows(rows)
+        assert (shared.bias == 0).sum((1, 2)).tolist() == lengths
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_caches_room_grows_seldom_and_a_prompts_keys_are_kept_once(grpo, monkeypatch, shared):
     trainer = grpo().GRPOTrainer()
