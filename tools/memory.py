@@ -8,7 +8,7 @@ The first word may be the trainer (grpo/grpo.py if it is left out; ppo/ppo.py, r
 override its constants, as on its own command line. PROCESSES: of torchrun. GPU_GIB: the memory of one GPU,
 which decides how many responses are read at a time; 0: a CPU. A hub name needs the network.
 
-Weights, gradients and optimizer state are counted exactly. Caches and activations are estimated for a decoder
+Weights, gradients and optimizer state are counted exactly (with LoRA but for the critic's head). Caches and activations are estimated for a decoder
 with attention and a gated feed-forward layer, such as Llama or Qwen (docs/your-model.md compares it with what
 processes took).
 """
@@ -87,13 +87,16 @@ def trained_bytes(model, c):
     """Returns the bytes per process of a trained model's (weights, gradients and AdamW's moments)."""
     number = sum(p.numel() for p in model.parameters())
     if c.LORA_RANK:
-        adapters = adapter_parameters(model, c.LORA_RANK)
-        return number * (2 if c.DTYPE == "bfloat16" else FLOAT) + FLOAT * adapters, 3 * FLOAT * adapters
+        frozen = number * (2 if c.DTYPE == "bfloat16" else FLOAT)
+        number = adapter_parameters(model, c.LORA_RANK)
+        weights = frozen + FLOAT * number
+    else:
+        weights = FLOAT * number
     state = 3 * FLOAT * number
     if c.PROCESSES > 1 and c.SHARD == "none" and c.DETERMINISTIC_GRADIENTS:
         state += FLOAT * number  # the sum in a fixed order
     parts = c.PROCESSES if c.SHARD == "fsdp2" else 1
-    return FLOAT * number / parts, state / parts
+    return weights / parts, state / parts
 
 
 def rollout_bytes(config, c):
