@@ -3263,7 +3263,7 @@ def read_value(text, allowed):
 
 def check_constants():
     """Refuses numbers out of range and unknown words before anything is loaded or written. Warns of names
-    that nothing in this file reads, such as NUM_EPOCHES = 3 pasted at its top."""
+    that nothing in this file reads, such as a misspelt constant that was pasted at its top."""
     names_in_file = Counter(re.findall(r"[A-Z]\w+", Path(__file__).read_text()))
     for key in constants():
         if names_in_file[key] < 2 and rank() == 0:
