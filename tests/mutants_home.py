@@ -387,20 +387,20 @@ MUTANTS = [
     ),
     (
         MEMORY,
-        'number * (2 if c.DTYPE == "bfloat16" else FLOAT) + FLOAT * adapters',
-        "number * FLOAT + FLOAT * adapters",
+        'frozen = number * (2 if c.DTYPE == "bfloat16" else FLOAT)',
+        "frozen = number * FLOAT",
         MEMORY_TEST + "adapters_are_counted_beside_a_frozen_actor[bfloat16]",
     ),
     (
         MEMORY,
-        "+ FLOAT * adapters, 3 * FLOAT * adapters",
-        ", 3 * FLOAT * adapters",
+        "weights = frozen + FLOAT * number",
+        "weights = frozen",
         MEMORY_TEST + "adapters_are_counted_beside_a_frozen_actor[float32]",
     ),
     (
         MEMORY,
-        "return FLOAT * number / parts, state / parts",
-        "return FLOAT * number, state / parts",
+        "return weights / parts, state / parts",
+        "return weights, state / parts",
         MEMORY_TEST + "fsdp2_divides_every_model_between_the_processes",
     ),
     (

@@ -8,9 +8,9 @@ The first word may be the trainer (grpo/grpo.py if it is left out; ppo/ppo.py, r
 override its constants, as on its own command line. PROCESSES: of torchrun. GPU_GIB: the memory of one GPU,
 which decides how many responses are read at a time; 0: a CPU. A hub name needs the network.
 
-Weights, gradients and optimizer state are counted exactly (with LoRA but for the critic's head). Caches and activations are estimated for a decoder
-with attention and a gated feed-forward layer, such as Llama or Qwen (docs/your-model.md compares it with what
-processes took).
+Weights, gradients and optimizer state are counted exactly (with LoRA but for the critic's head). Caches and
+activations are estimated for a decoder with attention and a gated feed-forward layer, such as Llama or Qwen
+(docs/your-model.md compares it with what processes took).
 """
 
 import ast
