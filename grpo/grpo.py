@@ -3529,14 +3529,16 @@ def rows_with_gradient(trainer, batch, rows):
     if not SKIP_FLAT_GROUPS or is_sharded():
         return rows
     index = to_device(rows, trainer.device)
+    sampled, entropy, trained = batch.logprobs[index], batch.entropies[index], batch.trained[index]
     is_trained = torch.zeros(len(rows), dtype=torch.bool, device=trainer.device)
     for offset in (-3.0, -0.3, -0.01, 0.0, 0.01, 0.3, 3.0):
-        logprobs = (batch.logprobs[index] + offset).requires_grad_()
-        entropies = (batch.entropies[index] * math.exp(-abs(offset))).requires_grad_()
+        logprobs = (sampled + offset).requires_grad_()
+        entropies = (entropy * math.exp(-abs(offset))).requires_grad_()
         with torch.enable_grad():
-            loss = (batch.trained[index] * trainer.token_losses(batch, rows, logprobs, entropies)[0]).sum()
-        for gradient in torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True):
-            is_trained |= (gradient != 0).any(1)
+            loss = (trained * trainer.token_losses(batch, rows, logprobs, entropies)[0]).sum()
+        for gradient in torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True):
+            if gradient is not None:
+                is_trained |= (gradient != 0).any(1)
     return torch.tensor(rows)[is_trained.cpu()].tolist() or rows[:1]
 
 

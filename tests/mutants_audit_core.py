@@ -57,13 +57,13 @@ MUTANTS = [
     ),
     (
         GRPO,
-        "(batch.entropies[index] * math.exp(-abs(offset)))",
-        "(1.0 * batch.entropies[index])",
+        "(entropy * math.exp(-abs(offset)))",
+        "(1.0 * entropy)",
         TEST + "a_bonus_that_begins_at_half_the_rollouts_entropy_leaves_no_row_out",
     ),
     (
         GRPO,
-        "(batch.trained[index] * trainer.token_losses(",
+        "(trained * trainer.token_losses(",
         "(1.0 * trainer.token_losses(",
         TEST + "a_row_whose_tokens_are_not_trained_is_left_out",
     ),

@@ -667,7 +667,7 @@ MUTANTS = [
     ),
     (
         "grpo/grpo.py",
-        "(batch.trained[index] * trainer.token_losses(",
+        "(trained * trainer.token_losses(",
         "(trainer.token_losses(",
         "tests/test_grpo.py::test_rows_that_are_masked_out_are_left_out_whatever_the_loss",
     ),
