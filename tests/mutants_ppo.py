@@ -128,8 +128,8 @@ MUTANTS = [
     (
         PPO,
         "        if not KL_TARGET:\n",
-        "        if True:",
-        IN_PPO + "the_coefficient_rises_where_kl_is_above_its_target_and_the_next_step_pays_it",
+        "        if True:\n",
+        "tests/test_run.py::test_a_checkpoint_keeps_every_field_of_the_state_by_itself[ppo]",
     ),
     # optimizers
     (

@@ -1034,7 +1034,8 @@ def test_evaluation_logs_the_mean_of_each_part(grpo):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_clip_fraction_counts_the_side_that_is_clipped(grpo, loss_type):
-    trainer = grpo(LOSS_TYPE=loss_type, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.4).GRPOTrainer()
+    constants = {"CLIP_RANGE": 0.2, "CLIP_RANGE_HIGH": 0.4, "SKIP_FLAT_GROUPS": False}
+    trainer = grpo(LOSS_TYPE=loss_type, **constants).GRPOTrainer()
     batch = scored_batch(trainer, 4)
     ratios = torch.tensor([1.5, 1.3, 0.5, 0.7, 1.5, 1.5, 3.0, 0.9])
     batch.advantages = torch.tensor([1.0, 1, 1, -1, -1, 0, 2, -2])
