@@ -297,9 +297,7 @@ def gae(token_rewards, values, mask, gamma, lam):
 def policy_loss(logprobs, old_logprobs, advantages, clip_range, clip_range_high, dual_clip=None):
     """Returns the clipped surrogate loss of each token, (rows, R): 1707.06347, equation 7; dual_clip:
     1912.09729."""
-    ratio = (
-        (logprobs - old_logprobs).clamp(max=80).exp()
-    )  # an infinite ratio would make the gradient 0 * inf = NaN
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()  # inf: a gradient of 0 * inf = NaN
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
@@ -1902,10 +1900,12 @@ def memory_summary(trainer):
             number = parameter.numel() // (world_size() if is_sharded() else 1)
             used += number * (parameter.element_size() + 12 * parameter.requires_grad)
     device = trainer.device
+    available = math.nan  # where the system does not tell
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[1]
     else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with suppress(OSError, ValueError, AttributeError):
+            available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (
         f"Weights, gradients and optimizer state take {used / 2**30:.2f} GiB of the {available / 2**30:.1f} "
         f"GiB of {device}; activations and the responses' caches come on top"
@@ -1940,6 +1940,8 @@ def evaluate_policy(trainer_class):
     name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
     folder = Path(OUTPUT_DIR)
     policy = EVALUATE_POLICY
+    if not EVAL_DATASETS or MAX_EVAL_PROMPTS == 0:
+        raise UserError("STAGE = 'evaluate' needs EVAL_DATASETS, and MAX_EVAL_PROMPTS above 0 or None")
     if policy == "best" or policy.startswith("step_"):
         policy = str(folder / EVALUATE_POLICY / "policy")
         if not Path(policy).exists():
@@ -1968,15 +1970,8 @@ def evaluate_policy(trainer_class):
 # differs: which models are not needed
 def trainer_to_evaluate(trainer_class, policy):
     """Returns a trainer with the policy as its actor. Neither a reference nor data to train on is loaded."""
-    global \
-        ACTOR_MODEL, \
-        CRITIC_MODEL, \
-        LORA_RANK, \
-        KL_COEF, \
-        KL_TARGET, \
-        REFERENCE_MODEL, \
-        TRAIN_DATASETS, \
-        MAX_TRAIN_PROMPTS
+    global ACTOR_MODEL, CRITIC_MODEL, LORA_RANK, KL_COEF, KL_TARGET, REFERENCE_MODEL
+    global TRAIN_DATASETS, MAX_TRAIN_PROMPTS
     ACTOR_MODEL, CRITIC_MODEL, LORA_RANK = policy, None, 0
     KL_COEF, KL_TARGET, REFERENCE_MODEL = 0.0, None, None
     TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
@@ -2018,13 +2013,16 @@ def majority_votes(trainer, batch):
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
         responses = batch.responses[start : start + EVALUATE_SAMPLES]
-        prompts = [batch.rows[start]["prompt"]] * len(responses)
+        row = batch.rows[start]
+        prompts = [row["prompt"]] * len(responses)
+        columns = {name: [value] * len(responses) for name, value in row["columns"].items()}
+        for name, values in batch.columns.items():
+            columns[name] = values[start : start + EVALUATE_SAMPLES]
         agreement = torch.zeros(len(responses))
         for response in responses:
             answers = [response] * len(responses)
-            agreement += call_reward(
-                "ACCURACY_FUNCTION", trainer.accuracy_function, prompts, responses, answers
-            )
+            function = trainer.accuracy_function
+            agreement += call_reward("ACCURACY_FUNCTION", function, prompts, responses, answers, columns)
         can_compare = can_compare or agreement.any().item()
         votes.append(agreement.argmax().item())
     return torch.tensor(votes) if can_compare else None

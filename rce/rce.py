@@ -2024,10 +2024,12 @@ def memory_summary(trainer):
             number = parameter.numel() // (world_size() if is_sharded() else 1)
             used += number * (parameter.element_size() + 12 * parameter.requires_grad)
     device = trainer.device
+    available = math.nan  # where the system does not tell
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[1]
     else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with suppress(OSError, ValueError, AttributeError):
+            available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (
         f"Weights, gradients and optimizer state take {used / 2**30:.2f} GiB of the {available / 2**30:.1f} "
         f"GiB of {device}; activations and the responses' caches come on top"
@@ -2062,6 +2064,8 @@ def evaluate_policy(trainer_class):
     name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
     folder = Path(OUTPUT_DIR)
     policy = EVALUATE_POLICY
+    if not EVAL_DATASETS or MAX_EVAL_PROMPTS == 0:
+        raise UserError("STAGE = 'evaluate' needs EVAL_DATASETS, and MAX_EVAL_PROMPTS above 0 or None")
     if policy == "best" or policy.startswith("step_"):
         policy = str(folder / EVALUATE_POLICY / "policy")
         if not Path(policy).exists():
@@ -2131,13 +2135,16 @@ def majority_votes(trainer, batch):
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
         responses = batch.responses[start : start + EVALUATE_SAMPLES]
-        prompts = [batch.rows[start]["prompt"]] * len(responses)
+        row = batch.rows[start]
+        prompts = [row["prompt"]] * len(responses)
+        columns = {name: [value] * len(responses) for name, value in row["columns"].items()}
+        for name, values in batch.columns.items():
+            columns[name] = values[start : start + EVALUATE_SAMPLES]
         agreement = torch.zeros(len(responses))
         for response in responses:
             answers = [response] * len(responses)
-            agreement += call_reward(
-                "ACCURACY_FUNCTION", trainer.accuracy_function, prompts, responses, answers
-            )
+            function = trainer.accuracy_function
+            agreement += call_reward("ACCURACY_FUNCTION", function, prompts, responses, answers, columns)
         can_compare = can_compare or agreement.any().item()
         votes.append(agreement.argmax().item())
     return torch.tensor(votes) if can_compare else None

@@ -521,4 +521,16 @@ MUTANTS = [
         "python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct",
         "tests/test_your_model.py::test_a_command_of_the_page_runs_on_a_model_of_that_architecture[ppo]",
     ),
+    (
+        PPO,
+        "            columns[name] = values[start : start + EVALUATE_SAMPLES]\n",
+        "            columns[name] = values[:EVALUATE_SAMPLES]\n",
+        HOME + "an_accuracy_function_of_a_column_votes_too[ppo]",
+    ),
+    (
+        PPO,
+        "    if not EVAL_DATASETS or MAX_EVAL_PROMPTS == 0:\n",
+        "    if not EVAL_DATASETS:\n",
+        HOME + "an_evaluation_without_prompts_names_what_it_needs[ppo-MAX_EVAL_PROMPTS=0]",
+    ),
 ]

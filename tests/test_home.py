@@ -326,3 +326,31 @@ def test_the_interval_holds_95_percent_of_resampled_means(ppo):
     low, high = ppo().bootstrap_interval(np.repeat([0.0, 1.0], 200))
     assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.004)
     assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.004)
+
+
+def test_an_accuracy_function_of_a_column_votes_too(each):
+    """It gets the column's value of the prompt and the ids of the very responses that it compares."""
+    module, trainer_class = each(EVALUATE_SAMPLES=2)
+    trainer = trainer_class()
+    seen = []
+
+    def accuracy(prompts, responses, answers, level, response_ids):
+        seen.append((level, response_ids))
+        return [float(a == r) for a, r in zip(answers, responses)]
+
+    trainer.accuracy_function = accuracy
+    batch = reward_batch(
+        ["a", "a", "b", "b"], ["x", "y", "z", "z"], ["x"] * 4, response_ids=[[1], [2], [3], [4]]
+    )
+    for row, level in zip(batch.rows, (5, 5, 6, 6)):
+        row["columns"] = {"level": level}
+    assert module.majority_votes(trainer, batch).tolist() == [0, 0]
+    assert seen == [([5, 5], [[1], [2]])] * 2 + [([6, 6], [[3], [4]])] * 2
+
+
+@pytest.mark.parametrize("word", ["EVAL_DATASETS=[]", "MAX_EVAL_PROMPTS=0"])
+def test_an_evaluation_without_prompts_names_what_it_needs(started, path, tmp_path, word):
+    run = started(
+        path, f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate", f"EVALUATE_POLICY={TINY / 'policy'}", word
+    )
+    assert run.returncode == 2 and "needs EVAL_DATASETS, and MAX_EVAL_PROMPTS above 0 or None" in run.stderr
