@@ -1941,6 +1941,7 @@ def evaluate_policy(trainer_class):
         if not Path(policy).exists():
             hint = "train first, or give the folder of a model"
             raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {policy}: {hint}")
+    load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)  # first, so that errors name this constant
     trainer = trainer_to_evaluate(trainer_class, policy)
     by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
     figures = {}

@@ -533,4 +533,10 @@ MUTANTS = [
         "    if not EVAL_DATASETS:\n",
         HOME + "an_evaluation_without_prompts_names_what_it_needs[ppo-MAX_EVAL_PROMPTS=0]",
     ),
+    (
+        PPO,
+        '    load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)  # first',
+        "    # first",
+        HOME + "a_fault_of_the_data_to_score_names_its_constant[ppo]",
+    ),
 ]

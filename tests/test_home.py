@@ -354,3 +354,11 @@ def test_an_evaluation_without_prompts_names_what_it_needs(started, path, tmp_pa
         path, f"OUTPUT_DIR={tmp_path}", "STAGE=evaluate", f"EVALUATE_POLICY={TINY / 'policy'}", word
     )
     assert run.returncode == 2 and "needs EVAL_DATASETS, and MAX_EVAL_PROMPTS above 0 or None" in run.stderr
+
+
+def test_a_fault_of_the_data_to_score_names_its_constant(started, path, tmp_path):
+    data = own_data(tmp_path)
+    data[0]["input"] = "nowhere"
+    words = ("STAGE=evaluate", f"EVALUATE_POLICY={TINY / 'policy'}", f"EVAL_DATASETS={data}")
+    run = started(path, f"OUTPUT_DIR={tmp_path}", *words)
+    assert run.returncode == 2 and "EVAL_DATASETS: " in run.stderr and "TRAIN_DATASETS" not in run.stderr
