@@ -249,8 +249,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        '"EVAL_DATASETS", MAX_EVAL_PROMPTS)',
-        '"EVAL_DATASETS", MAX_TRAIN_PROMPTS)',
+        'load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)',
+        'load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_TRAIN_PROMPTS)',
         "tests/test_grpo.py::test_each_constant_by_itself_changes_what_it_should_and_nothing_else[MAX_EVAL_PROMPTS]",
     ),
     (
