@@ -143,10 +143,10 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List the names of functions in
-# rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number per
-# response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists of
-# texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a data
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
+# rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
+# per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
+# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a data
 # column. For rewards per token edit compute_rewards()
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
@@ -672,8 +672,8 @@ class GRPOTrainer:
 
 
 # ================ machinery: models, data, sampling, files, processes. The algorithm ends here
-# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal in
-# all trainers; "# differs" marks one that is different on purpose, and says why.
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal
+# in all trainers; "# differs" marks one that is different on purpose, and says why.
 
 # ---------------------------------------------------------------- loading models
 
@@ -1430,8 +1430,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop must
-        run to its end, because the others wait for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own

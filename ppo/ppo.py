@@ -5,7 +5,7 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
     A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0; then whitened
-    R_t   = V_t + A_t, A_t not whitened, and with CRITIC_LAM instead of LAM if that is set (VC-PPO, 2503.01491)
+    R_t   = V_t + A_t, A_t not whitened, with CRITIC_LAM instead of LAM if that is set (VC-PPO, 2503.01491)
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -141,10 +141,10 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List the names of functions in
-# rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number per
-# response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists of
-# texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a data
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
+# rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
+# per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
+# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a data
 # column. For rewards per token edit compute_rewards()
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
@@ -256,7 +256,7 @@ _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMP
 def sampling_logprobs(logits, temperature):
     """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: rollout
     and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
-    -inf for tokens to exclude (those who call it clamp that to -1e30). full_logprobs() scores the reference."""
+    -inf for tokens to exclude (its callers clamp that to -1e30). The reference is scored by full_logprobs()."""
     return full_logprobs(logits, temperature)
 
 
@@ -324,8 +324,8 @@ def value_loss(values, old_values, returns, clip_range):
 
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
     """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), whether
-    the ratio was clipped, |log ratio| and |ratio - 1|, of which the maximum is logged. The log ratio is bounded
-    below: a token that an edited sampling_logprobs() has come to exclude has log-probability -1e30."""
+    the ratio was clipped, |log ratio| and |ratio - 1|, of which the maximum is logged. The log ratio is
+    bounded below: a token that an edited sampling_logprobs() has come to exclude has log-probability -1e30."""
     log_ratio = (logprobs - old_logprobs).clamp(min=-20)
     ratio = log_ratio.exp()
     too_high = ratio > 1 + clip_range_high
@@ -677,8 +677,8 @@ class PPOTrainer:
 
 
 # ================ machinery: models, data, sampling, files, processes. The algorithm ends here
-# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal in
-# all trainers; "# differs" marks one that is different on purpose, and says why.
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal
+# in all trainers; "# differs" marks one that is different on purpose, and says why.
 
 # ---------------------------------------------------------------- loading models
 
@@ -1444,8 +1444,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop must
-        run to its end, because the others wait for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
