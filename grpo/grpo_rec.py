@@ -1575,8 +1575,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop must
-        run to its end, because the others wait for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
