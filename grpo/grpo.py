@@ -146,8 +146,8 @@ MAX_EVAL_PROMPTS: int | None = 200
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
 # rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
 # per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
-# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a data
-# column. For rewards per token edit compute_rewards()
+# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a
+# data column. For rewards per token edit compute_rewards()
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
 OVERLONG_BUFFER = 0  # number of last tokens that are penalised, linearly (2503.14476, eq. 13); 0: none

@@ -144,8 +144,8 @@ MAX_EVAL_PROMPTS: int | None = 200
 # Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
 # rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
 # per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
-# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a data
-# column. For rewards per token edit compute_rewards()
+# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a
+# data column. For rewards per token edit compute_rewards()
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # >= 0, subtracted from the score of a response cut at MAX_NEW_TOKENS
@@ -256,7 +256,7 @@ _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMP
 def sampling_logprobs(logits, temperature):
     """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: rollout
     and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
-    -inf for tokens to exclude (its callers clamp that to -1e30). The reference is scored by full_logprobs()."""
+    -inf for tokens to exclude (callers clamp that to -1e30). The reference is scored by full_logprobs()."""
     return full_logprobs(logits, temperature)
 
 
@@ -325,7 +325,7 @@ def value_loss(values, old_values, returns, clip_range):
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
     """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), whether
     the ratio was clipped, |log ratio| and |ratio - 1|, of which the maximum is logged. The log ratio is
-    bounded below: a token that an edited sampling_logprobs() has come to exclude has log-probability -1e30."""
+    bounded below: a token that an edited sampling_logprobs() now excludes has log-probability -1e30."""
     log_ratio = (logprobs - old_logprobs).clamp(min=-20)
     ratio = log_ratio.exp()
     too_high = ratio > 1 + clip_range_high
