@@ -521,7 +521,7 @@ class GRPOTrainer:
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         steps_done = max(0, run.step - 1)
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
+        scale_learning_rate(self.optimizers["policy"], scale)
         self.select_tokens(batch)
         batch.sampled_logprobs = batch.logprobs
         steps = []
@@ -1382,17 +1382,14 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:
-        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
-    return optimizer
+    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Sets the learning rate of each parameter group. A group to which make_optimizer() gave another rate
-    keeps its ratio to that of the others."""
+def scale_learning_rate(optimizer, scale):
+    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
 def mini_batches(num_rows):
@@ -1900,8 +1897,8 @@ def run_summary(trainer, optimizer_steps):
     lines = [
         f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; writing to {OUTPUT_DIR}",
         f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
-        f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {prompts} x {GROUP_SIZE} "
-        f"responses and {optimizer_steps} optimizer steps of the policy",
+        f"Steps {run.step} to {run.total_steps}, where {end} ends the run. In each step: {prompts} prompts x "
+        f"{GROUP_SIZE} responses; optimizer steps of the policy: {optimizer_steps}",
         memory_summary(trainer),
         *unsuited_constants(),
     ]
@@ -1975,7 +1972,9 @@ def evaluate_policy(trainer_class):
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
     facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
     facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
-    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:]]
+    for spec in EVAL_DATASETS:
+        names += [Path(spec["path"]).stem, *(spec[key] for key in ("name", "split") if spec.get(key))]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))
     if rank() == 0:
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -2744,7 +2743,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)

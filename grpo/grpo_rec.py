@@ -481,9 +481,9 @@ class RecTrainer:
         steps_done = max(0, run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        learning_rate = base * learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
-        set_learning_rate(self.optimizers["policy"], learning_rate)
-        return learning_rate
+        scale = learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
+        scale_learning_rate(self.optimizers["policy"], scale)
+        return base * scale
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
@@ -1527,17 +1527,14 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for group in optimizer.param_groups:
-        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
-    return optimizer
+    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Sets the learning rate of each parameter group. A group to which make_optimizer() gave another rate
-    keeps its ratio to that of the others."""
+def scale_learning_rate(optimizer, scale):
+    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
 def mini_batches(num_rows):
@@ -2326,7 +2323,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)

@@ -1034,7 +1034,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
