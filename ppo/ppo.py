@@ -3246,10 +3246,8 @@ def user_message(error):
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
         hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
         if "MICRO_BATCH_ROWS" in constants():
-            hint = (
-                "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True; if it persists, halve BATCH_SIZE and"
-            )
-            hint += " double GRADIENT_ACCUMULATION_STEPS, which leaves the training as it is"
+            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
         return f"out of memory ({first_line(error)}): {hint}"
     return None
 
