@@ -152,7 +152,7 @@ MAX_STEPS: int | None = None  # the run ends here or after NUM_EPOCHS, whichever
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 25  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 15  # 0: only before the first and after the last step
+EVAL_EVERY_N_STEPS = 25  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a lower loss before the run ends; 0: all steps are run
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the lowest loss
 LOG_SAMPLES = 2  # pairs per step written to samples.jsonl

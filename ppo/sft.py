@@ -127,6 +127,7 @@ MAX_TOKENS = 512  # of a prompt with its answer, or of a chat; longer rows are l
 ACCURACY_FUNCTION: str | None = "exact_answer"  # f(prompts, responses, answers); None: nothing is sampled
 MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0
+EVAL_BATCH_SIZE = 64  # prompts sampled at a time: memory and speed
 
 # Optimisation
 BATCH_SIZE = 32  # rows per forward and backward pass: memory and speed, not the result
@@ -171,8 +172,8 @@ SHARD = "none"  # none | fsdp2: each process holds a part of every model, for mo
 PROCESS_TIMEOUT = 1800.0  # seconds that a process waits for the others
 
 _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad value might go unnoticed
-    "BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_TOKENS MAX_NEW_TOKENS MAX_STEPS NUM_EPOCHS": (1, 1e12),
-    "PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
+    "BATCH_SIZE EVAL_BATCH_SIZE GRADIENT_ACCUMULATION_STEPS MAX_TOKENS MAX_NEW_TOKENS MAX_STEPS": (1, 1e12),
+    "NUM_EPOCHS PLATEAU_PATIENCE MAX_TRAIN_PROMPTS KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "TEMPERATURE MAX_GRAD_NORM LORA_ALPHA": (1e-6, 1e9),
     "LEARNING_RATE LORA_RANK": (0, 1e6),
@@ -544,7 +545,7 @@ def sample_answers(model, tokenizer, prompts, greedy):
     config = GenerationConfig(do_sample=not greedy, **settings)
 
     def sample_chunk(first):
-        chunk = prompts[first : first + BATCH_SIZE]
+        chunk = prompts[first : first + EVAL_BATCH_SIZE]
         ids = to_device(pad_left(chunk, pad_id), model.device)
         mask = to_device(pad_left([[1] * len(prompt) for prompt in chunk], 0), model.device)
         with autocast(model), torch.random.fork_rng():
@@ -554,7 +555,7 @@ def sample_answers(model, tokenizer, prompts, greedy):
         return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
     with full_parameters(model):
-        chunks = map_over_ranks(range(0, len(prompts), BATCH_SIZE), sample_chunk)
+        chunks = map_over_ranks(range(0, len(prompts), EVAL_BATCH_SIZE), sample_chunk)
     return list(itertools.chain(*chunks))
 
 
