@@ -907,18 +907,20 @@ def encode_turns(trainer, chat, where):
     if not tokenizer.chat_template:
         fault = f"a chat needs a chat template, which {tokenizer.name_or_path!r} lacks"
         raise UserError(f"{where}: {fault}: put a file chat_template.jinja beside the tokenizer")
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    roles = column(messages, "role")
     if re.search(r"{%-?\s*generation\s*-?%}", tokenizer.chat_template):
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         encoded = tokenizer.apply_chat_template(messages, **options)
         ids = encoded["input_ids"]
-        trained = [t for t, is_trained in enumerate(encoded["assistant_masks"]) if is_trained]
+        trained = np.flatnonzero(encoded["assistant_masks"]).tolist()
         if not trained:
             raise UserError(f"{where}: the chat template's {{% generation %}} marks no token of this chat")
     else:
         ids = ids_of_chat(tokenizer, messages, where, False)
         trained = []
-        for i in answers:
+        for i, role in enumerate(roles):
+            if role != "assistant":
+                continue
             before = ids_of_chat(tokenizer, messages[:i], where, True)
             after = ids_of_chat(tokenizer, messages[: i + 1], where, False)
             if after[: len(before)] != before or ids[: len(after)] != after:
@@ -927,10 +929,12 @@ def encode_turns(trainer, chat, where):
                 raise UserError(f"{where}: {fault}: {hint}")
             turn = after[len(before) :]
             trained += range(len(before), len(before) + num_until_end(turn, trainer.end_ids))
-    trained = [t for t in trained if t > 0]  # nothing predicts the first token
+    if trained[0] == 0:  # nothing predicts the first token
+        trained = trained[1:]
     ids = ids[: trained[-1] + 1]
     check_ids(trainer, ids, where)
-    return messages[: answers[-1]], ids, trained
+    last_answer = len(roles) - 1 - roles[::-1].index("assistant")
+    return messages[:last_answer], ids, trained
 
 
 def ids_of_chat(tokenizer, messages, where, add_generation_prompt):
