@@ -1,7 +1,8 @@
 """Bugs of fine-tuning, reward models and DPO: masks, the order of a pair, margins, ties, the reference, label
 smoothing, what a row is read as. mutants.py plants them."""
 
-SFT, RM, DPO, DATA = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py", "data/make_preferences.py"
+SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
+DATA, PAIRS = "data/make_preferences.py", "tools/pairs.py"
 HERE = "tests/test_preferences.py::test_"
 BRADLEY_TERRY = HERE + "the_loss_of_a_pair_is_that_of_bradley_and_terry_with_margin_tie_and_centre"
 SMOOTHED = HERE + "the_dpo_loss_of_a_pair_with_label_smoothing[0.2]"
@@ -16,6 +17,7 @@ TIES = HERE + "margins_and_ties_come_from_their_columns_and_ties_are_in_no_accur
 TURNS = HERE + "every_turn_of_the_assistant_is_trained_and_nothing_else"
 SAME_RUN = HERE + "a_run_that_was_killed_and_resumed_equals_one_that_was_not_and_so_does_one_on_two_processes"
 ADAPTER = HERE + "an_adapter_is_trained_resumed_and_merged_into_best"
+MINED = HERE + "the_best_and_the_worst_candidate_of_a_prompt_are_a_pair"
 SAMPLED = HERE + "sampled_answers_use_no_filter_and_draw_nothing_from_the_training"
 
 MUTANTS = [
@@ -149,7 +151,7 @@ MUTANTS = [
         SFT,
         "or ids[: len(after)] != after:",
         ":",
-        HERE + "a_template_that_writes_earlier_turns_otherwise_is_refused",
+        HERE + "a_template_that_writes_earlier_turns_otherwise_is_refused[loop.last or m['role'] == 'user']",
     ),
     (
         SFT,
@@ -253,7 +255,7 @@ MUTANTS = [
         "        elif False:",
         ADAPTER + "[reward_model]",
     ),
-    (RM, "            model = merge_adapter(model)\n", "", ADAPTER + "[reward_model]"),
+    (RM, "            model = merge_adapter(model)\n", "            pass\n", ADAPTER + "[reward_model]"),
     (
         RM,
         "        parameter.data = parameter.data.clone()\n    model.eval()",
@@ -287,4 +289,19 @@ MUTANTS = [
         "    if rng.random() > NOISE:",
         HERE + "the_shipped_pairs_and_demonstrations_come_from_their_seed",
     ),
+    # Pairs of mined candidates
+    (
+        PAIRS,
+        "    best, worst = max(usable, key=rank_of), min(usable, key=rank_of)",
+        "    worst, best = max(usable, key=rank_of), min(usable, key=rank_of)",
+        MINED,
+    ),
+    (
+        PAIRS,
+        '    return candidate["hard"], candidate.get("soft") or 0.0',
+        '    return candidate["hard"], 0.0',
+        MINED,
+    ),
+    (PAIRS, ' and not c["eval_failed"]', "", MINED),
+    (PAIRS, "    if rank_of(best) == rank_of(worst)", "    if False", MINED),
 ]

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import NATS, ROOT, TINY, assert_same_state, load_script, read, untimed
@@ -151,12 +152,13 @@ def test_the_sft_loss_is_the_mean_over_all_answer_tokens_of_the_step(tmp_path, s
     trainer = make(SFT, tmp_path, BATCH_SIZE=size)
     rows = trainer.train_rows[:6]
     model = AutoModelForCausalLM.from_pretrained(TINY / "policy")
-    logprobs = torch.cat([plain_logprobs(model, row["ids"], len(row["prompt_ids"])) for row in rows])
+    starts = [len(trainer.tokenizer(row["prompt"] + "\n")["input_ids"]) for row in rows]
+    logprobs = torch.cat([plain_logprobs(model, row["ids"], start) for row, start in zip(rows, starts)])
     metrics = trainer.update(rows)
     assert metrics["loss"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
     assert metrics["trained_tokens"] == len(logprobs) == sum(len(row["trained"]) for row in rows)
     # one step equals that of the plain way: the library's own labels
-    labels = [[-100] * len(row["prompt_ids"]) + row["ids"][len(row["prompt_ids"]) :] for row in rows]
+    labels = [[-100] * start + row["ids"][start:] for row, start in zip(rows, starts)]
     ids = sft.pad_right([row["ids"] for row in rows], 0)
     model(ids, labels=sft.pad_right(labels, -100)).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
@@ -291,8 +293,9 @@ def test_the_markers_of_a_chat_template_say_what_is_trained():
     assert got[1] == want[1] and list(got[2]) == list(want[2])
 
 
-def test_a_template_that_writes_earlier_turns_otherwise_is_refused():
-    hides = TURNS.replace("{{ m['content'] }}", "{% if loop.last %}{{ m['content'] }}{% endif %}")
+@pytest.mark.parametrize("shown", ["loop.last", "loop.last or m['role'] == 'user'"])
+def test_a_template_that_writes_earlier_turns_otherwise_is_refused(shown):
+    hides = TURNS.replace("{{ m['content'] }}", "{% if " + shown + " %}{{ m['content'] }}{% endif %}")
     with pytest.raises(sft.UserError, match="here: the chat template writes a turn .* put {% generation %}"):
         sft.encode_turns(coder(hides), CHAT, "here")
 
@@ -566,6 +569,7 @@ def test_an_adapter_is_trained_resumed_and_merged_into_best(path, tmp_path):
 def test_sampled_answers_use_no_filter_and_draw_nothing_from_the_training(tmp_path):
     trainer = make(SFT, tmp_path)
     trainer.actor.generation_config.update(top_k=1, repetition_penalty=5.0, temperature=0.1)
+    torch.rand(1)  # so that the state is that of no seed
     before = torch.get_rng_state()
     prompts = [row["prompt_ids"] for row in trainer.train_rows[:1]] * 12
     sampled = sft.sample_answers(trainer.actor, trainer.tokenizer, prompts, False)
@@ -607,3 +611,24 @@ def test_the_shipped_pairs_and_demonstrations_come_from_their_seed(tmp_path, mon
     held_out = {row["problem"] for row in read(TINY / "test.jsonl")}
     assert not held_out & {row["problem"] for row in read(TINY / "demonstrations.jsonl")}
     assert not held_out & {row["prompt"] for row in read(TINY / "pairs.jsonl")}
+
+
+def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, monkeypatch, capsys):
+    """Right before wrong, then by the grade; not what failed, was not verified or is all alike."""
+    rows = []
+    for name, facts in {
+        "a": [(0, 0.2), (1, 0.4), (1, 0.9), (0, 0.1), (None, None)],
+        "b": [(1, 0.5), (1, 0.5)],
+        "c": [(0, 0.3)],
+    }.items():
+        for i, (hard, soft) in enumerate(facts):
+            record = {"prompt_id": name, "prompt": f"{name}?", "text": f"{name}{i}", "eval_failed": False}
+            rows.append({**record, "hard": hard, "soft": soft})
+    rows.append({**rows[0], "text": "failed", "hard": 0, "soft": -1.0, "eval_failed": True})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    words = ["pairs.py", str(tmp_path / "c.parquet"), str(tmp_path / "pairs.jsonl")]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(ROOT / "tools/pairs.py"), run_name="__main__")
+    (pair,) = read(tmp_path / "pairs.jsonl")
+    assert pair == {"prompt": "a?", "chosen": "a2", "rejected": "a3", "margin": pytest.approx(1.8)}
+    assert capsys.readouterr().out.startswith("1 pairs of 3 prompts")
