@@ -112,7 +112,8 @@ EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sente
 EMBEDDING_SIZE = 400  # of tfidf
 EMBED_ANSWERS = True  # the network reads a candidate's answer; False: its text
 
-# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
+# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model or
+# of an image-text-to-text model, which sees the images of the data
 READER = "votes"
 PRIOR_STRENGTH = 0.2  # votes: weight of the class prior; a demonstration of similarity 1 has weight 1
 INSTRUCTION: str | None = None  # what a language model reads first
@@ -121,6 +122,7 @@ QUERY = "Question: {text}\nAnswer:"
 CHAT_TEMPLATE = True  # use the language model's chat template if it has one; False: plain text
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
+MAX_IMAGE_PIXELS = 512 * 512  # of an image-text model's images: larger ones are made smaller
 DTYPE = "float32"  # float32 | bfloat16, of hub models
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 
@@ -204,6 +206,7 @@ _MODES = (
 ).split()
 _VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
+    "MAX_IMAGE_PIXELS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
@@ -469,7 +472,14 @@ class ICLTrainer:
 
     def load_reader(self):
         """Returns the reader. Override for one of your own: it needs answers() and gold_probabilities()."""
-        return VoteReader(self.demos) if READER == "votes" else LanguageReader(READER, self.device)
+        if READER == "votes":
+            return VoteReader(self.demos)
+        if reads_images(READER):
+            return VisionReader(READER, self.device)
+        if with_images := [demo for demo in self.demos if demo["image"]]:
+            fault = f"reads no images, but {with_images[0]['id']} has one"
+            raise UserError(f"READER = {READER!r} {fault}: take an image-text model, or leave out 'image'")
+        return LanguageReader(READER, self.device)
 
     def load_policy(self):
         """Loads policy and reference (where GRPO starts): the checkpoint's, else POINTER_POLICY, else new."""
@@ -2225,10 +2235,10 @@ class LanguageReader:
     """A causal language model: greedy answers, and the probability of the golds after the prompt."""
 
     def __init__(self, name, device):
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig
 
-        self.tokenizer = tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
-        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        model = self.load(name)  # sets self.tokenizer, and self.processor, which has the chat template
+        tokenizer = self.tokenizer
         self.model = model.to(device).eval()
         config = model.generation_config
         # The model may have one id, several or none
@@ -2246,8 +2256,15 @@ class LanguageReader:
         self.ends = ends[ends < model.config.get_text_config().vocab_size]
         if not len(self.ends):
             raise UserError(f"READER = {name!r} has no token that ends an answer, neither EOS nor a newline")
-        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
-        self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)
+        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+    def load(self, name):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
+        self.processor = self.tokenizer
+        return load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
 
     def prompt(self, query, demonstrations):
         """Returns what the model reads. A space at its end is cut: tokens of the answer begin with theirs."""
@@ -2268,16 +2285,22 @@ class LanguageReader:
                 row.pop()  # some tokenizers end every text
         return ids
 
-    def padded(self, rows, room):
-        """Returns ids of prompts, left-padded, (prompts, P), and their mask."""
-        longest = max(map(len, rows))
-        if longest + room > self.limit:
-            fault = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
-            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
+    def inputs(self, texts, asked):
+        """Returns what the model reads of texts, left-padded: input_ids and attention_mask, (texts, P)."""
+        rows = self.ids_of(texts)
         ids = pad_rows(rows, self.pad_id, "left")
         lengths = torch.tensor(list(map(len, rows)))
-        mask = torch.arange(longest) >= longest - lengths[:, None]
-        return ids.to(self.model.device), mask.long().to(self.model.device)
+        mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
+        device = self.model.device
+        return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+
+    def position_ids(self, mask):
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+    def check_length(self, length):
+        if length > self.limit:
+            fault = f"reads {self.limit} tokens, a prompt and its answer have {length}"
+            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
 
     @torch.no_grad()
     def answers(self, asked, **sampling):
@@ -2285,10 +2308,12 @@ class LanguageReader:
         answers = []
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
         for start in range(0, len(asked), READER_BATCH_SIZE):
-            prompts = list(starmap(self.prompt, asked[start : start + READER_BATCH_SIZE]))
-            ids, mask = self.padded(self.ids_of(prompts), MAX_ANSWER_TOKENS)
-            out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
-            texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+            chunk = asked[start : start + READER_BATCH_SIZE]
+            inputs = self.inputs(list(starmap(self.prompt, chunk)), chunk)
+            prompt_length = inputs["input_ids"].shape[1]
+            self.check_length(prompt_length + MAX_ANSWER_TOKENS)
+            out = self.model.generate(**inputs, **options)
+            texts = self.tokenizer.batch_decode(out[:, prompt_length:], skip_special_tokens=True)
             answers += [text.strip().partition("\n")[0].strip() for text in texts]  # up to a line's end
         return answers
 
@@ -2303,26 +2328,91 @@ class LanguageReader:
         probabilities = np.zeros(len(asked))
         for start in range(0, len(golds), READER_BATCH_SIZE):
             numbers, prompts, texts, weights = zip(*golds[start : start + READER_BATCH_SIZE])
-            rows = self.ids_of(list(texts))
             lengths = []  # of answers, with a token that merges the prompt's end with the answer's beginning
-            for row, prompt_ids in zip(rows, self.ids_of(list(prompts))):
+            for row, prompt_ids in zip(self.ids_of(list(texts)), self.ids_of(list(prompts))):
                 lengths.append(len(row) - len(os.path.commonprefix([row, prompt_ids])))
-            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
+            inputs = self.inputs(list(texts), [asked[number] for number in numbers])
+            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(inputs, lengths)):
                 probabilities[number] += weight * math.exp(logprob)
         return probabilities.clip(max=1.0).tolist()
 
-    def answer_logprobs(self, rows, lengths):
+    def answer_logprobs(self, inputs, lengths):
         """Returns the log-probability of each row's last `lengths` tokens and an end after them, a list."""
-        ids, mask = self.padded(rows, 0)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids = inputs["input_ids"]
+        self.check_length(ids.shape[1])
         kept = max(lengths) + 1
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=kept)
+        positions = self.position_ids(inputs["attention_mask"])
+        out = self.model(**inputs, **positions, logits_to_keep=kept)
         logprobs = out.logits[:, -kept:].float().log_softmax(-1)
         chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept :, None])[..., 0].double()  # (rows, kept - 1)
         places = torch.arange(1 - kept, 0, device=ids.device)
         in_answer = places >= -torch.tensor(lengths, device=ids.device)[:, None]
         ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
         return ((chosen * in_answer).sum(1) + ends).tolist()
+
+
+def reads_images(name):
+    """Returns whether a folder or hub name is an image-text-to-text model, by its config."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return load_pretrained(AutoConfig, name, "READER").model_type in NAMES
+
+
+def read_image(example):
+    """Returns an example's image as RGB, made smaller if it has more than MAX_IMAGE_PIXELS."""
+    from PIL import Image
+
+    try:
+        image = Image.open(example["image"]).convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises each for a bad file
+        raise UserError(f"{example['id']}: {example['image']} is no image ({first_line(error)})") from None
+    scale = math.sqrt(MAX_IMAGE_PIXELS / (image.width * image.height))
+    if scale < 1:
+        return image.resize([max(1, int(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+    return image
+
+
+class VisionReader(LanguageReader):
+    """An image-text-to-text model, such as Qwen2.5-VL, SmolVLM or LLaVA. One message has the demonstrations
+    and the query in turn, the image of each before its text."""
+
+    def load(self, name):
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.processor = load_pretrained(AutoProcessor, name, "READER", padding_side="left")
+        self.tokenizer = self.processor.tokenizer
+        return load_pretrained(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+
+    def prompt(self, query, demonstrations):
+        content = [{"type": "text", "text": INSTRUCTION or ""}]
+        texts = [DEMONSTRATION.format(text=demo["text"], answer=demo["answer"]) for demo in demonstrations]
+        texts.append(QUERY.format(text=query["text"]).rstrip(" "))
+        for example, text in zip((*demonstrations, query), texts):
+            if self.processor.image_token in text:
+                fault = f"has the text {self.processor.image_token!r}, which stands for an image"
+                raise UserError(f"{example['id']} {fault} in READER = {READER!r}")
+            if example["image"]:
+                content.append({"type": "image", "text": self.processor.image_token})
+            content.append({"type": "text", "text": text})
+        if not self.chats:
+            return "".join(column(content, "text"))
+        messages = [{"role": "user", "content": [part for part in content if part["text"]]}]
+        return self.processor.apply_chat_template(messages, add_generation_prompt=True)
+
+    def inputs(self, texts, asked):
+        """Returns what the model reads of texts with the images of demonstrations and queries: input_ids and
+        attention_mask, (texts, P), where P counts the tokens of the images, and their pixels."""
+        images = []  # of each text
+        for query, demonstrations in asked:
+            images.append([read_image(row) for row in (*demonstrations, query) if row["image"]])
+        options = {"padding": True, "return_tensors": "pt", "add_special_tokens": not self.chats}
+        if any(images):
+            options["images"] = images
+        return self.processor(text=texts, **options).to(self.model.device, self.model.dtype)
+
+    def position_ids(self, mask):
+        return {}  # Qwen's have three axes, which it works out itself; the others' are relative
 
 
 # ---------------------------------------------------------------- pools and mining
