@@ -133,11 +133,11 @@ def family(request, tmp_path_factory):
             if "norm" not in name:
                 parameter.normal_(0, 0.3)
         # A hidden size that is large after every token: by it the head prefers four words to all others
-        model.get_input_embeddings().weight[:, 0] = 5
+        model.get_input_embeddings().weight[:, 0] = 15
         head = model.get_output_embeddings().weight
         head.zero_()
         for word in ("a", "b", "Ċ", "<eos>"):
-            head[tokenizer.convert_tokens_to_ids(word)] = torch.randn(32) / 5
+            head[tokenizer.convert_tokens_to_ids(word)] = torch.randn(32) / 2
             head[tokenizer.convert_tokens_to_ids(word), 0] = 3 if word in "ab" else 3.2
     model.save_pretrained(folder)
     return str(folder), processor
