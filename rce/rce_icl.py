@@ -98,7 +98,8 @@ STAGE = "all"  # all | mine | train
 CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), instead of mining
 
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, perhaps "image" (a column of
-# paths). The output is a gold answer or a list of them, which GOLDS says how to read
+# paths) and "vectors" (a .npy file of an array with one vector per row, instead of EMBEDDING's). The output
+# is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {"path": f"{ROOT}/data/banking77/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "text", "output": "category"}
 # None: a fifth of TRAIN_DATASET is held out
@@ -108,7 +109,10 @@ VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonst
 TEST_QUERIES: int | None = None  # use only the first N rows; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
-EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sentence model's folder or hub name
+# "tfidf": truncated SVD of TF-IDF of the demonstrations; or the folder or hub name of a sentence model, or of
+# CLIP or SigLIP, which read images, too
+EMBEDDING = "tfidf"
+IMAGE_VECTORS = "both"  # of CLIP and SigLIP: both (one after the other) | mean | text | image
 EMBEDDING_SIZE = 400  # of tfidf
 EMBED_ANSWERS = True  # the network reads a candidate's answer; False: its text
 
@@ -221,6 +225,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train"],
     "GOLDS": ["aliases", "annotators"],
+    "IMAGE_VECTORS": ["both", "mean", "text", "image"],
     "POOL": ["random", "similarity"],
     "DTYPE": ["float32", "bfloat16"],
     "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
@@ -795,11 +800,11 @@ class ICLTrainer:
                 metrics["oracle_accuracy"] = self.oracle
             return metrics
 
-    def select(self, query, shots=SHOTS):
+    def select(self, query, shots=SHOTS, image=None):
         """Returns the demonstrations, out of all, that this run's best policy (if there is none, the current
-        one) picks for a query text."""
-        query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
-        query["vector"] = self.corpus.embed_query(query["text"])
+        one) picks for a query, a text and perhaps the path of an image."""
+        query = {"id": f"select {query}", "text": query, "image": image, "golds": [], "split": "select"}
+        query["vector"] = self.corpus.embed_query(query)
         best = self.run.folder / "best/policy"
         policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else self.policy
         return self.corpus.examples(self.pick([query], shots, policy)[0])
@@ -1950,8 +1955,8 @@ def load_examples(spec, constant, split, limit=None):
     from 0; answer, the gold named most often, is what a demonstration shows."""
     keys = {"path", "type", "input", "output"}
     is_texts = isinstance(spec, dict) and set(map(type, (*spec, *spec.values()))) == {str}
-    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split"}:
-        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
+    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split", "vectors"}:
+        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split, vectors"
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
     examples = []
@@ -1974,7 +1979,22 @@ def load_examples(spec, constant, split, limit=None):
             break
     if not examples:
         raise UserError(f"{where}: the data set is empty")
+    if spec.get("vectors"):
+        take_vectors(examples, spec["vectors"], constant)
     return examples
+
+
+def take_vectors(examples, path, constant):
+    """Gives the examples their rows of the array in a .npy file, scaled, as "given_vector"."""
+    try:
+        array = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{constant}: {path} cannot be read as .npy ({first_line(error)})") from None
+    if array.ndim != 2 or len(array) < len(examples) or not np.isfinite(array).all():
+        fault = f"is an array of {array.shape}: it needs one vector of finite numbers"
+        raise UserError(f"{constant}: {path} {fault} for each of {len(examples)} rows")
+    for example, vector in zip(examples, scaled(array)):
+        example["given_vector"] = vector
 
 
 # differs: the data of this trainer
@@ -1985,6 +2005,10 @@ def load_splits(say):
     rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
     if TEST_DATASET is not None:
         test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+        sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
+        if sizes[0] != sizes[1]:
+            what = "the vectors of TRAIN_DATASET and TEST_DATASET must be of one size"
+            raise UserError(f"{what}, not {sizes[0]} and {sizes[1]} numbers")
         if Path(TEST_DATASET["path"]).name == Path(TRAIN_DATASET["path"]).name:
             for row in test:  # two files of one name, or two splits of the hub: ids must differ
                 row["id"] = f"test {row['id']}"
@@ -2061,9 +2085,56 @@ class HubEmbedder:
         return torch.cat(means).float().cpu().numpy()
 
 
+class ImageEmbedder:
+    """CLIP or SigLIP: vectors of texts and of images, each of length 1, joined by IMAGE_VECTORS. A row
+    without an image has zeros for it, or with "mean" its text's vector."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModel, AutoProcessor
+
+        self.processor = load_pretrained(AutoProcessor, name, "EMBEDDING")
+        self.model = load_pretrained(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
+
+    def features(self, rows):
+        """Returns vectors of the rows' texts and images, two (rows, d)."""
+        texts = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        inputs = self.processor(text=column(rows, "text"), **texts).to(self.model.device)
+        text = self.model.get_text_features(**inputs)
+        text = scaled(getattr(text, "pooler_output", text).cpu().numpy())
+        image = np.zeros_like(text)
+        places = [i for i, row in enumerate(rows) if row["image"]]
+        if places:
+            images = [read_image(rows[i]) for i in places]
+            inputs = self.processor(images=images, return_tensors="pt").to(self.model.device)
+            features = self.model.get_image_features(**inputs)
+            image[places] = scaled(getattr(features, "pooler_output", features).cpu().numpy())
+        return text, image
+
+    @torch.no_grad()
+    def vectors(self, rows):
+        joined = []
+        for start in range(0, len(rows), READER_BATCH_SIZE):
+            text, image = self.features(rows[start : start + READER_BATCH_SIZE])
+            ways = {"text": text, "image": image, "mean": text + image}
+            joined.append(np.hstack([text, image]) if IMAGE_VECTORS == "both" else ways[IMAGE_VECTORS])
+        return np.concatenate(joined)
+
+
 def make_embedder(demos, device):
     """Returns an object with vectors(rows), (rows, d), of rows with "text" and "image". Replace it."""
-    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
+    if EMBEDDING == "tfidf":
+        return TfidfEmbedder(demos)
+    if is_image_embedder(EMBEDDING):
+        return ImageEmbedder(EMBEDDING, device)
+    return HubEmbedder(EMBEDDING, device)
+
+
+def is_image_embedder(name):
+    """Returns whether a folder or hub name is a model of texts and images such as CLIP, by its config."""
+    from transformers import AutoConfig
+
+    config = load_pretrained(AutoConfig, name, "EMBEDDING")
+    return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
 def scaled(vectors):
@@ -2099,7 +2170,7 @@ def source_of(thing):
 def embedder_facts():
     """Returns what vectors depend on beside the rows: the source of make_embedder and of the functions and
     classes that it names, the plain values that it names, and the files of a model's folder."""
-    facts = [EMBEDDING, EMBEDDING_SIZE, name_of(make_embedder), source_of(make_embedder)]
+    facts = [EMBEDDING, EMBEDDING_SIZE, IMAGE_VECTORS, name_of(make_embedder), source_of(make_embedder)]
     if inspect.isfunction(make_embedder):
         named = inspect.getclosurevars(make_embedder)
         for name, value in sorted({**named.globals, **named.nonlocals}.items()):
@@ -2141,7 +2212,7 @@ def embed_splits(splits, demos, device, say, afresh):
     with np.load(path) as file:
         vectors, answer_vectors = file["arr_0"], dict(zip(answers, file["arr_1"]))
     for example, vector in zip(examples, vectors):
-        example["vector"] = vector
+        example["vector"] = example.get("given_vector", vector)
     for demo in demos:
         demo["candidate_vector"] = answer_vectors[demo["answer"]] if EMBED_ANSWERS else demo["vector"]
 
@@ -2443,10 +2514,12 @@ class Corpus:
     def examples(self, numbers):
         return [self.demos[j] for j in numbers]
 
-    def embed_query(self, text):
+    def embed_query(self, query):
         """Returns the vector of a new query."""
+        if "given_vector" in self.demos[0]:
+            raise UserError("select() cannot make the vector of a new query: TRAIN_DATASET has given vectors")
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
-        return embed(self.embedder, [{"text": text, "image": None}])[0]
+        return embed(self.embedder, [query])[0]
 
     def pool_of(self, query):
         """Returns the numbers of a query's demonstrations, (pool,), without those that ask the same."""

@@ -1,14 +1,21 @@
 """rce_icl.py with images: readers of the three families of image-text models, and vectors of images."""
 
+import importlib.util
+import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import load_script
+from conftest import ROOT, load_script
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPProcessor,
     CLIPVisionConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -21,10 +28,14 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    SiglipConfig,
+    SiglipModel,
+    SiglipProcessor,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
 TEMPLATE = (
@@ -269,3 +280,222 @@ def test_the_words_that_stand_for_an_image_are_refused_in_the_data(reader, tmp_p
     row["text"] = f"see {made.processor.image_token}"
     with pytest.raises(Exception, match="row 0 has the text .* which stands for an image"):
         made.answers([(row, [])])
+
+
+# ---------------------------------------------------------------- vectors of images
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+def embedder_folder(request, tmp_path_factory):
+    """A folder with a random CLIP or SigLIP and its processor."""
+    folder = tmp_path_factory.mktemp("embedder")
+    tokenizer = byte_tokenizer([])
+    tokenizer.model_max_length = 60
+    sizes = {key: value for key, value in text_sizes(tokenizer).items() if key != "max_position_embeddings"}
+    text = {**sizes, "max_position_embeddings": 60}
+    torch.manual_seed(0)
+    if request.param == "clip":
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=CLIP, projection_dim=16))
+        images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+        processor = CLIPProcessor(images, tokenizer)
+    else:
+        model = SiglipModel(SiglipConfig(text_config={**text, "projection_size": 32}, vision_config=CLIP))
+        processor = SiglipProcessor(SiglipImageProcessorPil(size={"height": 28, "width": 28}), tokenizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def embedder(folder, way):
+    script = load_script("rce/rce_icl.py", EMBEDDING=folder, IMAGE_VECTORS=way, READER_BATCH_SIZE=3)
+    return script.make_embedder([], torch.device("cpu"))
+
+
+def test_vectors_of_images_and_texts_are_joined_as_the_constant_says(embedder_folder, tmp_path):
+    rows = rows_with_images(tmp_path)
+    rows[2]["image"] = None
+    found = {way: embedder(embedder_folder, way).vectors(rows) for way in ("text", "image", "mean", "both")}
+    assert np.allclose(np.linalg.norm(found["text"], axis=1), 1)
+    assert np.allclose(found["mean"], found["text"] + found["image"])
+    assert np.array_equal(found["both"], np.hstack([found["text"], found["image"]]))
+    assert not found["image"][2].any() and np.allclose(np.linalg.norm(found["image"], axis=1), [1, 1, 0, 1])
+    assert np.abs(found["image"][0] - found["image"][1]).max() > 1e-3
+
+
+def test_a_vector_does_not_depend_on_the_rows_beside_it(embedder_folder, tmp_path):
+    rows = rows_with_images(tmp_path)
+    made = embedder(embedder_folder, "both")
+    together = made.vectors(rows)
+    assert np.allclose(together, [made.vectors([row])[0] for row in rows], atol=1e-5)
+
+
+@pytest.fixture
+def with_vectors(tmp_path):
+    """with_vectors(train array, test array): rce_icl.py on a small data set whose vectors lie in files."""
+
+    def make(train, test):
+        specs = []
+        for name, array in (("train", train), ("test", test)):
+            lines = "".join(f"question {n},{'ab'[n % 2]}\n" for n in range(30))
+            (tmp_path / f"{name}.csv").write_text("q,a\n" + lines)
+            spec = {"path": str(tmp_path / f"{name}.csv"), "type": "csv", "input": "q", "output": "a"}
+            if array is not None:
+                np.save(tmp_path / f"{name}.npy", array)
+                spec["vectors"] = str(tmp_path / f"{name}.npy")
+            specs.append(spec)
+        folder = str(tmp_path / "run")
+        return load_script(
+            "rce/rce_icl.py", TRAIN_DATASET=specs[0], TEST_DATASET=specs[1], OUTPUT_DIR=folder, RESUME="no"
+        )
+
+    return make
+
+
+def test_vectors_of_a_file_are_those_of_its_rows(with_vectors, monkeypatch):
+    train, test = np.random.RandomState(0).randn(2, 30, 5)
+    script = with_vectors(train, test)
+    splits, demos = script.load_splits(lambda text: None)
+    script.embed_splits(splits, demos, torch.device("cpu"), lambda text: None, True)
+    for rows, array in ((splits["test"], test), (demos, train), (splits["validation"], train)):
+        for row in rows:
+            wanted = array[row["number"]] / np.linalg.norm(array[row["number"]])
+            assert np.allclose(row["vector"], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "train, test, says",
+    [
+        (np.ones((29, 5)), np.ones((30, 5)), r"TRAIN_DATASET: .*train.npy is an array of \(29, 5\)"),
+        (np.ones(30), np.ones((30, 5)), r"train.npy is an array of \(30,\): it needs one vector"),
+        (np.full((30, 5), np.nan), np.ones((30, 5)), "vector of finite numbers for each of 30 rows"),
+        (np.ones((30, 5)), np.ones((30, 4)), "must be of one size, not 5 and 4 numbers"),
+        (np.ones((30, 5)), None, "must be of one size, not 5 and 0 numbers"),
+    ],
+)
+def test_vectors_that_do_not_fit_the_rows_are_refused(with_vectors, train, test, says):
+    script = with_vectors(train, test)
+    with pytest.raises(script.UserError, match=says):
+        script.load_splits(lambda text: None)
+
+
+def test_images_and_a_reader_of_texts_alone_are_refused(tmp_path):
+    script = load_script("rce/rce_icl.py", READER="gpt2-like")
+    script.reads_images = lambda name: False
+    trainer = object.__new__(script.ICLTrainer)
+    trainer.demos = rows_with_images(tmp_path)
+    with pytest.raises(script.UserError, match="READER = 'gpt2-like' reads no images, but row 0 has one"):
+        trainer.load_reader()
+
+
+# ---------------------------------------------------------------- data/make_vqa.py
+
+
+@pytest.fixture
+def make_vqa(monkeypatch, capsys):
+    """make_vqa(KEY=value, ...): exit code, what was printed, what went to stderr."""
+    script = load_script_of_data("make_vqa")
+
+    def run(**constants):
+        monkeypatch.setattr("sys.argv", ["make_vqa.py", *(f"{key}={x}" for key, x in constants.items())])
+        code = 0
+        try:
+            script.main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def load_script_of_data(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"data/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def official(tmp_path):
+    """Paths of official files of three questions about two images."""
+    asked = [(7, 12, "what is it"), (8, 12, "how many"), (9, 345, "what is it")]
+    questions = [{"question_id": n, "image_id": image, "question": text} for n, image, text in asked]
+    answers = [
+        {"answer": word, "raw_answer": f"raw {word}", "answer_id": n} for n, word in enumerate("aabbbbcdef")
+    ]
+    annotations = [
+        {"question_id": n, "image_id": image, "question_type": "what", "answers": answers}
+        for n, image, _ in reversed(asked)
+    ]
+    (tmp_path / "questions.json").write_text(json.dumps({"questions": questions}))
+    (tmp_path / "annotations.json").write_text(json.dumps({"annotations": annotations}))
+    (tmp_path / "images").mkdir()
+    for image in (12, 345):
+        Image.new("RGB", (8, 8), (image % 255, 0, 0)).save(tmp_path / f"images/COCO_val2014_{image:012d}.jpg")
+    names = {"QUESTIONS": "questions.json", "ANNOTATIONS": "annotations.json", "IMAGES": "images"}
+    return {key: tmp_path / name for key, name in names.items()} | {"OUT": tmp_path / "out/rows.jsonl"}
+
+
+def test_official_files_become_rows_that_the_trainer_reads(make_vqa, official, tmp_path):
+    code, out, err = make_vqa(**official)
+    assert code == 0 and out == f"3 questions about 2 images: {official['OUT']}\n", err
+    spec = {
+        "path": str(official["OUT"]),
+        "type": "jsonl",
+        "input": "question",
+        "output": "answers",
+        "image": "image",
+    }
+    script = load_script("rce/rce_icl.py", GOLDS="annotators")
+    rows = script.load_examples(spec, "TRAIN_DATASET", "train")
+    assert [row["text"] for row in rows] == ["what is it", "how many", "what is it"]
+    assert [Path(row["image"]).name[-8:-4] for row in rows] == ["0012", "0012", "0345"]
+    assert rows[0]["golds"] == list("aabbbbcdef") and rows[0]["answer"] == "b"
+    assert script.gold_weights(rows[0]["golds"])["b"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        ("no annotation", "question 9 has no annotation in"),
+        ("no image", "question 9: .* has no image 000000000345"),
+        ("broken image", "question 9: .*345.jpg is no image"),
+        ("no questions", "is no official file of questions"),
+        ("half", "give OUT, and either QUESTIONS, ANNOTATIONS and IMAGES, or DATASET"),
+    ],
+)
+def test_what_is_wrong_with_official_files_is_one_message(make_vqa, official, fault, says):
+    image = official["IMAGES"] / "COCO_val2014_000000000345.jpg"
+    if fault == "no annotation":
+        kept = json.loads(official["ANNOTATIONS"].read_text())["annotations"][1:]
+        official["ANNOTATIONS"].write_text(json.dumps({"annotations": kept}))
+    elif fault == "no image":
+        image.unlink()
+    elif fault == "broken image":
+        image.write_bytes(b"not an image")
+    elif fault == "no questions":
+        official["QUESTIONS"].write_text("[]")
+    else:
+        del official["IMAGES"]
+    code, _, err = make_vqa(**official)
+    assert code == 2 and re.search(says, err) and err.count("\n") == 1
+    assert not official["OUT"].exists()
+
+
+def test_a_data_set_with_a_column_of_images_becomes_rows_and_files(make_vqa, tmp_path):
+    import datasets
+
+    features = {"question": datasets.Value("string"), "image": datasets.Image()}
+    features["answers"] = datasets.List(datasets.Value("string"))
+    rows = {"question": ["what", "who"], "answers": [["a"] * 10, ["b"] * 10]}
+    rows["image"] = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    file = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict(rows, datasets.Features(features)).to_parquet(file)
+    code, out, err = make_vqa(DATASET=file, OUT=tmp_path / "made.jsonl")
+    assert code == 0 and out.startswith("2 questions about 2 images"), err
+    made = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert [row["question"] for row in made] == ["what", "who"] and made[1]["answers"] == ["b"] * 10
+    assert [Image.open(row["image"]).getpixel((0, 0)) for row in made] == [(255, 0, 0), (0, 0, 255)]
