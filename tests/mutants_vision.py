@@ -11,14 +11,14 @@ MUTANTS = [
         ICL,
         "for row in (*demonstrations, query) if row",
         "for row in (query, *demonstrations) if row",
-        ALONE + "[llava-True]",
+        VISION + "the_images_go_to_the_processor_in_the_order_of_the_texts[llava]",
     ),
     (ICL, "return {}  # Qwen's", "return super().position_ids(mask)  # Qwen's", ALONE + "[qwen-True]"),
     (
         ICL,
         "[asked[number] for number in numbers]",
         "asked[: len(numbers)]",
-        VISION + "gt_prob_is_how_often_the_reader_gives_the_gold[llava]",
+        ALONE + "[llava-True]",
     ),
     (
         ICL,
