@@ -21,11 +21,13 @@ of KL(pi || pi_ref). The mean of k1's own gradient would be 0, that of k3's is K
 Deliberate deviations from the papers:
 - that gradient; and dapo is the default loss, with a symmetric clip unless CLIP_RANGE_HIGH is raised;
 - sampling inverts the cumulative distribution at uniform numbers that are drawn ahead for the whole step, so
-  the way prompts are cut into batches changes neither the samples nor, but for rounding, the update;
+  at a fixed BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, BATCH_SIZE changes no sample, and the update only by
+  rounding;
 - responses left out by MASK_TRUNCATED or TOP_ENTROPY_FRACTION still count in the loss's denominator.
 
 Shapes: rows = responses of a step, prompts * GROUP_SIZE, those of a group side by side; R = tokens of the
-longest response.
+longest response. A parameter `rows` beside a batch is a list of row numbers; batch.rows are records of the
+data.
 
     python grpo/grpo.py                                 # edit the constants below, or override: KEY=VALUE
     python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
@@ -39,7 +41,8 @@ the advantage  group_advantages, compute_advantages       a metric       GRPOTra
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 turns          ENVIRONMENT; converse                      the optimizer  make_optimizer
-A constant is one more line below; _VALID_RANGES may hold its range.
+A metric of the responses is a reward function of weight 0. To add a constant write one line below; one that
+may be None needs its type, as REFERENCE_MODEL has.
 """
 
 import ast
@@ -140,9 +143,11 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is defined above
-# this line, or named if it is in rewards/: f(prompts, responses, answers) returns one number per response. It
-# may have further parameters: response_ids (token ids with EOS), messages, or the name of a data column
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
+# rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
+# per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
+# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a
+# data column. For rewards per token edit compute_rewards()
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 1.0
 OVERLONG_BUFFER = 0  # number of last tokens that are penalised, linearly (2503.14476, eq. 13); 0: none
@@ -151,9 +156,9 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Rollout
-BATCH_SIZE = 32  # prompts sampled and scored at a time: memory and speed, not the result
+BATCH_SIZE = 32  # prompts sampled and scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 1  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
+GRADIENT_ACCUMULATION_STEPS = 1  # prompts per training step: BATCH_SIZE * this, whatever MICRO_BATCH_ROWS is
 GROUP_SIZE = 8  # responses per prompt, each other's baseline; 1: distillation, where only the KL trains
 EVAL_SAMPLES = 4  # samples per prompt in evaluation: k of pass@k
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
@@ -258,7 +263,8 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
     "OUTPUT_DIR": (f"{ROOT}/checkpoints/grpo", "the shipped model's run; give yours a folder of its own"),
 }
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()  # when resuming
+# A run that resumes logs which constants have changed, except these
+_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()
 
 # ================================================================ the maths of GRPO
 
@@ -362,8 +368,8 @@ class GRPOTrainer:
         for label, keys in PLOT_PANELS:
             if label != "turns" or ENVIRONMENT:
                 self.run.panels.append((label, [key.replace("pass@k", pass_at_k) for key in keys]))
-        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
-        # call and moves it to batch.reward_parts
+        # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
+        # call and moves what it finds to batch.reward_parts
         self.reward_parts = {}
         self.load_models()
         self.distils = is_distillation(self)
@@ -444,7 +450,7 @@ class GRPOTrainer:
     def rollout(self, prompts):
         """Samples GROUP_SIZE responses to each prompt. Returns a batch, its tensors (rows, ...)."""
         with self.run.timed("rollout"):
-            # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
+            # Drawn here, for the whole step: how it is cut into batches does not change the samples
             uniform = torch.rand(max_turns(), len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             return converse(self.actor, self.tokenizer, prompts, uniform, GROUP_SIZE)
 
@@ -487,7 +493,7 @@ class GRPOTrainer:
         return total
 
     def reward_model_score(self, prompts, responses):
-        """Returns the score of each response (or its turns), (rows,); of two strings one number."""
+        """Returns the score of each response (or its turns), (rows,); given two texts, one number."""
         if isinstance(prompts, str):
             return self.reward_model_score([prompts], [responses])[0]
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
@@ -515,7 +521,7 @@ class GRPOTrainer:
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         steps_done = max(0, run.step - 1)
         scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
+        scale_learning_rate(self.optimizers["policy"], scale)
         self.select_tokens(batch)
         batch.sampled_logprobs = batch.logprobs
         steps = []
@@ -527,8 +533,7 @@ class GRPOTrainer:
                 for rows in chunks:
                     steps.append(self.optimizer_step(batch, rows))
         check_first_ratio(steps[0], run.step)
-        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["max_ratio_deviation"] = max(step["max_ratio_deviation"] for step in steps)
+        metrics = over_optimizer_steps(steps)
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
         metrics["learning_rate"] = LEARNING_RATE * scale
         entropy = (batch.entropies * batch.response_mask).sum() / batch.response_mask.sum()
@@ -564,8 +569,8 @@ class GRPOTrainer:
             values = {"kl": kl, "mean_abs_log_ratio": log_ratio.abs()}
             gradients.log_means(values, mask, num_trained_tokens)
         metrics = gradients.finish()
-        prompt_ids = [batch.rows[i]["id"] for i in rows]
-        norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, prompt_ids)
+        row_names = [batch.rows[i]["id"] for i in rows]
+        norms = clip_and_step(self.optimizers.values(), metrics["policy_loss"], self.run, row_names)
         return {**metrics, "grad_norm": norms[0]}
 
     def token_losses(self, batch, rows, logprobs, entropy):
@@ -666,8 +671,9 @@ class GRPOTrainer:
         self.run.log_step(metrics, int(batch.response_mask.sum()), samples, line)
 
 
-# ================ machinery: the same in all trainers that have it
-# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal.
+# ================ machinery: models, data, sampling, files, processes. The algorithm ends here
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal
+# in all trainers; "# differs" marks one that is different on purpose, and says why.
 
 # ---------------------------------------------------------------- loading models
 
@@ -691,7 +697,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     bad_keys = missing | set(info["unexpected_keys"])
-    if new_head:
+    if new_head:  # the head may be missing or another one: only the body must be complete
         bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
@@ -837,7 +843,7 @@ def check_models(models_by_constant, rows, pad_id):
 
     # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
-        fault = "it has no shared prompts"
+        fault = "not tried"  # "": the model agrees
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
             fault = disagreement(actor, sampled_and_scored)
@@ -907,7 +913,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU the bound is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -921,7 +927,8 @@ def micro_batch_rows(model, batch):
 
 def micro_batches(model, batch, rows=None):
     """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together,
-    because the prompt is read once for all of them; prompts are sorted by their number of tokens."""
+    because the prompt is read once for all of them. Prompts with the most tokens, responses included, come
+    first."""
     if rows is None:
         rows = range(len(batch.sequences))
     size = micro_batch_rows(model, batch)
@@ -971,6 +978,7 @@ def sample_tokens(probabilities, uniform):
     blocks = torch.nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))
     block_sums = blocks.sum(-1)
     block, overshoot = find_in_cdf(block_sums, uniform.double().unsqueeze(-1))
+    # Where the target lies inside its block, as a fraction of the block's sum
     fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)
     index, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), fraction)
     return (block * 128 + index).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
@@ -993,7 +1001,7 @@ class PreallocatedCacheLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.buffers = (layer.keys, layer.values)
+        self.buffers = (layer.keys, layer.values)  # update() makes them larger
         self.keys, self.values = self.buffers
 
     def update(self, keys, values, *args, **kwargs):
@@ -1033,8 +1041,7 @@ class Decoder:
         """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
         layers = getattr(self.cache, "layers", [])
         plain = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and layer.is_initialized]
-        # The attention mask hides the padding of the prompts from the layers that still hold it
-        self.needs_mask = True
+        self.needs_mask = True  # while some layer holds the padding of the prompts
         if self.model in _SHARED_DECODING:
             shared_layers = {}
             for i in plain:
@@ -1074,7 +1081,8 @@ class Decoder:
         return index
 
 
-_EOS_CHECK_EVERY = {"cpu": 1}  # decode this many tokens between checks for finished rows; a GPU waits at each
+# Number of tokens between checks for finished rows, because a GPU must wait at each check
+_EOS_CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
 
 
 @torch.no_grad()
@@ -1086,7 +1094,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
     that was cut holds no EOS id."""
     device = model.device
-    check_every = _EOS_CHECK_EVERY.get(device.type, 16)
+    check_every = _EOS_CHECK_EVERY[device.type]
     decoder = Decoder(model, prompts, group_size, pad_id)
     rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
@@ -1103,6 +1111,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
         is_last = t + 1 == max_new_tokens
+        # Every check_every tokens: store what is pending, then drop the rows that are finished
         if (t + 1) % check_every == 0 or is_last:
             columns = slice(t + 1 - len(pending), t + 1)
             for result, values in zip((ids, logprobs, entropies), zip(*pending)):
@@ -1121,7 +1130,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 finished = finished[keep]
         decoder.next(tokens)
     is_eos = torch.isin(ids, eos_ids).long()
-    after_eos = is_eos.cumsum(1) > is_eos
+    after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
     logprobs = logprobs.masked_fill(after_eos, 0)
     entropies = entropies.masked_fill(after_eos, 0)
     return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
@@ -1129,8 +1138,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- decoding with shared prompts
 # Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
-# it.
+# (docs/speed.md). Whoever deletes this section must also delete every line above it that names shared_prompts
+# or _SHARED_DECODING: they are in load_model(), check_models(), forward() and Decoder.
 
 _SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
 
@@ -1189,8 +1198,9 @@ class SharedPrompts:
 
 
 def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
-    """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
-    response. Some models pass attention_mask by name."""
+    """Computes transformers' sdpa attention. With shared prompts, which occur in decoding alone, each row has
+    one query token: it gets one softmax over the row's prompt and its response. Query heads that share a key
+    head stand side by side. Some models pass attention_mask by name."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
@@ -1218,6 +1228,7 @@ def logits_at(model, ids, places, **options):
     head = model.get_output_embeddings()
     if head is None:
         return forward(model, ids, use_cache=False, **options).logits[places]
+    # Hidden states, (rows, T, width), become those of the places, (1, tokens, width)
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][places][None])
     try:
         return forward(model, ids, use_cache=False, **options).logits[0]
@@ -1285,8 +1296,8 @@ def batch_logprobs(model, batch, distribution):
 
 
 # ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
-# check_models() must not name it.
+# A prompt is read once with all its responses. Whoever deletes this section must also delete what names
+# _SHARED_SCORING or logits_of_shared_prompts in response_logits() and check_models().
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
 _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
@@ -1367,26 +1378,23 @@ def logits_of_shared_prompts(model, batch, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
     are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled (see set_learning_rate), clipped and stepped."""
+    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Sets the learning rate of each parameter group. A group that make_optimizer() gave another rate than
-    the optimizer's default keeps that ratio."""
-    default = optimizer.defaults["lr"]
+def scale_learning_rate(optimizer, scale):
+    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
     for group in optimizer.param_groups:
-        if "lr_multiplier" not in group:
-            group["lr_multiplier"] = group["lr"] / default if default else 1.0
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
 def mini_batches(num_rows):
-    """Returns the rows of each optimizer step of a pass, lists. With a single one their order does not
-    matter."""
+    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists. In a single one their
+    order does not matter."""
     order = torch.arange(num_rows)
     if MINI_BATCHES > 1:
         order = torch.randperm(num_rows)
@@ -1419,8 +1427,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's micro-batches. The loop must run to its end, because the other processes wait
-        for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
@@ -1454,6 +1463,7 @@ class GradientSum:
         strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
         if self.is_dummy:
             loss = 0 * loss
+        # For this pass, an operation without such a kernel is an error instead of a warning
         torch.use_deterministic_algorithms(True, warn_only=not strict)
         try:
             loss.backward()
@@ -1475,7 +1485,8 @@ class GradientSum:
         self.rounds[-1][name] = value
 
     def log_max(self, name, value):
-        """Logs a number of which the step's is the greatest; its name begins with max_."""
+        """Logs a number of which the largest counts. finish() knows it by its name."""
+        assert name.startswith("max_"), f"{name}: its name must begin with max_"
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1499,7 +1510,7 @@ class GradientSum:
                 dist.all_reduce(parameter.grad)
         rounds_by_rank = all_gather(self.logged_numbers())
         metrics = {}
-        for number in range(self.num_micro_batches):
+        for number in range(self.num_micro_batches):  # in their own order, whichever process had them
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
                 add = max if name.startswith("max_") else operator.add
                 metrics[name] = add(metrics[name], value) if name in metrics else value
@@ -1514,9 +1525,18 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, losses, run, prompt_ids):
+def over_optimizer_steps(steps):
+    """Returns one {name: number} for several optimizer steps: means, but maxima of what begins with max_."""
+    metrics = {}
+    for name in steps[0]:
+        values = column(steps, name)
+        metrics[name] = max(values) if name.startswith("max_") else sum(values) / len(values)
+    return metrics
+
+
+def clip_and_step(optimizers, total_loss, run, row_names):
     """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
-    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
+    the loss, is not finite the weights stay as they are, and the run logs the names of the data's rows."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1524,12 +1544,12 @@ def clip_and_step(optimizers, losses, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (losses, *norms)))
+    finite = all(map(math.isfinite, (total_loss, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, prompt_ids)
+    run.count_skipped_step(finite, row_names)
     return norms
 
 
@@ -1683,7 +1703,8 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append EOS to every text: the response would begin after it, or end twice
+    # Some tokenizers append an EOS to every text, which is dropped: the response would begin after it, or
+    # end twice
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1699,7 +1720,7 @@ def encode(trainer, rows, constant):
     for row in rows:
         where = f"{constant}: {row.get('id', 'the prompt')}"
         row["ids"] = encode_chat(tokenizer, row["prompt"], where)
-        row["columns"]["messages"] = as_messages(row["prompt"])
+        row["columns"]["messages"] = as_messages(row["prompt"])  # also where the data has such a column
         if not row["ids"]:
             raise UserError(f"{where}: the tokenizer gives no token for this prompt")
         if max(row["ids"]) >= num_ids:
@@ -1876,8 +1897,8 @@ def run_summary(trainer, optimizer_steps):
     lines = [
         f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; writing to {OUTPUT_DIR}",
         f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
-        f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {prompts} x {GROUP_SIZE} "
-        f"responses and {optimizer_steps} optimizer steps of the policy",
+        f"Steps {run.step} to {run.total_steps}, where {end} ends the run. In each step: {prompts} prompts x "
+        f"{GROUP_SIZE} responses; optimizer steps of the policy: {optimizer_steps}",
         memory_summary(trainer),
         *unsuited_constants(),
     ]
@@ -1951,7 +1972,9 @@ def evaluate_policy(trainer_class):
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
     facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
     facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
-    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:]]
+    for spec in EVAL_DATASETS:
+        names += [Path(spec["path"]).stem, *(spec[key] for key in ("name", "split") if spec.get(key))]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))
     if rank() == 0:
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -2328,9 +2351,9 @@ def time_limit():
 
 
 def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
-    """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
-    names. With a width the function may return a list of numbers per response, one per token: (rows,
-    width)."""
+    """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
+    columns of their names. With a width the function may return a list of numbers per response, one per
+    token: (rows, width)."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -2720,7 +2743,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
@@ -2827,7 +2851,7 @@ class Run:
         self.clock = None
         if rank() == 0:
             self.open_files()
-        self.best_value = all_gather(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -2863,7 +2887,7 @@ class Run:
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def needs_first_evaluation(self):
+    def needs_first_evaluation(self):  # all processes must call it
         return self.evaluated_at < 0 and not self.is_over()
 
     def next_step(self):
@@ -2877,7 +2901,7 @@ class Run:
         self.times = {}
         return True
 
-    def is_over(self):
+    def is_over(self):  # all processes must call it
         stopped = self.agree_on_stop()
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return stopped or out_of_patience or self.is_last_step()
@@ -2974,14 +2998,15 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, prompt_ids):
-        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+    def count_skipped_step(self, finite, row_names):
+        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
             return
         self.skipped += 1
-        names = " ".join(sorted(set(prompt_ids)))
-        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        names = " ".join(sorted(set(row_names)))
+        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
+        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
@@ -3007,7 +3032,8 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        # A second call of train() continues from self.checkpoint
+        folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
@@ -3064,9 +3090,11 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
+            if saved.get("trainer") != self.name:
+                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
-                raise ValueError("it is no state of this trainer")
+            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
+                raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
@@ -3087,7 +3115,7 @@ class Run:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
-            # Later checkpoints are broken or were given up: the next resume must not find them
+            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
             if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
@@ -3200,7 +3228,11 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        if "MICRO_BATCH_ROWS" in constants():
+            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        return f"out of memory ({first_line(error)}): {hint}"
     return None
 
 

@@ -481,9 +481,9 @@ class RecTrainer:
         steps_done = max(0, run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        learning_rate = base * learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
-        set_learning_rate(self.optimizers["policy"], learning_rate)
-        return learning_rate
+        scale = learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
+        scale_learning_rate(self.optimizers["policy"], scale)
+        return base * scale
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
@@ -1013,7 +1013,7 @@ def check_models(models_by_constant, rows, pad_id):
 
     # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
-        fault = "it has no shared prompts"
+        fault = "not tried"  # "": the model agrees
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
             fault = disagreement(actor, sampled_and_scored)
@@ -1083,7 +1083,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU the bound is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -1097,7 +1097,8 @@ def micro_batch_rows(model, batch):
 
 def micro_batches(model, batch, rows=None):
     """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together,
-    because the prompt is read once for all of them; prompts are sorted by their number of tokens."""
+    because the prompt is read once for all of them. Prompts with the most tokens, responses included, come
+    first."""
     if rows is None:
         rows = range(len(batch.sequences))
     size = micro_batch_rows(model, batch)
@@ -1147,6 +1148,7 @@ def sample_tokens(probabilities, uniform):
     blocks = torch.nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))
     block_sums = blocks.sum(-1)
     block, overshoot = find_in_cdf(block_sums, uniform.double().unsqueeze(-1))
+    # Where the target lies inside its block, as a fraction of the block's sum
     fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)
     index, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), fraction)
     return (block * 128 + index).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
@@ -1169,7 +1171,7 @@ class PreallocatedCacheLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.buffers = (layer.keys, layer.values)
+        self.buffers = (layer.keys, layer.values)  # update() makes them larger
         self.keys, self.values = self.buffers
 
     def update(self, keys, values, *args, **kwargs):
@@ -1209,8 +1211,7 @@ class Decoder:
         """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
         layers = getattr(self.cache, "layers", [])
         plain = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and layer.is_initialized]
-        # The attention mask hides the padding of the prompts from the layers that still hold it
-        self.needs_mask = True
+        self.needs_mask = True  # while some layer holds the padding of the prompts
         if self.model in _SHARED_DECODING:
             shared_layers = {}
             for i in plain:
@@ -1250,7 +1251,8 @@ class Decoder:
         return index
 
 
-_EOS_CHECK_EVERY = {"cpu": 1}  # decode this many tokens between checks for finished rows; a GPU waits at each
+# Number of tokens between checks for finished rows, because a GPU must wait at each check
+_EOS_CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
 
 
 @torch.no_grad()
@@ -1262,7 +1264,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
     that was cut holds no EOS id."""
     device = model.device
-    check_every = _EOS_CHECK_EVERY.get(device.type, 16)
+    check_every = _EOS_CHECK_EVERY[device.type]
     decoder = Decoder(model, prompts, group_size, pad_id)
     rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
@@ -1279,6 +1281,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
         is_last = t + 1 == max_new_tokens
+        # Every check_every tokens: store what is pending, then drop the rows that are finished
         if (t + 1) % check_every == 0 or is_last:
             columns = slice(t + 1 - len(pending), t + 1)
             for result, values in zip((ids, logprobs, entropies), zip(*pending)):
@@ -1297,7 +1300,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 finished = finished[keep]
         decoder.next(tokens)
     is_eos = torch.isin(ids, eos_ids).long()
-    after_eos = is_eos.cumsum(1) > is_eos
+    after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
     logprobs = logprobs.masked_fill(after_eos, 0)
     entropies = entropies.masked_fill(after_eos, 0)
     return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
@@ -1365,8 +1368,9 @@ class SharedPrompts:
 
 
 def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
-    """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
-    response. Some models pass attention_mask by name."""
+    """Computes transformers' sdpa attention. With shared prompts, which occur in decoding alone, each row has
+    one query token: it gets one softmax over the row's prompt and its response. Query heads that share a key
+    head stand side by side. Some models pass attention_mask by name."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
@@ -1394,6 +1398,7 @@ def logits_at(model, ids, places, **options):
     head = model.get_output_embeddings()
     if head is None:
         return forward(model, ids, use_cache=False, **options).logits[places]
+    # Hidden states, (rows, T, width), become those of the places, (1, tokens, width)
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][places][None])
     try:
         return forward(model, ids, use_cache=False, **options).logits[0]
@@ -1518,26 +1523,23 @@ def logits_of_shared_prompts(model, batch, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
     are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled (see set_learning_rate), clipped and stepped."""
+    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Sets the learning rate of each parameter group. A group that make_optimizer() gave another rate than
-    the optimizer's default keeps that ratio."""
-    default = optimizer.defaults["lr"]
+def scale_learning_rate(optimizer, scale):
+    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
     for group in optimizer.param_groups:
-        if "lr_multiplier" not in group:
-            group["lr_multiplier"] = group["lr"] / default if default else 1.0
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
 def mini_batches(num_rows):
-    """Returns the rows of each optimizer step of a pass, lists. With a single one their order does not
-    matter."""
+    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists. In a single one their
+    order does not matter."""
     order = torch.arange(num_rows)
     if MINI_BATCHES > 1:
         order = torch.randperm(num_rows)
@@ -1570,8 +1572,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's micro-batches. The loop must run to its end, because the other processes wait
-        for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
@@ -1605,6 +1608,7 @@ class GradientSum:
         strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
         if self.is_dummy:
             loss = 0 * loss
+        # For this pass, an operation without such a kernel is an error instead of a warning
         torch.use_deterministic_algorithms(True, warn_only=not strict)
         try:
             loss.backward()
@@ -1626,7 +1630,8 @@ class GradientSum:
         self.rounds[-1][name] = value
 
     def log_max(self, name, value):
-        """Logs a number of which the step's is the greatest; its name begins with max_."""
+        """Logs a number of which the largest counts. finish() knows it by its name."""
+        assert name.startswith("max_"), f"{name}: its name must begin with max_"
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1650,7 +1655,7 @@ class GradientSum:
                 dist.all_reduce(parameter.grad)
         rounds_by_rank = all_gather(self.logged_numbers())
         metrics = {}
-        for number in range(self.num_micro_batches):
+        for number in range(self.num_micro_batches):  # in their own order, whichever process had them
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
                 add = max if name.startswith("max_") else operator.add
                 metrics[name] = add(metrics[name], value) if name in metrics else value
@@ -1665,9 +1670,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, losses, run, prompt_ids):
+def clip_and_step(optimizers, total_loss, run, row_names):
     """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
-    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
+    the loss, is not finite the weights stay as they are, and the run logs the names of the data's rows."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1675,12 +1680,12 @@ def clip_and_step(optimizers, losses, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (losses, *norms)))
+    finite = all(map(math.isfinite, (total_loss, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, prompt_ids)
+    run.count_skipped_step(finite, row_names)
     return norms
 
 
@@ -1926,9 +1931,9 @@ def time_limit():
 
 
 def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
-    """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
-    names. With a width the function may return a list of numbers per response, one per token: (rows,
-    width)."""
+    """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
+    columns of their names. With a width the function may return a list of numbers per response, one per
+    token: (rows, width)."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -2318,7 +2323,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
@@ -2425,7 +2431,7 @@ class Run:
         self.clock = None
         if rank() == 0:
             self.open_files()
-        self.best_value = all_gather(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -2461,7 +2467,7 @@ class Run:
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def needs_first_evaluation(self):
+    def needs_first_evaluation(self):  # all processes must call it
         return self.evaluated_at < 0 and not self.is_over()
 
     def next_step(self):
@@ -2475,7 +2481,7 @@ class Run:
         self.times = {}
         return True
 
-    def is_over(self):
+    def is_over(self):  # all processes must call it
         stopped = self.agree_on_stop()
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return stopped or out_of_patience or self.is_last_step()
@@ -2572,14 +2578,15 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, prompt_ids):
-        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+    def count_skipped_step(self, finite, row_names):
+        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
             return
         self.skipped += 1
-        names = " ".join(sorted(set(prompt_ids)))
-        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        names = " ".join(sorted(set(row_names)))
+        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
+        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
@@ -2608,7 +2615,8 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        # A second call of train() continues from self.checkpoint
+        folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
@@ -2665,9 +2673,11 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
+            if saved.get("trainer") != self.name:
+                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
-                raise ValueError("it is no state of this trainer")
+            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
+                raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
@@ -2688,7 +2698,7 @@ class Run:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
-            # Later checkpoints are broken or were given up: the next resume must not find them
+            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
             if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
@@ -2798,7 +2808,11 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        if "MICRO_BATCH_ROWS" in constants():
+            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        return f"out of memory ({first_line(error)}): {hint}"
     return None
 
 

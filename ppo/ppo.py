@@ -5,7 +5,7 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
     A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0; then whitened
-    R_t   = V_t + A_t before whitening, or the same sum with CRITIC_LAM (VC-PPO, 2503.01491)
+    R_t   = V_t + A_t, A_t not whitened, with CRITIC_LAM instead of LAM if that is set (VC-PPO, 2503.01491)
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -15,15 +15,17 @@ Means run over every response token of the optimizer step, however it is cut int
 Deliberate deviations:
 - actor and critic are two networks, each with its own optimizer and gradient clipping;
 - sampling inverts the cumulative distribution at uniform numbers, which are drawn for the whole step at once:
-  BATCH_SIZE changes no sample, and the update only by rounding;
-- the score is not whitened, and the controller of the KL coefficient works on nats per token.
+  at a fixed BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS, BATCH_SIZE changes no sample, and the update only by
+  rounding;
+- the score is not whitened; KL_TARGET counts nats per token, and not per response as in 1909.08593.
 
 Shapes: rows = responses of a step, prompts * GROUP_SIZE; P = tokens of the longest prompt; R = tokens of the
-longest response of the rows at hand. Other dimensions are written as words: (rows, vocabulary).
+longest response of the rows at hand. Other dimensions are written as words: (rows, vocabulary). A parameter
+`rows` beside a batch is a list of row numbers; batch.rows are records of the data.
 
     python ppo/ppo.py                                   # edit the constants below, or override: KEY=VALUE
     python ppo/ppo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct LEARNING_RATE=1e-6 CRITIC_LEARNING_RATE=1e-5
-    torchrun --nproc_per_node=4 ppo/ppo.py              # the same results on any number, to the byte
+    torchrun --nproc_per_node=4 ppo/ppo.py              # the same bytes on any number of processes
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
 checkpoints, best/policy/, two pictures. docs/reference.md defines every file and metric.
@@ -34,8 +36,10 @@ the advantage  gae, compute_advantages                    a metric       ppo_sta
 the reward     REWARD_FUNCTIONS; compute_rewards          a plot         PLOT_PANELS; draw_plot
 sampling       sampling_logprobs; rollout, generate       the schedule   learning_rate_scale
 the optimizer  make_optimizer                             when to stop   train (run.total_steps = run.step)
-another evaluation: train, evaluate(rows=...), Run.write_metrics (log_evaluation moves best/, too)
-To add a constant write one more line below; _VALID_RANGES may hold its range.
+A metric of the responses is a reward function of weight 0. Another evaluation, in train():
+    run.write_metrics("eval", {f"other/{k}": v for k, v in self.evaluate(rows=self.other_rows).items()})
+with self.other_rows = load_prompts(...) as in __init__ (run.log_evaluation() would move best/, too).
+To add a constant write one line below; one that may be None needs its type, as CRITIC_MODEL has.
 """
 
 import ast
@@ -137,9 +141,11 @@ SYSTEM_PROMPT: str | None = None  # put before prompts that have none; needs a c
 MAX_TRAIN_PROMPTS: int | None = None  # number of prompts used, from the first on; None: all
 MAX_EVAL_PROMPTS: int | None = 200
 
-# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. A function is defined above
-# this line, or named if it is in rewards/: f(prompts, responses, answers) returns one number per response. It
-# may have further parameters: response_ids (token ids with EOS), messages, or the name of a data column
+# Rewards: score = REWARD_MODEL_WEIGHT * reward model + sum of weight * function. List names of functions in
+# rewards/, or functions that you define above this line: f(prompts, responses, answers) returns one number
+# per response. prompts are texts or chats as the data has them, responses are texts, answers are texts, lists
+# of texts or None. Further parameters of f: response_ids (token ids with EOS), messages, or the name of a
+# data column. For rewards per token edit compute_rewards()
 REWARD_FUNCTIONS = [("exact_answer", 1.0)]
 REWARD_MODEL_WEIGHT = 0.1
 MISSING_EOS_PENALTY = 0.0  # >= 0, subtracted from the score of a response cut at MAX_NEW_TOKENS
@@ -147,9 +153,9 @@ ACCURACY_FUNCTION = "exact_answer"  # in rewards/; decides whether a response is
 REWARD_TIMEOUT: float | None = 600.0  # seconds to score one batch of responses; None: no limit
 
 # Rollout
-BATCH_SIZE = 16  # prompts sampled and scored at a time: memory and speed, not the result
+BATCH_SIZE = 16  # prompts sampled and scored at a time
 MICRO_BATCH_ROWS: int | None = None  # responses per forward and backward pass; None: chosen from the memory
-GRADIENT_ACCUMULATION_STEPS = 2  # a training step has BATCH_SIZE * this prompts, whatever MICRO_BATCH_ROWS is
+GRADIENT_ACCUMULATION_STEPS = 2  # prompts per training step: BATCH_SIZE * this, whatever MICRO_BATCH_ROWS is
 GROUP_SIZE = 4  # responses per prompt
 MAX_PROMPT_TOKENS = 256  # longer prompts are left out, and counted
 MAX_NEW_TOKENS = 64
@@ -172,11 +178,11 @@ CLIP_RANGE = 0.2  # > 0
 CLIP_RANGE_HIGH: float | None = None  # > 0; None: CLIP_RANGE; DAPO takes 0.28 (2503.14476)
 DUAL_CLIP: float | None = None  # > 1, such as 3: for A < 0 the loss is at most DUAL_CLIP * |A|
 VALUE_CLIP_RANGE = 0.2  # 0: values are not clipped
-VALUE_LOSS_COEF = 0.5  # scales the critic's gradients before clipping; else AdamW cancels it
+VALUE_LOSS_COEF = 0.5  # decides how often the critic's gradient is clipped; AdamW ignores the loss's scale
 ENTROPY_COEF = 0.0
 KL_COEF = 0.01  # per-token KL penalty, reward per nat; 0: no reference model is loaded
 KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, section 2.2); None: constant
-KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a step changes it by at most 20%
+KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a step changes KL_COEF by <= 20%
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
 CRITIC_LAM: float | None = None  # lambda of the critic's targets, 0 to 1; None: LAM
@@ -241,7 +247,8 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
     "OUTPUT_DIR": (f"{ROOT}/checkpoints/ppo", "the shipped model's run; give yours a folder of its own"),
 }
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()  # when resuming
+# A run that resumes logs which constants have changed, except these
+_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()
 
 # ================================================================ the maths of PPO
 
@@ -249,7 +256,7 @@ _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMP
 def sampling_logprobs(logits, temperature):
     """Returns log-probabilities (..., vocabulary) of the distribution that is sampled *and* trained: rollout
     and update call this, so all ratios are 1 before the first update. Edit it for top-p, for example: return
-    -inf for tokens to exclude (callers turn it into -1e30). The reference is scored by full_logprobs()."""
+    -inf for tokens to exclude (callers clamp that to -1e30). The reference is scored by full_logprobs()."""
     return full_logprobs(logits, temperature)
 
 
@@ -264,14 +271,15 @@ def masked_variance(x, mask):
 def whiten(x, mask):
     """Returns x with mean 0 and variance 1 over the mask, and 0 outside it. Equal numbers become zeros."""
     whitened = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8) * mask
-    are_equal = ((x == x[0, 0]) | (mask == 0)).all()  # their float32 mean is often another number
+    # The float32 mean of equal numbers is often another number, and rounding errors would be whitened
+    are_equal = ((x == x[0, 0]) | (mask == 0)).all()
     return whitened.masked_fill(are_equal, 0.0)
 
 
 def per_token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, token_scores=None):
     """Returns the reward of each token, (rows, R): the KL penalty at every token, and the score (rows,) at
-    the last one. If the reward came per token (token_scores, (rows, R)), the last token gets only what its
-    row's score has beyond their sum, such as MISSING_EOS_PENALTY."""
+    the last one. If the reward came per token (token_scores, (rows, R)), the last token gets
+    scores - token_scores.sum(1) beside its own: 0, or minus MISSING_EOS_PENALTY."""
     token_rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     if token_scores is not None:
         token_rewards += token_scores
@@ -296,8 +304,9 @@ def gae(token_rewards, values, mask, gamma, lam):
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_range, clip_range_high, dual_clip=None):
     """Returns the clipped surrogate loss of each token, (rows, R): 1707.06347, equation 7; dual_clip:
-    1912.09729."""
-    ratio = (logprobs - old_logprobs).clamp(max=80).exp()  # inf: a gradient of 0 * inf = NaN
+    1912.09729. optimizer_step() takes the mean over the response tokens."""
+    # exp() of more is inf, and a clipped inf has the gradient 0 * inf = NaN
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range_high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
@@ -315,8 +324,8 @@ def value_loss(values, old_values, returns, clip_range):
 
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
     """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), whether
-    the ratio was clipped, |log ratio| and |ratio - 1|. The log ratio is bounded below, because a token that
-    an edited sampling_logprobs() excludes by now has log-probability -1e30."""
+    the ratio was clipped, |log ratio| and |ratio - 1|, of which the maximum is logged. The log ratio is
+    bounded below: a token that an edited sampling_logprobs() now excludes has log-probability -1e30."""
     log_ratio = (logprobs - old_logprobs).clamp(min=-20)
     ratio = log_ratio.exp()
     too_high = ratio > 1 + clip_range_high
@@ -331,7 +340,7 @@ def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
 
 def adapt_kl_coef(kl_coef, kl, target, num_responses, horizon):
     """Returns the KL coefficient after a step: the proportional controller of 1909.08593, section 2.2, with
-    gain num_responses / horizon instead of 0.1. The factor is clipped to [0.8, 1.2]: with a gain above 1 it
+    gain num_responses / horizon instead of 0.1. The factor is clipped to [0.8, 1.2]: with a gain above 5 it
     could turn negative."""
     error = max(-0.2, min(0.2, kl / target - 1))
     factor = 1 + error * num_responses / horizon
@@ -355,16 +364,18 @@ class PPOTrainer:
         self.run = Run("ppo", resume_from_checkpoint, self.device)
         self.run.title = f"PPO, {'/'.join(Path(ACTOR_MODEL).parts[-2:])}, seed {SEED}"
         self.run.panels = PLOT_PANELS
-        # {name: (rows,)} that compute_rewards() writes for the log. score_over_ranks() empties it before each
-        # call and moves it to batch.reward_parts
+        # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
+        # call and moves what it finds to batch.reward_parts
         self.reward_parts = {}
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
         check_models(self.models_by_constant, self.train_rows, self.pad_id)
-        # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
+        # What a checkpoint keeps beside weights, optimizers and random generators. order: this epoch's
+        # permutation of the prompts. prompts: their number, compared when a run resumes
         num_prompts = len(self.train_rows)
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_prompts, kl_coef=KL_COEF)
+        # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if not KL_TARGET:
             self.state.kl_coef = KL_COEF  # a changed constant takes effect when a run resumes
@@ -433,11 +444,12 @@ class PPOTrainer:
         """Samples GROUP_SIZE responses to each prompt; rows of one prompt are neighbours. Returns a batch.
         Its fields come from
         rollout             rows (of the data), sequences, responses (texts), response_ids, response_mask,
-                            response_lengths, truncated, columns, logprobs (log pi_old), entropies
+                            response_lengths, truncated, logprobs (log pi_old), entropies,
+                            columns (for reward functions: {"response_ids": lists without padding})
         score               scores (rows,), token_scores (rows, R) or None, reward_parts, values, ref_logprobs
         compute_advantages  raw_advantages, advantages (whitened), returns (the critic's targets)"""
         with self.run.timed("rollout"):
-            # Drawn here, for the whole step, so that BATCH_SIZE does not change the samples
+            # Drawn here, for the whole step: how it is cut into batches does not change the samples
             uniform = torch.rand(len(prompts) * GROUP_SIZE, MAX_NEW_TOKENS)
             batch = respond(self.actor, self.tokenizer, column(prompts, "ids"), uniform, GROUP_SIZE)
             batch.rows = repeat_each(prompts, GROUP_SIZE)
@@ -456,9 +468,10 @@ class PPOTrainer:
                     batch.ref_logprobs = batch_logprobs(self.reference, batch, full_logprobs)
 
     def score_responses(self, batch):
-        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time. Returns scores (rows,)
-        less MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for
-        each response; and the reward parts."""
+        """Calls compute_rewards() with the responses of BATCH_SIZE prompts at a time, by way of
+        score_over_ranks() and call_reward(), which checks what it returns. Returns scores (rows,) less
+        MISSING_EOS_PENALTY; token scores (rows, R), or None if compute_rewards() returned one number for each
+        response; and the reward parts."""
         function = self.compute_rewards
         with full_parameters(self.reward_model):
             scores, logged = score_over_ranks(self, "compute_rewards", function, batch, width=MAX_NEW_TOKENS)
@@ -483,7 +496,8 @@ class PPOTrainer:
         return total
 
     def reward_model_score(self, prompts, responses):
-        """Returns the reward model's score of each response, (rows,); of two strings one number."""
+        """Returns the reward model's score of each response, (rows,); given two texts instead of two lists,
+        one number."""
         if isinstance(prompts, str):
             return self.reward_model_score([prompts], [responses])[0]
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
@@ -512,8 +526,7 @@ class PPOTrainer:
                 for rows in mini_batches(len(batch.rows)):
                     steps.append(self.optimizer_step(batch, rows))
         check_first_ratio(steps[0], run.step)
-        metrics = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["max_ratio_deviation"] = max(column(steps, "max_ratio_deviation"))
+        metrics = over_optimizer_steps(steps)
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
         metrics["learning_rate"] = learning_rate
         metrics["kl_coef"] = self.state.kl_coef
@@ -528,15 +541,15 @@ class PPOTrainer:
         steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         critic_scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        learning_rate = 0.0
+        actor_scale = 0.0
         if not self.trains_critic_alone():  # the actor's warm-up begins after the critic's
             first = CRITIC_WARMUP_STEPS
-            learning_rate = LEARNING_RATE * learning_rate_scale(
+            actor_scale = learning_rate_scale(
                 steps_done - first, run.total_steps - first, WARMUP_STEPS, schedule, run.halvings
             )
-        set_learning_rate(self.optimizers["policy"], learning_rate)
-        set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * critic_scale)
-        return learning_rate
+        scale_learning_rate(self.optimizers["policy"], actor_scale)
+        scale_learning_rate(self.optimizers["critic"], critic_scale)
+        return LEARNING_RATE * actor_scale
 
     def trains_critic_alone(self):
         """Returns whether this is one of the first CRITIC_WARMUP_STEPS: actor and KL coefficient stay."""
@@ -544,8 +557,8 @@ class PPOTrainer:
         return steps_done < CRITIC_WARMUP_STEPS
 
     def optimizer_step(self, batch, rows):
-        """One step of both optimizers on `rows`, a list. The loss is the mean over all their response tokens,
-        however they are cut into micro-batches. Returns the step's metrics."""
+        """One step of both optimizers on the responses with the numbers `rows`. The loss is the mean over all
+        their tokens, however they are cut into micro-batches. Returns the step's metrics."""
         num_tokens = batch.response_mask[to_device(rows, self.device)].sum()
         clip_range_high = CLIP_RANGE_HIGH or CLIP_RANGE
         trained = ["critic"] if self.trains_critic_alone() else ["policy", "critic"]
@@ -580,11 +593,11 @@ class PPOTrainer:
             gradients.log_max("max_ratio_deviation", (stats.pop("ratio_deviation") * mask).max())
             gradients.log_means(losses | stats, mask, num_tokens)
         metrics = gradients.finish()
-        losses = metrics["policy_loss"] + metrics["value_loss"]  # only tested for being finite
-        prompt_ids = [batch.rows[i]["id"] for i in rows]
+        total_loss = metrics["policy_loss"] + metrics["value_loss"]  # only tested for being finite
+        row_names = [batch.rows[i]["id"] for i in rows]
         optimizers = [self.optimizers[name] for name in trained]
-        grad_norms = clip_and_step(optimizers, losses, self.run, prompt_ids)
-        norms = dict(zip(trained, grad_norms))
+        grad_norms = clip_and_step(optimizers, total_loss, self.run, row_names)
+        norms = dict(zip(trained, grad_norms, strict=True))
         metrics["grad_norm"] = norms.get("policy", 0.0)
         metrics["critic_grad_norm"] = norms["critic"]
         return metrics
@@ -663,8 +676,9 @@ class PPOTrainer:
         self.run.log_step(metrics, batch.response_lengths.sum().item(), samples, line)
 
 
-# ================ machinery: the same in all trainers that have it
-# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal.
+# ================ machinery: models, data, sampling, files, processes. The algorithm ends here
+# Edit it freely in a copy of your own. In the repository tools/copies.py keeps definitions of one name equal
+# in all trainers; "# differs" marks one that is different on purpose, and says why.
 
 # ---------------------------------------------------------------- loading models
 
@@ -688,7 +702,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     bad_keys = missing | set(info["unexpected_keys"])
-    if new_head:
+    if new_head:  # the head may be missing or another one: only the body must be complete
         bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
@@ -834,7 +848,7 @@ def check_models(models_by_constant, rows, pad_id):
 
     # Sampling: with shared prompts where that agrees, else without
     with full_parameters(actor):
-        fault = "it has no shared prompts"
+        fault = "not tried"  # "": the model agrees
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
             fault = disagreement(actor, sampled_and_scored)
@@ -904,7 +918,7 @@ def max_response_length(batch, rows):
 
 def micro_batch_rows(model, batch):
     """Returns how many rows are read at a time: MICRO_BATCH_ROWS, or the rows of BATCH_SIZE prompts, but at
-    most 64, and fewer where their logits would pass 64 MiB. On a GPU that is 1/16 of its memory, rounded
+    most 64, and fewer where their logits would pass 64 MiB. On a GPU the bound is 1/16 of its memory, rounded
     down to a power of two, so that all processes choose the same number."""
     if MICRO_BATCH_ROWS:
         return MICRO_BATCH_ROWS
@@ -918,7 +932,8 @@ def micro_batch_rows(model, batch):
 
 def micro_batches(model, batch, rows=None):
     """Cuts rows (None: all) into micro-batches, lists of row numbers. Rows of one prompt stay together,
-    because the prompt is read once for all of them; prompts are sorted by their number of tokens."""
+    because the prompt is read once for all of them. Prompts with the most tokens, responses included, come
+    first."""
     if rows is None:
         rows = range(len(batch.sequences))
     size = micro_batch_rows(model, batch)
@@ -968,6 +983,7 @@ def sample_tokens(probabilities, uniform):
     blocks = torch.nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))
     block_sums = blocks.sum(-1)
     block, overshoot = find_in_cdf(block_sums, uniform.double().unsqueeze(-1))
+    # Where the target lies inside its block, as a fraction of the block's sum
     fraction = (1 - overshoot / block_sums.gather(-1, block)).clamp(0, 1 - 2**-40)
     index, _ = find_in_cdf(blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, 128)).squeeze(1), fraction)
     return (block * 128 + index).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
@@ -990,7 +1006,7 @@ class PreallocatedCacheLayer(DynamicLayer):
     def __init__(self, layer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.buffers = (layer.keys, layer.values)
+        self.buffers = (layer.keys, layer.values)  # update() makes them larger
         self.keys, self.values = self.buffers
 
     def update(self, keys, values, *args, **kwargs):
@@ -1030,8 +1046,7 @@ class Decoder:
         """Puts faster layers in place of transformers' own, where these are plain (no sliding window)."""
         layers = getattr(self.cache, "layers", [])
         plain = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and layer.is_initialized]
-        # The attention mask hides the padding of the prompts from the layers that still hold it
-        self.needs_mask = True
+        self.needs_mask = True  # while some layer holds the padding of the prompts
         if self.model in _SHARED_DECODING:
             shared_layers = {}
             for i in plain:
@@ -1071,7 +1086,8 @@ class Decoder:
         return index
 
 
-_EOS_CHECK_EVERY = {"cpu": 1}  # decode this many tokens between checks for finished rows; a GPU waits at each
+# Number of tokens between checks for finished rows, because a GPU must wait at each check
+_EOS_CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
 
 
 @torch.no_grad()
@@ -1083,7 +1099,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
     that was cut holds no EOS id."""
     device = model.device
-    check_every = _EOS_CHECK_EVERY.get(device.type, 16)
+    check_every = _EOS_CHECK_EVERY[device.type]
     decoder = Decoder(model, prompts, group_size, pad_id)
     rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
@@ -1100,6 +1116,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
         is_last = t + 1 == max_new_tokens
+        # Every check_every tokens: store what is pending, then drop the rows that are finished
         if (t + 1) % check_every == 0 or is_last:
             columns = slice(t + 1 - len(pending), t + 1)
             for result, values in zip((ids, logprobs, entropies), zip(*pending)):
@@ -1118,7 +1135,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
                 finished = finished[keep]
         decoder.next(tokens)
     is_eos = torch.isin(ids, eos_ids).long()
-    after_eos = is_eos.cumsum(1) > is_eos
+    after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
     logprobs = logprobs.masked_fill(after_eos, 0)
     entropies = entropies.masked_fill(after_eos, 0)
     return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
@@ -1126,8 +1143,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- decoding with shared prompts
 # Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/speed.md). A copy may delete this section, and the two places in Decoder and load_model() that name
-# it.
+# (docs/speed.md). Whoever deletes this section must also delete every line above it that names shared_prompts
+# or _SHARED_DECODING: they are in load_model(), check_models(), forward() and Decoder.
 
 _SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
 
@@ -1186,8 +1203,9 @@ class SharedPrompts:
 
 
 def shared_prompt_attention(module, query, key, value, attention_mask, shared_prompts=None, **options):
-    """Computes transformers' sdpa attention; with shared prompts one softmax over a row's prompt and its
-    response. Some models pass attention_mask by name."""
+    """Computes transformers' sdpa attention. With shared prompts, which occur in decoding alone, each row has
+    one query token: it gets one softmax over the row's prompt and its response. Query heads that share a key
+    head stand side by side. Some models pass attention_mask by name."""
     if shared_prompts is None or module.layer_idx not in shared_prompts.layers:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     by_prompt, by_row = shared_prompts.by_prompt, shared_prompts.by_row
@@ -1215,6 +1233,7 @@ def logits_at(model, ids, places, **options):
     head = model.get_output_embeddings()
     if head is None:
         return forward(model, ids, use_cache=False, **options).logits[places]
+    # Hidden states, (rows, T, width), become those of the places, (1, tokens, width)
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][places][None])
     try:
         return forward(model, ids, use_cache=False, **options).logits[0]
@@ -1291,8 +1310,8 @@ def batch_logprobs(model, batch, distribution):
 
 
 # ---------------------------------------------------------------- scoring with shared prompts
-# A prompt is read once with all its responses. A copy may delete this section; then response_logits() and
-# check_models() must not name it.
+# A prompt is read once with all its responses. Whoever deletes this section must also delete what names
+# _SHARED_SCORING or logits_of_shared_prompts in response_logits() and check_models().
 
 _SHARED_SCORING = WeakSet()  # models for which check_models() found that scoring this way is right
 _RESPONSE_TOKENS = 1024  # most response tokens in one sequence, because its attention is dense
@@ -1373,26 +1392,23 @@ def logits_of_shared_prompts(model, batch, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
     are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled (see set_learning_rate), clipped and stepped."""
+    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Sets the learning rate of each parameter group. A group that make_optimizer() gave another rate than
-    the optimizer's default keeps that ratio."""
-    default = optimizer.defaults["lr"]
+def scale_learning_rate(optimizer, scale):
+    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
     for group in optimizer.param_groups:
-        if "lr_multiplier" not in group:
-            group["lr_multiplier"] = group["lr"] / default if default else 1.0
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
 def mini_batches(num_rows):
-    """Returns the rows of each optimizer step of a pass, lists. With a single one their order does not
-    matter."""
+    """Returns the row numbers of each optimizer step of a pass, MINI_BATCHES lists. In a single one their
+    order does not matter."""
     order = torch.arange(num_rows)
     if MINI_BATCHES > 1:
         order = torch.randperm(num_rows)
@@ -1425,8 +1441,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's micro-batches. The loop must run to its end, because the other processes wait
-        for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
@@ -1460,6 +1477,7 @@ class GradientSum:
         strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
         if self.is_dummy:
             loss = 0 * loss
+        # For this pass, an operation without such a kernel is an error instead of a warning
         torch.use_deterministic_algorithms(True, warn_only=not strict)
         try:
             loss.backward()
@@ -1481,7 +1499,8 @@ class GradientSum:
         self.rounds[-1][name] = value
 
     def log_max(self, name, value):
-        """Logs a number of which the step's is the greatest; its name begins with max_."""
+        """Logs a number of which the largest counts. finish() knows it by its name."""
+        assert name.startswith("max_"), f"{name}: its name must begin with max_"
         self.rounds[-1][name] = value
 
     def add_round(self):
@@ -1505,7 +1524,7 @@ class GradientSum:
                 dist.all_reduce(parameter.grad)
         rounds_by_rank = all_gather(self.logged_numbers())
         metrics = {}
-        for number in range(self.num_micro_batches):
+        for number in range(self.num_micro_batches):  # in their own order, whichever process had them
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
                 add = max if name.startswith("max_") else operator.add
                 metrics[name] = add(metrics[name], value) if name in metrics else value
@@ -1520,9 +1539,18 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, losses, run, prompt_ids):
+def over_optimizer_steps(steps):
+    """Returns one {name: number} for several optimizer steps: means, but maxima of what begins with max_."""
+    metrics = {}
+    for name in steps[0]:
+        values = column(steps, name)
+        metrics[name] = max(values) if name.startswith("max_") else sum(values) / len(values)
+    return metrics
+
+
+def clip_and_step(optimizers, total_loss, run, row_names):
     """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
-    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
+    the loss, is not finite the weights stay as they are, and the run logs the names of the data's rows."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -1530,12 +1558,12 @@ def clip_and_step(optimizers, losses, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (losses, *norms)))
+    finite = all(map(math.isfinite, (total_loss, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, prompt_ids)
+    run.count_skipped_step(finite, row_names)
     return norms
 
 
@@ -1689,7 +1717,8 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append EOS to every text: the response would begin after it, or end twice
+    # Some tokenizers append an EOS to every text, which is dropped: the response would begin after it, or
+    # end twice
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1705,7 +1734,7 @@ def encode(trainer, rows, constant):
     for row in rows:
         where = f"{constant}: {row.get('id', 'the prompt')}"
         row["ids"] = encode_chat(tokenizer, row["prompt"], where)
-        row["columns"]["messages"] = as_messages(row["prompt"])
+        row["columns"]["messages"] = as_messages(row["prompt"])  # also where the data has such a column
         if not row["ids"]:
             raise UserError(f"{where}: the tokenizer gives no token for this prompt")
         if max(row["ids"]) >= num_ids:
@@ -1882,8 +1911,8 @@ def run_summary(trainer, optimizer_steps):
     lines = [
         f"{name}: {parameter_counts(actor)} on {actor.device}, {precision}; writing to {OUTPUT_DIR}",
         f"{len(trainer.train_rows)} prompts to train on, {len(trainer.eval_rows)} held out",
-        f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {prompts} x {GROUP_SIZE} "
-        f"responses and {optimizer_steps} optimizer steps of the policy",
+        f"Steps {run.step} to {run.total_steps}, where {end} ends the run. In each step: {prompts} prompts x "
+        f"{GROUP_SIZE} responses; optimizer steps of the policy: {optimizer_steps}",
         memory_summary(trainer),
         *unsuited_constants(),
     ]
@@ -1957,7 +1986,9 @@ def evaluate_policy(trainer_class):
         trainer.run.log(f"{figure:16} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
     facts = {"policy": policy, "datasets": EVAL_DATASETS, "prompts": len(records), "figures": figures}
     facts |= {"samples": EVALUATE_SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
-    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], *(Path(spec["path"]).stem for spec in EVAL_DATASETS)]
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:]]
+    for spec in EVAL_DATASETS:
+        names += [Path(spec["path"]).stem, *(spec[key] for key in ("name", "split") if spec.get(key))]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))
     if rank() == 0:
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -2336,9 +2367,9 @@ def time_limit():
 
 
 def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
-    """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
-    names. With a width the function may return a list of numbers per response, one per token: (rows,
-    width)."""
+    """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
+    columns of their names. With a width the function may return a list of numbers per response, one per
+    token: (rows, width)."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -2728,7 +2759,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
@@ -2835,7 +2867,7 @@ class Run:
         self.clock = None
         if rank() == 0:
             self.open_files()
-        self.best_value = all_gather(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -2871,7 +2903,7 @@ class Run:
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def needs_first_evaluation(self):
+    def needs_first_evaluation(self):  # all processes must call it
         return self.evaluated_at < 0 and not self.is_over()
 
     def next_step(self):
@@ -2885,7 +2917,7 @@ class Run:
         self.times = {}
         return True
 
-    def is_over(self):
+    def is_over(self):  # all processes must call it
         stopped = self.agree_on_stop()
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return stopped or out_of_patience or self.is_last_step()
@@ -2982,14 +3014,15 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, prompt_ids):
-        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+    def count_skipped_step(self, finite, row_names):
+        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
             return
         self.skipped += 1
-        names = " ".join(sorted(set(prompt_ids)))
-        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        names = " ".join(sorted(set(row_names)))
+        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
+        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
@@ -3015,7 +3048,8 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        # A second call of train() continues from self.checkpoint
+        folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
@@ -3072,9 +3106,11 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
+            if saved.get("trainer") != self.name:
+                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
-                raise ValueError("it is no state of this trainer")
+            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
+                raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
@@ -3095,7 +3131,7 @@ class Run:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
-            # Later checkpoints are broken or were given up: the next resume must not find them
+            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
             if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
@@ -3208,7 +3244,11 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        if "MICRO_BATCH_ROWS" in constants():
+            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        return f"out of memory ({first_line(error)}): {hint}"
     return None
 
 

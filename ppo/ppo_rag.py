@@ -719,9 +719,9 @@ def time_limit():
 
 
 def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
-    """Returns a reward function's values, (rows,). Parameters after its first three get the columns of their
-    names. With a width the function may return a list of numbers per response, one per token: (rows,
-    width)."""
+    """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
+    columns of their names. With a width the function may return a list of numbers per response, one per
+    token: (rows, width)."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -1034,7 +1034,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
@@ -1141,7 +1142,7 @@ class Run:
         self.clock = None
         if rank() == 0:
             self.open_files()
-        self.best_value = all_gather(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -1177,7 +1178,7 @@ class Run:
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def needs_first_evaluation(self):
+    def needs_first_evaluation(self):  # all processes must call it
         return self.evaluated_at < 0 and not self.is_over()
 
     def next_step(self):
@@ -1191,7 +1192,7 @@ class Run:
         self.times = {}
         return True
 
-    def is_over(self):
+    def is_over(self):  # all processes must call it
         stopped = self.agree_on_stop()
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return stopped or out_of_patience or self.is_last_step()
@@ -1288,14 +1289,15 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, prompt_ids):
-        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+    def count_skipped_step(self, finite, row_names):
+        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
             return
         self.skipped += 1
-        names = " ".join(sorted(set(prompt_ids)))
-        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        names = " ".join(sorted(set(row_names)))
+        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
+        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
@@ -1322,7 +1324,8 @@ class Run:
     # differs: models are never sharded
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        # A second call of train() continues from self.checkpoint
+        folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: model.state_dict() for name, model in self.models.items()}
@@ -1378,9 +1381,11 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
+            if saved.get("trainer") != self.name:
+                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
-                raise ValueError("it is no state of this trainer")
+            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
+                raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
@@ -1402,7 +1407,7 @@ class Run:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
-            # Later checkpoints are broken or were given up: the next resume must not find them
+            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
             if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
@@ -1512,7 +1517,11 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        if "MICRO_BATCH_ROWS" in constants():
+            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        return f"out of memory ({first_line(error)}): {hint}"
     return None
 
 

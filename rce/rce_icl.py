@@ -98,7 +98,8 @@ STAGE = "all"  # all | mine | train
 CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), instead of mining
 
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, perhaps "image" (a column of
-# paths). The output is a gold answer or a list of them, which GOLDS says how to read
+# paths) and "vectors" (a .npy file of an array with one vector per row, instead of EMBEDDING's). The output
+# is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {"path": f"{ROOT}/data/banking77/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "text", "output": "category"}
 # None: a fifth of TRAIN_DATASET is held out
@@ -108,11 +109,15 @@ VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonst
 TEST_QUERIES: int | None = None  # use only the first N rows; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
-EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sentence model's folder or hub name
+# "tfidf": truncated SVD of TF-IDF of the demonstrations; or the folder or hub name of a sentence model, or of
+# CLIP or SigLIP, which read images, too
+EMBEDDING = "tfidf"
+IMAGE_VECTORS = "both"  # of CLIP and SigLIP: both (one after the other) | mean | text | image
 EMBEDDING_SIZE = 400  # of tfidf
 EMBED_ANSWERS = True  # the network reads a candidate's answer; False: its text
 
-# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
+# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model or
+# of an image-text-to-text model, which sees the images of the data
 READER = "votes"
 PRIOR_STRENGTH = 0.2  # votes: weight of the class prior; a demonstration of similarity 1 has weight 1
 INSTRUCTION: str | None = None  # what a language model reads first
@@ -121,6 +126,7 @@ QUERY = "Question: {text}\nAnswer:"
 CHAT_TEMPLATE = True  # use the language model's chat template if it has one; False: plain text
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
+MAX_IMAGE_PIXELS = 512 * 512  # of an image-text model's images: larger ones are made smaller
 DTYPE = "float32"  # float32 | bfloat16, of hub models
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 
@@ -204,6 +210,7 @@ _MODES = (
 ).split()
 _VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
+    "MAX_IMAGE_PIXELS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
     "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
@@ -218,6 +225,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train"],
     "GOLDS": ["aliases", "annotators"],
+    "IMAGE_VECTORS": ["both", "mean", "text", "image"],
     "POOL": ["random", "similarity"],
     "DTYPE": ["float32", "bfloat16"],
     "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
@@ -469,7 +477,14 @@ class ICLTrainer:
 
     def load_reader(self):
         """Returns the reader. Override for one of your own: it needs answers() and gold_probabilities()."""
-        return VoteReader(self.demos) if READER == "votes" else LanguageReader(READER, self.device)
+        if READER == "votes":
+            return VoteReader(self.demos)
+        if reads_images(READER):
+            return VisionReader(READER, self.device)
+        if with_images := [demo for demo in self.demos if demo["image"]]:
+            fault = f"reads no images, but {with_images[0]['id']} has one"
+            raise UserError(f"READER = {READER!r} {fault}: take an image-text model, or leave out 'image'")
+        return LanguageReader(READER, self.device)
 
     def load_policy(self):
         """Loads policy and reference (where GRPO starts): the checkpoint's, else POINTER_POLICY, else new."""
@@ -785,11 +800,11 @@ class ICLTrainer:
                 metrics["oracle_accuracy"] = self.oracle
             return metrics
 
-    def select(self, query, shots=SHOTS):
+    def select(self, query, shots=SHOTS, image=None):
         """Returns the demonstrations, out of all, that this run's best policy (if there is none, the current
-        one) picks for a query text."""
-        query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
-        query["vector"] = self.corpus.embed_query(query["text"])
+        one) picks for a query, a text and perhaps the path of an image."""
+        query = {"id": f"select {query}", "text": query, "image": image, "golds": [], "split": "select"}
+        query["vector"] = self.corpus.embed_query(query)
         best = self.run.folder / "best/policy"
         policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else self.policy
         return self.corpus.examples(self.pick([query], shots, policy)[0])
@@ -1191,7 +1206,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
@@ -1298,7 +1314,7 @@ class Run:
         self.clock = None
         if rank() == 0:
             self.open_files()
-        self.best_value = all_gather(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -1334,7 +1350,7 @@ class Run:
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def needs_first_evaluation(self):
+    def needs_first_evaluation(self):  # all processes must call it
         return self.evaluated_at < 0 and not self.is_over()
 
     def next_step(self):
@@ -1348,7 +1364,7 @@ class Run:
         self.times = {}
         return True
 
-    def is_over(self):
+    def is_over(self):  # all processes must call it
         stopped = self.agree_on_stop()
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return stopped or out_of_patience or self.is_last_step()
@@ -1446,14 +1462,15 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, prompt_ids):
-        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+    def count_skipped_step(self, finite, row_names):
+        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
             return
         self.skipped += 1
-        names = " ".join(sorted(set(prompt_ids)))
-        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        names = " ".join(sorted(set(row_names)))
+        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
+        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
@@ -1483,7 +1500,8 @@ class Run:
     # differs: models are never sharded
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        # A second call of train() continues from self.checkpoint
+        folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: model.state_dict() for name, model in self.models.items()}
@@ -1539,9 +1557,11 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
+            if saved.get("trainer") != self.name:
+                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
-                raise ValueError("it is no state of this trainer")
+            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
+                raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
@@ -1563,7 +1583,7 @@ class Run:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
-            # Later checkpoints are broken or were given up: the next resume must not find them
+            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
             if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
@@ -1673,7 +1693,11 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        if "MICRO_BATCH_ROWS" in constants():
+            hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
+            hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
+        return f"out of memory ({first_line(error)}): {hint}"
     return None
 
 
@@ -1940,8 +1964,8 @@ def load_examples(spec, constant, split, limit=None):
     from 0; answer, the gold named most often, is what a demonstration shows."""
     keys = {"path", "type", "input", "output"}
     is_texts = isinstance(spec, dict) and set(map(type, (*spec, *spec.values()))) == {str}
-    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split"}:
-        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
+    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split", "vectors"}:
+        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split, vectors"
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
     examples = []
@@ -1964,7 +1988,22 @@ def load_examples(spec, constant, split, limit=None):
             break
     if not examples:
         raise UserError(f"{where}: the data set is empty")
+    if spec.get("vectors"):
+        take_vectors(examples, spec["vectors"], constant)
     return examples
+
+
+def take_vectors(examples, path, constant):
+    """Gives the examples their rows of the array in a .npy file, scaled, as "given_vector"."""
+    try:
+        array = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{constant}: {path} cannot be read as .npy ({first_line(error)})") from None
+    if array.ndim != 2 or len(array) < len(examples) or not np.isfinite(array).all():
+        fault = f"is an array of {array.shape}: it needs one vector of finite numbers"
+        raise UserError(f"{constant}: {path} {fault} for each of {len(examples)} rows")
+    for example, vector in zip(examples, scaled(array)):
+        example["given_vector"] = vector
 
 
 # differs: the data of this trainer
@@ -1975,6 +2014,10 @@ def load_splits(say):
     rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
     if TEST_DATASET is not None:
         test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+        sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
+        if sizes[0] != sizes[1]:
+            what = "the vectors of TRAIN_DATASET and TEST_DATASET must be of one size"
+            raise UserError(f"{what}, not {sizes[0]} and {sizes[1]} numbers")
         if Path(TEST_DATASET["path"]).name == Path(TRAIN_DATASET["path"]).name:
             for row in test:  # two files of one name, or two splits of the hub: ids must differ
                 row["id"] = f"test {row['id']}"
@@ -2051,9 +2094,56 @@ class HubEmbedder:
         return torch.cat(means).float().cpu().numpy()
 
 
+class ImageEmbedder:
+    """CLIP or SigLIP: vectors of texts and of images, each of length 1, joined by IMAGE_VECTORS. A row
+    without an image has zeros for it, or with "mean" its text's vector."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModel, AutoProcessor
+
+        self.processor = load_pretrained(AutoProcessor, name, "EMBEDDING")
+        self.model = load_pretrained(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
+
+    def features(self, rows):
+        """Returns vectors of the rows' texts and images, two (rows, d)."""
+        texts = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        inputs = self.processor(text=column(rows, "text"), **texts).to(self.model.device)
+        text = self.model.get_text_features(**inputs)
+        text = scaled(getattr(text, "pooler_output", text).cpu().numpy())
+        image = np.zeros_like(text)
+        places = [i for i, row in enumerate(rows) if row["image"]]
+        if places:
+            images = [read_image(rows[i]) for i in places]
+            inputs = self.processor(images=images, return_tensors="pt").to(self.model.device)
+            features = self.model.get_image_features(**inputs)
+            image[places] = scaled(getattr(features, "pooler_output", features).cpu().numpy())
+        return text, image
+
+    @torch.no_grad()
+    def vectors(self, rows):
+        joined = []
+        for start in range(0, len(rows), READER_BATCH_SIZE):
+            text, image = self.features(rows[start : start + READER_BATCH_SIZE])
+            ways = {"text": text, "image": image, "mean": text + image}
+            joined.append(np.hstack([text, image]) if IMAGE_VECTORS == "both" else ways[IMAGE_VECTORS])
+        return np.concatenate(joined)
+
+
 def make_embedder(demos, device):
     """Returns an object with vectors(rows), (rows, d), of rows with "text" and "image". Replace it."""
-    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
+    if EMBEDDING == "tfidf":
+        return TfidfEmbedder(demos)
+    if is_image_embedder(EMBEDDING):
+        return ImageEmbedder(EMBEDDING, device)
+    return HubEmbedder(EMBEDDING, device)
+
+
+def is_image_embedder(name):
+    """Returns whether a folder or hub name is a model of texts and images such as CLIP, by its config."""
+    from transformers import AutoConfig
+
+    config = load_pretrained(AutoConfig, name, "EMBEDDING")
+    return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
 def scaled(vectors):
@@ -2089,7 +2179,7 @@ def source_of(thing):
 def embedder_facts():
     """Returns what vectors depend on beside the rows: the source of make_embedder and of the functions and
     classes that it names, the plain values that it names, and the files of a model's folder."""
-    facts = [EMBEDDING, EMBEDDING_SIZE, name_of(make_embedder), source_of(make_embedder)]
+    facts = [EMBEDDING, EMBEDDING_SIZE, IMAGE_VECTORS, name_of(make_embedder), source_of(make_embedder)]
     if inspect.isfunction(make_embedder):
         named = inspect.getclosurevars(make_embedder)
         for name, value in sorted({**named.globals, **named.nonlocals}.items()):
@@ -2131,7 +2221,7 @@ def embed_splits(splits, demos, device, say, afresh):
     with np.load(path) as file:
         vectors, answer_vectors = file["arr_0"], dict(zip(answers, file["arr_1"]))
     for example, vector in zip(examples, vectors):
-        example["vector"] = vector
+        example["vector"] = example.get("given_vector", vector)
     for demo in demos:
         demo["candidate_vector"] = answer_vectors[demo["answer"]] if EMBED_ANSWERS else demo["vector"]
 
@@ -2225,10 +2315,10 @@ class LanguageReader:
     """A causal language model: greedy answers, and the probability of the golds after the prompt."""
 
     def __init__(self, name, device):
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig
 
-        self.tokenizer = tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
-        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        model = self.load(name)  # sets self.tokenizer, and self.processor, which has the chat template
+        tokenizer = self.tokenizer
         self.model = model.to(device).eval()
         config = model.generation_config
         # The model may have one id, several or none
@@ -2246,8 +2336,15 @@ class LanguageReader:
         self.ends = ends[ends < model.config.get_text_config().vocab_size]
         if not len(self.ends):
             raise UserError(f"READER = {name!r} has no token that ends an answer, neither EOS nor a newline")
-        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
-        self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)
+        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+    def load(self, name):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
+        self.processor = self.tokenizer
+        return load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
 
     def prompt(self, query, demonstrations):
         """Returns what the model reads. A space at its end is cut: tokens of the answer begin with theirs."""
@@ -2268,16 +2365,22 @@ class LanguageReader:
                 row.pop()  # some tokenizers end every text
         return ids
 
-    def padded(self, rows, room):
-        """Returns ids of prompts, left-padded, (prompts, P), and their mask."""
-        longest = max(map(len, rows))
-        if longest + room > self.limit:
-            fault = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
-            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
+    def inputs(self, texts, asked):
+        """Returns what the model reads of texts, left-padded: input_ids and attention_mask, (texts, P)."""
+        rows = self.ids_of(texts)
         ids = pad_rows(rows, self.pad_id, "left")
         lengths = torch.tensor(list(map(len, rows)))
-        mask = torch.arange(longest) >= longest - lengths[:, None]
-        return ids.to(self.model.device), mask.long().to(self.model.device)
+        mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
+        device = self.model.device
+        return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+
+    def position_ids(self, mask):
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+    def check_length(self, length):
+        if length > self.limit:
+            fault = f"reads {self.limit} tokens, a prompt and its answer have {length}"
+            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
 
     @torch.no_grad()
     def answers(self, asked, **sampling):
@@ -2285,10 +2388,12 @@ class LanguageReader:
         answers = []
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
         for start in range(0, len(asked), READER_BATCH_SIZE):
-            prompts = list(starmap(self.prompt, asked[start : start + READER_BATCH_SIZE]))
-            ids, mask = self.padded(self.ids_of(prompts), MAX_ANSWER_TOKENS)
-            out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
-            texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+            chunk = asked[start : start + READER_BATCH_SIZE]
+            inputs = self.inputs(list(starmap(self.prompt, chunk)), chunk)
+            prompt_length = inputs["input_ids"].shape[1]
+            self.check_length(prompt_length + MAX_ANSWER_TOKENS)
+            out = self.model.generate(**inputs, **options)
+            texts = self.tokenizer.batch_decode(out[:, prompt_length:], skip_special_tokens=True)
             answers += [text.strip().partition("\n")[0].strip() for text in texts]  # up to a line's end
         return answers
 
@@ -2303,26 +2408,91 @@ class LanguageReader:
         probabilities = np.zeros(len(asked))
         for start in range(0, len(golds), READER_BATCH_SIZE):
             numbers, prompts, texts, weights = zip(*golds[start : start + READER_BATCH_SIZE])
-            rows = self.ids_of(list(texts))
             lengths = []  # of answers, with a token that merges the prompt's end with the answer's beginning
-            for row, prompt_ids in zip(rows, self.ids_of(list(prompts))):
+            for row, prompt_ids in zip(self.ids_of(list(texts)), self.ids_of(list(prompts))):
                 lengths.append(len(row) - len(os.path.commonprefix([row, prompt_ids])))
-            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
+            inputs = self.inputs(list(texts), [asked[number] for number in numbers])
+            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(inputs, lengths)):
                 probabilities[number] += weight * math.exp(logprob)
         return probabilities.clip(max=1.0).tolist()
 
-    def answer_logprobs(self, rows, lengths):
+    def answer_logprobs(self, inputs, lengths):
         """Returns the log-probability of each row's last `lengths` tokens and an end after them, a list."""
-        ids, mask = self.padded(rows, 0)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids = inputs["input_ids"]
+        self.check_length(ids.shape[1])
         kept = max(lengths) + 1
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=kept)
+        positions = self.position_ids(inputs["attention_mask"])
+        out = self.model(**inputs, **positions, logits_to_keep=kept)
         logprobs = out.logits[:, -kept:].float().log_softmax(-1)
         chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept :, None])[..., 0].double()  # (rows, kept - 1)
         places = torch.arange(1 - kept, 0, device=ids.device)
         in_answer = places >= -torch.tensor(lengths, device=ids.device)[:, None]
         ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
         return ((chosen * in_answer).sum(1) + ends).tolist()
+
+
+def reads_images(name):
+    """Returns whether a folder or hub name is an image-text-to-text model, by its config."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return load_pretrained(AutoConfig, name, "READER").model_type in NAMES
+
+
+def read_image(example):
+    """Returns an example's image as RGB, made smaller if it has more than MAX_IMAGE_PIXELS."""
+    from PIL import Image
+
+    try:
+        image = Image.open(example["image"]).convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises each for a bad file
+        raise UserError(f"{example['id']}: {example['image']} is no image ({first_line(error)})") from None
+    scale = math.sqrt(MAX_IMAGE_PIXELS / (image.width * image.height))
+    if scale < 1:
+        return image.resize([max(1, int(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+    return image
+
+
+class VisionReader(LanguageReader):
+    """An image-text-to-text model, such as Qwen2.5-VL, SmolVLM or LLaVA. One message has the demonstrations
+    and the query in turn, the image of each before its text."""
+
+    def load(self, name):
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.processor = load_pretrained(AutoProcessor, name, "READER", padding_side="left")
+        self.tokenizer = self.processor.tokenizer
+        return load_pretrained(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+
+    def prompt(self, query, demonstrations):
+        content = [{"type": "text", "text": INSTRUCTION or ""}]
+        texts = [DEMONSTRATION.format(text=demo["text"], answer=demo["answer"]) for demo in demonstrations]
+        texts.append(QUERY.format(text=query["text"]).rstrip(" "))
+        for example, text in zip((*demonstrations, query), texts):
+            if self.processor.image_token in text:
+                fault = f"has the text {self.processor.image_token!r}, which stands for an image"
+                raise UserError(f"{example['id']} {fault} in READER = {READER!r}")
+            if example["image"]:
+                content.append({"type": "image", "text": self.processor.image_token})
+            content.append({"type": "text", "text": text})
+        if not self.chats:
+            return "".join(column(content, "text"))
+        messages = [{"role": "user", "content": [part for part in content if part["text"]]}]
+        return self.processor.apply_chat_template(messages, add_generation_prompt=True)
+
+    def inputs(self, texts, asked):
+        """Returns what the model reads of texts with the images of demonstrations and queries: input_ids and
+        attention_mask, (texts, P), where P counts the tokens of the images, and their pixels."""
+        images = []  # of each text
+        for query, demonstrations in asked:
+            images.append([read_image(row) for row in (*demonstrations, query) if row["image"]])
+        options = {"padding": True, "return_tensors": "pt", "add_special_tokens": not self.chats}
+        if any(images):
+            options["images"] = images
+        return self.processor(text=texts, **options).to(self.model.device, self.model.dtype)
+
+    def position_ids(self, mask):
+        return {}  # Qwen's have three axes, which it works out itself; the others' are relative
 
 
 # ---------------------------------------------------------------- pools and mining
@@ -2353,10 +2523,12 @@ class Corpus:
     def examples(self, numbers):
         return [self.demos[j] for j in numbers]
 
-    def embed_query(self, text):
+    def embed_query(self, query):
         """Returns the vector of a new query."""
+        if "given_vector" in self.demos[0]:
+            raise UserError("select() cannot make the vector of a new query: TRAIN_DATASET has given vectors")
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
-        return embed(self.embedder, [{"text": text, "image": None}])[0]
+        return embed(self.embedder, [query])[0]
 
     def pool_of(self, query):
         """Returns the numbers of a query's demonstrations, (pool,), without those that ask the same."""

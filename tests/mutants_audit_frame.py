@@ -27,14 +27,14 @@ MUTANTS = [
     # own fields of the state
     (
         GRPO,
-        'vars(self.state).keys() - saved["state"].keys():',
-        'vars(self.state).keys() ^ saved["state"].keys():',
+        'vars(self.state).keys() - saved["state"].keys()):',
+        'vars(self.state).keys() ^ saved["state"].keys()):',
         STATE + "[adaptive entropy-entropy_coef]",
     ),
     (
         GRPO,
-        'vars(self.state).keys() - saved["state"].keys():',
-        'vars(self.state).keys() != saved["state"].keys():',
+        'vars(self.state).keys() - saved["state"].keys()):',
+        'saved["state"].keys() - vars(self.state).keys()):',
         STATE + "[solved prompts-solved]",
     ),
     (

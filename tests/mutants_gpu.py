@@ -125,7 +125,7 @@ MUTANTS = [
         "if True:",
         "tests/test_pretend_gpu.py::test_how_often_the_host_waits[ppo]",
     ),
-    (GRPO, "_EOS_CHECK_EVERY.get(device.type, 16)", "8", TEST + "how_often_the_host_waits[grpo]"),
+    (GRPO, "_EOS_CHECK_EVERY[device.type]", "8", TEST + "how_often_the_host_waits[grpo]"),
     (
         PPO,
         'non_blocking=torch.device(device).type == "cuda")',

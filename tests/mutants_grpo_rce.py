@@ -117,14 +117,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
-        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
+        'scale_learning_rate(self.optimizers["policy"], scale)',
+        'scale_learning_rate(self.optimizers["policy"], 1.0)',
         IN_GRPO + "the_schedule_reaches_the_optimizer",
     ),
     (
         RCE,
-        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
-        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
+        'scale_learning_rate(self.optimizers["policy"], scale)',
+        'scale_learning_rate(self.optimizers["policy"], 1.0)',
         IN_RCE + "the_schedule_reaches_the_optimizer",
     ),
     (
@@ -703,8 +703,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'metrics["max_ratio_deviation"] = max(step',
-        'metrics["max_ratio_deviation"] = min(step',
+        "metrics[name] = max(values)",
+        "metrics[name] = min(values)",
         IN_GRPO + "the_greatest_ratio_of_a_step_is_that_of_its_passes",
     ),
     (

@@ -539,4 +539,34 @@ MUTANTS = [
         "    # first",
         HOME + "a_fault_of_the_data_to_score_names_its_constant[ppo]",
     ),
+    (
+        PPO,
+        'for key in ("name", "split") if',
+        'for key in ("name",) if',
+        HOME + "two_splits_of_a_data_set_are_written_to_two_files",
+    ),
+    (
+        PPO,
+        'max(values) if name.startswith("max_") else',
+        'max(values) if name.startswith("max_x") else',
+        "tests/test_contracts.py::test_metrics_of_several_optimizer_steps_are_means_or_maxima",
+    ),
+    (
+        PPO,
+        'assert name.startswith("max_")',
+        "assert name",
+        "tests/test_contracts.py::test_a_number_whose_maximum_is_logged_has_a_name_that_says_so",
+    ),
+    (
+        PPO,
+        'group.setdefault("initial_lr", group["lr"])',
+        'group.setdefault("initial_lr", LEARNING_RATE)',
+        "tests/test_contracts.py::test_an_optimizer_keeps_the_rate_that_it_was_made_with[ppo]",
+    ),
+    (
+        GRPO,
+        'if "MICRO_BATCH_ROWS" in constants():',
+        'if "MICRO_BATCH_ROWS" not in constants():',
+        "tests/test_safety.py::test_out_of_memory_is_a_sentence",
+    ),
 ]

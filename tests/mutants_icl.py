@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits",
-        "self.model(input_ids=ids, position_ids=positions, logits",
+        "self.model(**inputs, **positions, logits",
+        "self.model(input_ids=ids, **positions, logits",
         IN_ICL + "a_language_models_gold_probability_is_that_of_each_gold_read_alone",
     ),
     (
@@ -639,14 +639,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)",
+        "        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)",
         "        self.chats = False",
         IN_ICL + "a_chat_is_the_readers_own_template_around_the_prompt",
     ),
     (
         ICL,
-        "        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)",
-        "        self.chats = bool(tokenizer.chat_template)",
+        "        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)",
+        "        self.chats = bool(self.processor.chat_template)",
         IN_ICL + "a_chat_is_the_readers_own_template_around_the_prompt",
     ),
     (

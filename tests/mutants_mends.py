@@ -87,7 +87,7 @@ MUTANTS = [
     (PPO, "None in (*record, *record.values())", "None in record.values()", CSV),
     (PPO, "[(reader.line_num, record) for", "[(reader.line_num - 1, record) for", CSV),
     (PPO, '.decode("utf-8-sig")\n', ".decode()\n", CSV),
-    (PPO, ", strict=True)", ")", CSV),
+    (PPO, 'newline=""), strict=True)', 'newline=""))', CSV),
     (PPO, "{reader.reader.line_num}", "{reader.line_num}", CSV),
     (PPO, "{key: text or None for key, text in record.items()}", "dict(record)", CSV),
     (

@@ -56,6 +56,42 @@ def test_leaving_the_micro_batches_early_is_an_error_at_once(path, tmp_path):
         gradients.finish()
 
 
+def test_a_number_whose_maximum_is_logged_has_a_name_that_says_so(ppo):
+    script = ppo()
+    with pytest.raises(AssertionError, match="ratio: its name must begin with max_"):
+        script.GradientSum([]).log_max("ratio", 1.0)
+
+
+def test_metrics_of_several_optimizer_steps_are_means_or_maxima(ppo):
+    steps = [{"loss": 1.0, "max_ratio": 5.0}, {"loss": 2.0, "max_ratio": 3.0}]
+    assert ppo().over_optimizer_steps(steps) == {"loss": 1.5, "max_ratio": 5.0}
+
+
+def test_an_optimizer_keeps_the_rate_that_it_was_made_with(each):
+    """As Muon beside AdamW, which needs about a hundred times its rate."""
+    module, trainer_class = each(LEARNING_RATE=1e-4, WARMUP_STEPS=4, MAX_STEPS=1)
+    module.make_optimizer = lambda model, learning_rate: torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = trainer_class()
+    trainer.train()
+    assert trainer.optimizers["policy"].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+
+
+def test_a_reward_function_of_weight_0_is_a_metric_of_the_responses(each, tmp_path):
+    module, trainer_class = each(MAX_STEPS=1)
+
+    def words(prompts, responses, answers):
+        return [float(len(response.split())) for response in responses]
+
+    module.REWARD_FUNCTIONS = [*module.REWARD_FUNCTIONS, (words, 0.0)]
+    trainer = trainer_class()
+    trainer.train()
+    scores = trainer.compute_rewards(["1 + 1?"], ["a b c"], ["2"])
+    assert scores == trainer.compute_rewards(["1 + 1?"], ["a"], ["2"])
+    records = read(tmp_path / "run/logs/metrics.jsonl")
+    phases = {record["phase"] for record in records if record.get("reward/words", 0) > 1}
+    assert phases == {"train", "eval"} or (trainer.run.name == "rce" and phases)
+
+
 def test_compute_rewards_works_by_hand(each):
     _, trainer_class = each()
     trainer = trainer_class()

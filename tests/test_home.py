@@ -82,7 +82,7 @@ def test_the_first_lines_say_what_ends_the_run(each, max_steps, end):
     trainer = trainer_class()
     summary = module.run_summary(trainer, 3)
     assert f"where {end} ends the run" in summary
-    assert "each has 4 x 2 responses and 3 optimizer steps" in summary
+    assert "4 prompts x 2 responses; optimizer steps of the policy: 3" in summary
     assert "24 prompts to train on, 4 held out" in summary
     assert module.memory_summary(trainer) in summary
 
@@ -245,6 +245,17 @@ def test_a_policy_is_scored_with_every_response_beside_the_figures(started, path
         assert record["sampled_correct"] == exact_answer(None, record["sampled"], answers)
         assert [record["greedy_correct"]] == exact_answer(None, [record["greedy"]], answers[:1])
     assert not (tmp_path / "logs").exists() and not list(tmp_path.glob("step_*"))
+
+
+def test_two_splits_of_a_data_set_are_written_to_two_files(ppo, tmp_path):
+    script = ppo(
+        STAGE="evaluate", EVALUATE_POLICY=str(TINY / "policy"), EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2
+    )
+    for split in ("train", "test"):
+        script.EVAL_DATASETS = [{**script.EVAL_DATASETS[0], "split": split}]
+        script.evaluate_policy(script.PPOTrainer)
+    names = sorted(path.name for path in (tmp_path / "run").glob("eval_*.json"))
+    assert names == ["eval_tiny_policy_test_test.json", "eval_tiny_policy_test_train.json"]
 
 
 def test_the_policy_to_score_is_the_actor_without_an_adapter(each, tmp_path):

@@ -758,6 +758,7 @@ def test_golds_begin_where_a_tokenizer_merges_nothing_with_the_prompt(icl, reade
     asked = []
     reader.ids_of = lambda texts: [[text[n : n + 2] for n in range(0, len(text), 2)] for text in texts]
     chances = [math.log(0.3)] * 2
+    reader.inputs = lambda texts, pairs: reader.ids_of(texts)
     reader.answer_logprobs = lambda rows, lengths: asked.extend(zip(rows, lengths)) or chances
     reader.prompt = lambda query, demos: query["text"]
     rows = [{"text": "abcde", "golds": ["fg"]}, {"text": "abcd", "golds": ["fg", "h", "h", "h"]}]

@@ -1181,7 +1181,7 @@ def test_the_guides_scenarios(name, tmp_path, started, monkeypatch):
     prompts = min(48, chosen.get("MAX_TRAIN_PROMPTS", 48))
     per_step = chosen["BATCH_SIZE"] * chosen.get("GRADIENT_ACCUMULATION_STEPS", 2)
     assert len(train) == min(3, math.ceil(prompts / per_step))
-    assert f"each has {per_step} x {chosen.get('GROUP_SIZE', 4)} responses" in done.stdout
+    assert f"In each step: {per_step} prompts x {chosen.get('GROUP_SIZE', 4)} responses" in done.stdout
     assert bool(list(out.glob("wandb/offline-run-*"))) == chosen.get("USE_WANDB", False)
     rates = [record["learning_rate"] for record in train]
     assert (rates[-1] < rates[0]) == (chosen.get("LR_SCHEDULER_TYPE") == "cosine")
@@ -1399,7 +1399,7 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
 
         script.make_optimizer = make_optimizer
         trainer = script.PPOTrainer()
-        trainer.set_learning_rate = script.set_learning_rate
+        trainer.scale_learning_rate = script.scale_learning_rate
         return trainer
 
     trainer = load(LEARNING_RATE=0.1)
@@ -1414,7 +1414,7 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
     assert again.run.step == 3
     assert [group["lr"] for group in again.optimizers["policy"].param_groups] == pytest.approx([2.0, 0.2])
     other = load(multiple=5, LEARNING_RATE=0.2, RESUME="yes")  # an edit counts from here on
-    other.set_learning_rate(other.optimizers["policy"], 0.1)
+    other.scale_learning_rate(other.optimizers["policy"], 0.5)
     assert [group["lr"] for group in other.optimizers["policy"].param_groups] == pytest.approx([0.5, 0.1])
     script = ppo(RESUME="yes")  # whose optimizer has one group
     with pytest.raises(script.UserError, match="step_3 cannot be used"):

@@ -486,7 +486,7 @@ def test_absurd_constants_are_named(path, tmp_path, monkeypatch, constant, value
 def test_out_of_memory_is_a_sentence(started, tmp_path):
     done = started("grpo/grpo.py", "GROUP_SIZE=1000000000000", f"OUTPUT_DIR={tmp_path}/run")
     assert done.returncode == 2
-    assert "grpo.py: out of memory" in done.stderr and "lower BATCH_SIZE" in done.stderr
+    assert "grpo.py: out of memory" in done.stderr and "MICRO_BATCH_ROWS=1" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -501,7 +501,9 @@ def test_a_checkpoint_of_another_trainer_or_kind_is_refused(ppo, tmp_path):
     one_step(ppo(MAX_STEPS=1))
     step = tmp_path / "run/step_1"
     grpo = load_script("grpo/grpo.py", **small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "other")))
-    with pytest.raises(grpo.UserError, match="step_1 cannot be used, choose another: it is no state of this"):
+    with pytest.raises(
+        grpo.UserError, match="step_1 cannot be used, choose another: it was written by the trainer 'ppo'"
+    ):
         grpo.GRPOTrainer(resume_from_checkpoint=str(step))
 
 
