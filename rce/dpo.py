@@ -17,7 +17,7 @@ Shapes: rows = pairs at hand; tokens = tokens of their answers, row after row.
 
     python rce/dpo.py                                   # edit the constants below, or override: KEY=VALUE
     python rce/dpo.py ACTOR_MODEL=checkpoints/sft/best/policy LEARNING_RATE=1e-6
-    torchrun --nproc_per_node=4 rce/dpo.py              # the same results on any number, to the byte
+    torchrun --nproc_per_node=4 rce/dpo.py              # the same bytes on any number of processes
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
 checkpoints, best/policy/, two pictures. docs/reference.md defines every file, docs/preferences.md the path.
@@ -27,8 +27,9 @@ the loss             dpo_loss, DPOTrainer.update       the data       TRAIN_DATA
 the reference        DPOTrainer.add_reference          a metric       dpo_stats, update, evaluate
 the optimizer        make_optimizer                    a plot         PLOT_PANELS; draw_plot
 sampled answers      sample_answers                    the schedule   learning_rate_scale
-another evaluation: train, evaluate(rows=...), Run.write_metrics (log_evaluation moves best/, too)
-To add a constant write one more line below; _VALID_RANGES may hold its range.
+Another evaluation, in train(): run.write_metrics("eval", {...}) of what evaluate(rows=...) returns
+(run.log_evaluation() would move best/, too).
+To add a constant write one line below; one that may be None needs its type, as MAX_STEPS has.
 """
 
 import ast
@@ -206,7 +207,8 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
     "OUTPUT_DIR": (f"{ROOT}/checkpoints/dpo", "the shipped model's run; give yours a folder of its own"),
 }
 _RENAMED = {}  # old names of constants, accepted as arguments
-_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS".split()  # when resuming
+# A run that resumes logs which constants have changed, except these
+_MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS".split()
 
 # ================================================================ the maths of DPO
 
@@ -263,9 +265,11 @@ class DPOTrainer:
         for rows, constant in ((self.train_rows, "TRAIN_DATASETS"), (self.eval_rows, "EVAL_DATASETS")):
             check_lengths(self, rows, constant)
         check_padding(self.actor, column(self.train_rows, "chosen_answer"))
-        # What a checkpoint keeps beside weights, optimizers and generators; order is this epoch's permutation
+        # What a checkpoint keeps beside weights, optimizers and random generators. order: this epoch's
+        # permutation of the rows. prompts: their number, compared when a run resumes
         num_rows = len(self.train_rows)
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_rows)
+        # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         steps_per_epoch = math.ceil(num_rows / (BATCH_SIZE * GRADIENT_ACCUMULATION_STEPS))
         self.run.total_steps = min(NUM_EPOCHS * steps_per_epoch, MAX_STEPS or math.inf)
@@ -339,10 +343,10 @@ class DPOTrainer:
         """One optimizer step. The loss is the mean over all pairs, however they are cut into micro-batches.
         Returns the step's metrics."""
         run = self.run
-        learning_rate = step_learning_rate(run)
+        scale = step_scale(run)
         gradients = GradientSum([self.actor])
         with run.timed("update"):
-            set_learning_rate(self.optimizers["policy"], learning_rate)
+            scale_learning_rate(self.optimizers["policy"], scale)
             for micro in gradients.deal(cut_by_length(rows)):
                 losses, stats = self.pair_losses(micro, *pair_logprobs(self.actor, micro))
                 gradients.backward(self.actor, losses.sum() / len(rows))
@@ -350,7 +354,7 @@ class DPOTrainer:
             metrics = gradients.finish()
             row_ids = column(rows, "id")
             (grad_norm,) = clip_and_step([self.optimizers["policy"]], metrics["loss"], run, row_ids)
-        return {**metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        return {**metrics, "grad_norm": grad_norm, "learning_rate": LEARNING_RATE * scale}
 
     # ------------------------------------------------------------ evaluation and what is logged
 
@@ -416,7 +420,7 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
     model, info = load_pretrained(auto_class, path, constant, **options)
     missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
     bad_keys = missing | set(info["unexpected_keys"])
-    if new_head:
+    if new_head:  # the head may be missing or another one: only the body must be complete
         bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
@@ -554,6 +558,7 @@ def logits_at(model, ids, places, **options):
     head = model.get_output_embeddings()
     if head is None:
         return forward(model, ids, use_cache=False, **options).logits[places]
+    # Hidden states, (rows, T, width), become those of the places, (1, tokens, width)
     hook = head.register_forward_pre_hook(lambda module, inputs: inputs[0][places][None])
     try:
         return forward(model, ids, use_cache=False, **options).logits[0]
@@ -689,30 +694,25 @@ def sampled_accuracy(trainer, rows):
 def make_optimizer(model, learning_rate):
     """Returns AdamW over the model's trained parameters. With GRADIENT_CHECKPOINTING the model's activations
     are recomputed in the backward pass. Another optimizer, or several parameter groups, go here: all groups
-    are scheduled (see set_learning_rate), clipped and stepped."""
+    are scheduled, clipped and stepped. A group may have a rate of its own, such as lr=0.02 for Muon."""
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def set_learning_rate(optimizer, learning_rate):
-    """Sets the learning rate of each parameter group. A group that make_optimizer() gave another rate than
-    the optimizer's default keeps that ratio."""
-    default = optimizer.defaults["lr"]
+def scale_learning_rate(optimizer, scale):
+    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
     for group in optimizer.param_groups:
-        if "lr_multiplier" not in group:
-            group["lr_multiplier"] = group["lr"] / default if default else 1.0
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = scale * group["initial_lr"]
 
 
-def step_learning_rate(run):
-    """Returns the learning rate of the current step."""
+def step_scale(run):
+    """Returns the factor of the learning rate in the current step."""
     schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
     steps_done = max(0, run.step - 1)
-    return LEARNING_RATE * learning_rate_scale(
-        steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings
-    )
+    return learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
 
 
 class GradientSum:
@@ -741,8 +741,9 @@ class GradientSum:
             self.totals = [torch.zeros_like(p) for p in self.parameters]
 
     def deal(self, micro_batches):
-        """Yields this process's micro-batches. The loop must run to its end, because the other processes wait
-        for this one in every round; finish() raises if it did not."""
+        """Yields this process's share of the micro-batches: of N processes each gets every N-th. The loop
+        must run to its end, because the others wait for this one in every round; finish() raises if it did
+        not."""
         self.num_micro_batches = len(micro_batches)
         for parameter in self.parameters:
             # Zeros, not None: AdamW must also step parameters that get no gradient. FSDP2 makes its own
@@ -776,6 +777,7 @@ class GradientSum:
         strict = DETERMINISTIC_GRADIENTS and model.device.type == "cuda"
         if self.is_dummy:
             loss = 0 * loss
+        # For this pass, an operation without such a kernel is an error instead of a warning
         torch.use_deterministic_algorithms(True, warn_only=not strict)
         try:
             loss.backward()
@@ -817,7 +819,7 @@ class GradientSum:
                 dist.all_reduce(parameter.grad)
         rounds_by_rank = all_gather(self.logged_numbers())
         metrics = {}
-        for number in range(self.num_micro_batches):
+        for number in range(self.num_micro_batches):  # in their own order, whichever process had them
             for name, value in rounds_by_rank[number % world_size()][number // world_size()].items():
                 add = max if name.startswith("max_") else operator.add
                 metrics[name] = add(metrics[name], value) if name in metrics else value
@@ -832,9 +834,9 @@ class GradientSum:
         return tree_unflatten(torch.stack(tensors).tolist(), structure)
 
 
-def clip_and_step(optimizers, losses, run, prompt_ids):
+def clip_and_step(optimizers, total_loss, run, row_names):
     """Clips the gradients and steps each optimizer. Returns the gradient norms before clipping. If a norm, or
-    the sum of losses, is not finite the weights stay as they are, and the run logs the prompts' ids."""
+    the loss, is not finite the weights stay as they are, and the run logs the names of the data's rows."""
     norms = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -842,12 +844,12 @@ def clip_and_step(optimizers, losses, run, prompt_ids):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norms.append(norm.item())
-    finite = all(map(math.isfinite, (losses, *norms)))
+    finite = all(map(math.isfinite, (total_loss, *norms)))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    run.count_skipped_step(finite, prompt_ids)
+    run.count_skipped_step(finite, row_names)
     return norms
 
 
@@ -1107,7 +1109,8 @@ def encode_chat(tokenizer, prompt, where, response=None):
         if turn["role"] == "assistant":
             text += tokenizer.eos_token
     ids = tokenizer(text)["input_ids"]
-    # Some tokenizers append EOS to every text: the response would begin after it, or end twice
+    # Some tokenizers append an EOS to every text, which is dropped: the response would begin after it, or
+    # end twice
     appended = [tokenizer.eos_token_id] * (1 if response is None else 2)
     text_has_eos = (messages + turns)[-1]["content"].endswith(tokenizer.eos_token)
     if ids[-len(appended) :] == appended and not text_has_eos:
@@ -1726,7 +1729,8 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        axis.plot(x, rolling, color=color, label=f"{label}, mean of {window} steps")
+        steps = f"mean of {window} steps" if window > 1 else "each step"
+        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
     else:
         axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
@@ -1833,7 +1837,7 @@ class Run:
         self.clock = None
         if rank() == 0:
             self.open_files()
-        self.best_value = all_gather(self.best_value)[0]
+        self.best_value = all_gather(self.best_value)[0]  # open_files() may have reset it on process 0
         self.log(summary)
         handlers = {n: signal.signal(n, self.on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -1869,7 +1873,7 @@ class Run:
         self.stop_signal = max(signals) or None
         return self.stop_signal is not None
 
-    def needs_first_evaluation(self):
+    def needs_first_evaluation(self):  # all processes must call it
         return self.evaluated_at < 0 and not self.is_over()
 
     def next_step(self):
@@ -1883,7 +1887,7 @@ class Run:
         self.times = {}
         return True
 
-    def is_over(self):
+    def is_over(self):  # all processes must call it
         stopped = self.agree_on_stop()
         out_of_patience = 0 < EARLY_STOPPING_PATIENCE <= self.evals_since_best
         return stopped or out_of_patience or self.is_last_step()
@@ -1980,14 +1984,15 @@ class Run:
             print(*self.unwritten, sep="\n", file=self.text_log, flush=True)
             self.unwritten = []
 
-    def count_skipped_step(self, finite, prompt_ids):
-        """Counts optimizer steps in a row that were skipped, and names their prompts. Five end the run."""
+    def count_skipped_step(self, finite, row_names):
+        """Counts optimizer steps in a row that were skipped, and names their rows. Five end the run."""
         if finite:
             self.skipped = 0
             return
         self.skipped += 1
-        names = " ".join(sorted(set(prompt_ids)))
-        self.log(f"WARNING: step {self.step} skipped, loss or gradient not finite: prompts {names}")
+        names = " ".join(sorted(set(row_names)))
+        fault = "an optimizer step was skipped, because its loss or gradient is not finite"
+        self.log(f"WARNING: step {self.step}: {fault}; its prompts: {names}")
         if self.skipped == 5:
             raise UserError("five optimizer steps in a row were not finite: lower LEARNING_RATE")
 
@@ -2013,7 +2018,8 @@ class Run:
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
-        folder = self.checkpoint = self.folder / f"step_{self.step}"  # a second train() continues from it
+        # A second call of train() continues from self.checkpoint
+        folder = self.checkpoint = self.folder / f"step_{self.step}"
         if broadcast_from_rank0(folder.exists):
             return
         weights = {name: full_weights(model) for name, model in self.models.items()}
@@ -2070,9 +2076,11 @@ class Run:
         try:  # weights_only: nothing in the file is run
             saved = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
             before = json.loads((folder / "config.json").read_text())
+            if saved.get("trainer") != self.name:
+                raise ValueError(f"it was written by the trainer {saved.get('trainer')!r}, not {self.name!r}")
             # The saved state may have further fields, which an edited trainer adds while it trains
-            if saved.get("trainer") != self.name or vars(self.state).keys() - saved["state"].keys():
-                raise ValueError("it is no state of this trainer")
+            if missing := sorted(vars(self.state).keys() - saved["state"].keys()):
+                raise ValueError(f"its state has no {', '.join(missing)}")
             if (prompts := saved["state"]["prompts"]) != self.state.prompts:
                 raise ValueError(f"it has {prompts} training prompts, and now there are {self.state.prompts}")
             vars(self).update({key: saved["run"][key] for key in self.checkpointed_fields})
@@ -2093,7 +2101,7 @@ class Run:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         continues_here = self.checkpoint and self.checkpoint.resolve().parent == self.folder.resolve()
         if continues_here:
-            # Later checkpoints are broken or were given up: the next resume must not find them
+            # Later checkpoints are broken or were given up: the next time a run resumes it must not find them
             old = [path for step, path in list_checkpoints(OUTPUT_DIR) if step > self.step]
             best = self.folder / "best/metrics.json"
             if old and best.exists() and json.loads(best.read_text())["step"] > self.step:
@@ -2204,7 +2212,9 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return f"out of memory ({first_line(error)}): lower BATCH_SIZE or MAX_TOKENS"
+        hint = "set GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double GRADIENT_ACCUMULATION_STEPS: "
+        hint += "the training stays as it is"
+        return f"out of memory ({first_line(error)}): {hint}"
     return None
 
 
