@@ -600,18 +600,17 @@ def score_answers(model, tokenizer, answers):
             return model(**inputs).logits.squeeze(-1).float()
     ids = to_device(pad_right(column(answers, "input_ids"), 0), model.device)
     last = to_device([len(answer["input_ids"]) - 1 for answer in answers], model.device)
-    scores = []  # of every token, (rows, tokens, 1): the model itself would look for the last by its id
 
-    def keep_scores(head, inputs, output):
-        scores.append(output)
+    def last_score_everywhere(head, inputs, output):
+        """The model looks for a row's last token by its id, and may take another; so all have its score."""
+        return output[torch.arange(len(last), device=last.device), last][:, None].expand_as(output)
 
-    hook = model.score.register_forward_hook(keep_scores)
+    hook = model.score.register_forward_hook(last_score_everywhere)
     try:
         with autocast(model):
-            forward(model, ids, use_cache=False)
+            return forward(model, ids, use_cache=False).logits.squeeze(-1).float()
     finally:
         hook.remove()
-    return scores[0][torch.arange(len(last), device=last.device), last, 0].float()
 
 
 # ---------------------------------------------------------------- the optimizer step
@@ -1676,6 +1675,8 @@ def draw_pairs(run, held_out):
     axis.plot(chosen_lengths.tolist(), chosen.tolist(), ".", alpha=0.5, label="chosen")
     axis.plot(rejected_lengths.tolist(), rejected.tolist(), ".", alpha=0.5, label="rejected")
     axis.legend(fontsize=8)
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
     write_atomically(run.folder / "reward_model_pairs.png", partial(figure.savefig, format="png", dpi=100))
 
 

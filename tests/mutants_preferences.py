@@ -303,5 +303,5 @@ MUTANTS = [
         MINED,
     ),
     (PAIRS, ' and not c["eval_failed"]', "", MINED),
-    (PAIRS, "    if rank_of(best) == rank_of(worst)", "    if False", MINED),
+    (PAIRS, '    if best["text"] == worst["text"]:', "    if False:", MINED),
 ]

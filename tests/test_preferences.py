@@ -500,6 +500,21 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not_and_so_does_o
     same_runs(path, tmp_path / "whole", tmp_path / "two")
 
 
+@pytest.mark.parametrize(
+    "path", [RM, pytest.param(SFT, marks=pytest.mark.sweep), pytest.param(DPO, marks=pytest.mark.sweep)]
+)
+def test_a_model_that_two_processes_share_takes_the_same_steps(path, tmp_path):
+    """FSDP2: equal to rounding."""
+    finished(path, tmp_path / "whole", MAX_STEPS=1)
+    more = {"MAX_STEPS": 1, "SHARD": "fsdp2", "OUTPUT_DIR": tmp_path / "shared"}
+    words = [f"{key}={value}" for key, value in short(path, **more).items()]
+    ended = Processes(2, ROOT / path, *words).wait()
+    assert [end.returncode for end in ended] == [0, 0], ended
+    one, two = (untimed(tmp_path / name / "logs/metrics.jsonl") for name in ("whole", "shared"))
+    for record, other in zip(one, two, strict=True):
+        assert record == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
 def test_one_by_six_and_six_by_one_are_the_same_step(path, tmp_path):
     moved = []
     for size, accumulation in ((1, 6), (6, 1)):

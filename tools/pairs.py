@@ -33,7 +33,7 @@ def pair_of(candidates):
     if not usable:
         return None
     best, worst = max(usable, key=rank_of), min(usable, key=rank_of)
-    if rank_of(best) == rank_of(worst) or best["text"] == worst["text"]:
+    if best["text"] == worst["text"]:  # of equal ranks both are the first
         return None
     margin = sum(rank_of(best)) - sum(rank_of(worst))
     return {"prompt": best["prompt"], "chosen": best["text"], "rejected": worst["text"], "margin": margin}
