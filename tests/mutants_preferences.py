@@ -304,4 +304,5 @@ MUTANTS = [
     ),
     (PAIRS, ' and not c["eval_failed"]', "", MINED),
     (PAIRS, '    if best["text"] == worst["text"]:', "    if False:", MINED),
+    (RM, "last][:, None].expand_as(output)", "last - 1][:, None].expand_as(output)", RM_STEP),
 ]
