@@ -305,4 +305,10 @@ MUTANTS = [
     (PAIRS, ' and not c["eval_failed"]', "", MINED),
     (PAIRS, '    if best["text"] == worst["text"]:', "    if False:", MINED),
     (RM, "last][:, None].expand_as(output)", "last - 1][:, None].expand_as(output)", RM_STEP),
+    (
+        "tools/show.py",
+        '"text", "trained", "chosen"',
+        '"text", "chosen"',
+        HERE + "samples_show_what_is_read_and_what_of_it_is_trained",
+    ),
 ]

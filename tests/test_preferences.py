@@ -320,6 +320,8 @@ def test_samples_show_what_is_read_and_what_of_it_is_trained(tmp_path):
     row = next(row for row in trainer.train_rows if row["id"] == sample["id"])
     assert sample["text"] == f"{row['prompt']}\n{row['answer']}<eos>"
     assert sample["trained"] == f"{row['answer']}<eos>"
+    show = runpy.run_path(str(ROOT / "tools/show.py"))["show_sample"]
+    assert "trained\n    " + row["answer"].split("\n")[0] in show(sample, False)
 
 
 def test_a_model_that_sees_the_padding_is_refused(tmp_path, monkeypatch):
