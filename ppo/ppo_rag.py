@@ -2378,8 +2378,9 @@ def draw_actions(folder, title, shares):
         edges = np.linspace(0.5, updates.max() + 0.5, min(30, updates.max()) + 1)
         rows = np.arange(-0.5, len(shares))
         counts, _, _ = np.histogram2d(actions, updates, (rows, edges))
-        mesh = left.pcolormesh(edges, rows, counts / counts.sum(0).clip(1), cmap="Blues", vmin=0)
-        figure.colorbar(mesh, ax=left, label="fraction of the sampled episodes")
+        fractions = counts / counts.sum(0).clip(1)
+        left.pcolormesh(edges, rows, fractions, cmap="Blues", vmin=0)
+        left.set(title=f"sampled episodes: white 0%, darkest {fractions.max():.0%}")
     labels = [f"k={top_k}, T={temperature}, rerank {rerank}" for top_k, temperature, rerank in numbers]
     left.set(xlabel="update", yticks=range(len(shares)), yticklabels=labels)
     for offset, key, label in ((-0.2, "chosen", "chosen by the policy"), (0.2, "oracle", "best, afterwards")):

@@ -129,7 +129,6 @@ def trained(world, tmp_path_factory):
     are guesses."""
     weights = {"EM_WEIGHT": 1.3, "F1_WEIGHT": 0.7, "COST_WEIGHT": 0.09}
     others = {"COST_TOKENS": 50.0, "COST_PAIRS": 7.0, "SEED": 5, "SPLIT_SEED": 3, "DRAWS": 2}
-    others["LOG_SAMPLES"] = 99
     script = toy(world, tmp_path_factory.mktemp("trained"), **weights, **others)
 
     def guesses(self, prompts, temperature, seed):
@@ -1008,8 +1007,10 @@ def test_the_pictures_of_a_run_are_drawn(trained, drawing):
     script, trainer = trained
     trainer.run.draw_plots()
     script.draw_learning(trainer.run.folder, trainer.run.title, trainer.table, trainer.figures)
+    tested = json.loads((trainer.run.folder / "eval_test.json").read_text())
+    script.draw_actions(trainer.run.folder, trainer.run.title, tested["actions"])
     pictures = [path.read_bytes()[:4] for path in trainer.run.folder.glob("*.png")]
-    assert pictures == [b"\x89PNG"] * 3
+    assert pictures == [b"\x89PNG"] * 4
 
 
 def test_the_first_ratio_is_one_and_every_file_is_there(trained):
@@ -1035,6 +1036,7 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
         "training_config.json",
         "eval_test.json",
         "rag_learning.png",
+        "rag_actions.png",
         "training_metrics_detailed.png",
         "ppo_rag_metrics_with_entropy.png",
         *(f"eval_baseline_{n}.json" for n in BASELINES),
@@ -1381,7 +1383,7 @@ def spoil(folder, name, line):
         (
             "questions",
             '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
-            "line 33: its gold paragraph 'Zed' is not in corpus.jsonl",
+            "line 33: its gold paragraph 'Zed' is not in the corpus",
         ),
         (
             "questions",
@@ -1423,7 +1425,7 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
         ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl line 33: 'question' must be a text"),
         ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text or a number"),
         ({"questions": [asked(answer=["Arle", " "])]}, {}, "questions.jsonl line 33: its answer is empty"),
-        ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
+        ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in the corpus"),
         (LONG, {}, "the question 'Ada Ada Ada"),
         ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
         ({}, {"PROMPT": "{contexts} {question} {foo}"}, "{foo}': it takes {contexts}, {question}; a"),
@@ -1527,10 +1529,7 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
         ({"RERANKER": None}, "RERANKS = (0, 1): it takes 0 and, where RERANKER"),
         ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
         ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
-        (
-            {"DATASET": {"path": "/no/such", "type": "folder"}},
-            "/no/such/corpus.jsonl: cannot be read as jsonl",
-        ),
+        ({"DATASET": {"path": "/no/such", "type": "folder"}}, "DATASET: /no/such: no such folder"),
         ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
         ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
         ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
@@ -1546,7 +1545,7 @@ def test_errors_are_one_sentence(rag, constants, says):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("[]", "0 questions leave none to train on"),
+        ("[]", "bad.json has no question"),
         ('{"a": 1}', "is not HotpotQA's format: it takes a list of records"),
         ("[1", "is no JSON"),
         ("5", "is not HotpotQA's format: it takes a list of records"),
