@@ -335,7 +335,7 @@ class RAGTrainer:
         self.run = Run("ppo_rag", resume_from_checkpoint, self.device)
         self.run.old_files.append("rag_*.png")
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
-        self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
+        self.run.title = f"PPO over retrieval, {Path(data_to_read()['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
         self.run.panels = [(name, [name]) for name in (*names.split(), *ACTION)]
         self.policy = self.load_policy()
@@ -1909,7 +1909,7 @@ def text_paragraphs(folder):
         title = path.stem
         for block in re.split(r"\n\s*\n", text.strip()):
             if re.fullmatch(r"#+ .*", block):
-                title = block.lstrip("# ")
+                title = block.strip("# ")
             elif block:
                 yield where, {"title": title, "text": block}
 
