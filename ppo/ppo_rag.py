@@ -330,7 +330,7 @@ class RAGTrainer:
         check_constants()
         check_choices()
         self.device = find_device()
-        if BASELINE_ONLY or STAGE == "evaluate":
+        if BASELINE_ONLY:
             resume_from_checkpoint = "no"
         self.run = Run("ppo_rag", resume_from_checkpoint, self.device)
         self.run.old_files.append("rag_*.png")
@@ -1883,15 +1883,22 @@ def from_hotpot(records, where):
 
 
 def folder_records(folder, name):
-    """Yields (place, record) of the folder's file `name`.jsonl, .csv or .parquet."""
+    """Yields (place, record) of the folder's file `name`.jsonl, .csv or .parquet, or of the texts in
+    corpus/."""
     where = f"{data_constant()}: {folder}"
-    types = ("jsonl", "csv", "parquet")
-    found = list(filter(lambda suffix: Path(f"{folder}/{name}.{suffix}").exists(), types))
+    takes = [f"{name}.jsonl", f"{name}.csv", f"{name}.parquet"]
+    if name == "corpus":
+        takes.append("corpus/ with .txt or .md files")
+    found = [file for file in takes if Path(folder, file.split(" ")[0]).exists()]
     if len(found) != 1:
-        there = " and ".join(found) or "no"
-        raise UserError(f"{where}: there is {there} {name} file: keep one, {name}.jsonl, .csv or .parquet")
-    where += f"/{name}.{found[0]}"
-    for number, record in read_records({"path": f"{folder}/{name}.{found[0]}", "type": found[0]}, where):
+        fault = f"there are {' and '.join(found)}: keep one" if found else f"it takes {' or '.join(takes)}"
+        raise UserError(f"{where}: {fault}")
+    file = found[0]
+    if file not in takes[:3]:
+        yield from text_paragraphs(f"{folder}/corpus")
+        return
+    where += f"/{file}"
+    for number, record in read_records({"path": f"{folder}/{file}", "type": file.split(".")[1]}, where):
         yield f"{where} line {number}", record
 
 
@@ -1917,13 +1924,10 @@ def text_paragraphs(folder):
 def from_folder(folder):
     """Returns (questions, {(title, text): paragraph id}) of a folder's corpus and questions."""
     if not Path(folder).is_dir():
-        raise UserError(f"{data_constant()}: {folder}: no such folder")
+        raise UserError(f"{data_constant()}: there is no folder {folder}")
     corpus = {}
     ids_by_title = defaultdict(set)
-    paragraphs = folder_records(folder, "corpus")
-    if Path(f"{folder}/corpus").is_dir():
-        paragraphs = text_paragraphs(f"{folder}/corpus")
-    for place, record in paragraphs:
+    for place, record in folder_records(folder, "corpus"):
         title = cell_text(look_up(record, "title", place), f"{place}: 'title'")
         text = cell_text(look_up(record, "text", place), f"{place}: 'text'")
         ids_by_title[title].add(corpus.setdefault((title, text), len(corpus)))
@@ -1983,6 +1987,9 @@ def load_questions(log):
     questions = [{**questions[i], "split": split} for i, split in zip(order, splits)]
     sizes = ", ".join(f"{splits.count(name)} {name}" for name in dict.fromkeys(splits))
     log(f"{len(questions)} questions of {path} ({sizes}), {len(corpus)} paragraphs")
+    if len(corpus) < max(TOP_KS):
+        count = len(corpus)
+        log(f"WARNING: TOP_KS = {TOP_KS}: from {count} on, all read the whole corpus and do the same")
     return questions, [{"title": title, "text": text} for title, text in corpus]
 
 
@@ -1996,8 +2003,9 @@ def split_names(count):
     if validation is None:
         validation = min(200, max(1, count * 2 // 15))
     if count <= test + validation:
-        held_out = f"the {test + validation} of VALIDATION_QUESTIONS and TEST_QUESTIONS"
-        raise UserError(f"{count} questions leave none to train on beside {held_out}: lower them")
+        held_out = f"TEST_QUESTIONS = {test} and VALIDATION_QUESTIONS = {validation}"
+        fault = f"{count} questions leave none to train on beside {held_out}"
+        raise UserError(f"DATASET: {fault}: lower these, or add questions")
     return ["test"] * test + ["validation"] * validation + ["train"] * (count - test - validation)
 
 

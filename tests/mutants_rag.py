@@ -31,6 +31,7 @@ TEXTS = IN_RAG + "paragraphs_of_a_text_end_at_blank_lines_and_headings_are_their
 FAULTS = IN_RAG + "faults_of_a_folder_are_one_sentence"
 SPLITS = IN_RAG + "the_splits_shrink_with_the_data_unless_they_are_set"
 OWN_SECONDS = IN_RAG + "a_questions_own_seconds_are_measured_where_they_are_the_cost"
+SAYS_SO = IN_RAG + "more_paragraphs_than_there_are_are_all_that_there_are_and_it_says_so"
 
 MUTANTS = [
     # PPO
@@ -474,7 +475,7 @@ MUTANTS = [
         "tests/test_rag.py::test_explained_variance_and_the_means_of_a_step_by_hand",
     ),
     # STAGE=evaluate
-    (RAG, 'if BASELINE_ONLY or STAGE == "evaluate":', "if BASELINE_ONLY:", EVALUATED),
+    (RAG, 'trainer = trainer_class(resume_from_checkpoint="no")', "trainer = trainer_class()", EVALUATED),
     (RAG, "actions = logprobs.argmax(1)\n", "actions = logprobs.argmin(1)\n", EVALUATED),
     (
         RAG,
@@ -566,11 +567,12 @@ MUTANTS = [
         EVALUATED,
     ),
     # A user's files and splits
-    (RAG, 'types = ("jsonl", "csv", "parquet")', 'types = ("jsonl", "csv")', OWN_FILES),
+    (RAG, ', f"{name}.parquet"]', "]", OWN_FILES),
     (RAG, 'if path.suffix not in (".txt", ".md"):', "if not path.is_file():", TEXTS),
     (RAG, 'title = block.strip("# ")', "title = path.stem", TEXTS),
     (RAG, 're.fullmatch(r"#+ .*", block)', 're.match(r"#+ .*", block)', TEXTS),
-    (RAG, "    if len(found) != 1:\n        there", "    if not found:\n        there", FAULTS),
+    (RAG, "    if len(found) != 1:\n        fault", "    if not found:\n        fault", FAULTS),
+    (RAG, "if len(corpus) < max(TOP_KS):", "if len(corpus) < min(TOP_KS):", SAYS_SO),
     (
         RAG,
         '        if number == 0:\n            raise UserError(f"{where} has no {what}")',

@@ -1355,9 +1355,10 @@ def test_one_action_has_its_table(rag, world):
     assert figures["tree"]["test"] == figures["fixed"]["test"] == figures["oracle"]["test"]
 
 
-def test_more_paragraphs_than_there_are_are_all_that_there_are(rag, world):
+def test_more_paragraphs_than_there_are_are_all_that_there_are_and_it_says_so(rag, world, capsys):
     actions = {"TOP_KS": (20, 100), "TEMPERATURES": (0.0,), "FIXED_ACTION": (20, 0.0, 0)}
     table = quick(rag, world, **actions, MAX_NEW_TOKENS=2)[1].table
+    assert "TOP_KS = (20, 100): from 20 on, all read the whole corpus" in capsys.readouterr().out
     for rerank in (0, 1):  # the corpus has 20
         less, more = (table.actions.index((k, 0.0, rerank)) for k in (20, 100))
         assert [row[less] for row in table.responses] == [row[more] for row in table.responses]
@@ -1482,9 +1483,9 @@ def test_figures_of_an_evaluation_by_hand(rag):
 
 def test_action_shares_by_hand(rag):
     script = rag()
-    shares = script.action_shares(hand_table(script), [0, 1, 2, 3], torch.tensor([0, 1, 1, 1]))
-    assert shares[0] == {"top_k": 1, "temperature": 0.0, "rerank": 0, "chosen": 0.25, "oracle": 0.5}
-    assert shares[1] == {"top_k": 3, "temperature": 1.0, "rerank": 0, "chosen": 0.75, "oracle": 0.5}
+    shares = script.action_shares(hand_table(script), [0, 1, 2, 2], torch.tensor([1, 0, 1, 0]))
+    assert shares[0] == {"top_k": 1, "temperature": 0.0, "rerank": 0, "chosen": 0.5, "oracle": 0.25}
+    assert shares[1] == {"top_k": 3, "temperature": 1.0, "rerank": 0, "chosen": 0.5, "oracle": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -1505,7 +1506,10 @@ def test_action_shares_by_hand(rag):
             "has perhaps learnt from these test questions: .* SPLIT_SEED and TEST_QUESTIONS as",
         ),
         ({"TEST_QUESTIONS": 9}, "EVALUATE_POLICY = 'best' has perhaps learnt from these test questions"),
-        ({"EVAL_DATASET": {"path": "/no/such", "type": "folder"}}, "EVAL_DATASET: /no/such: no such folder"),
+        (
+            {"EVAL_DATASET": {"path": "/no/such", "type": "folder"}},
+            "EVAL_DATASET: there is no folder /no/such",
+        ),
         ({"EVAL_DATASET": {"path": "/no/such"}}, "EVAL_DATASET = .*: it takes {'path'"),
     ],
 )
@@ -1587,17 +1591,22 @@ def test_paragraphs_of_a_text_end_at_blank_lines_and_headings_are_their_titles(r
         (
             {},
             {"questions.csv": "question,answer\na,b\n"},
-            "there is no corpus file: keep one, corpus.jsonl, .csv",
+            "own: it takes corpus.jsonl or corpus.csv or corpus.parquet or corpus/ with .txt or .md files$",
+        ),
+        (
+            {"corpus/a.txt": "b\n", "corpus.csv": "title,text\na,b\n"},
+            {"questions.csv": "question,answer\na,b\n"},
+            "own: there are corpus.csv and corpus/ with .txt or .md files: keep one$",
         ),
         (
             {"corpus.csv": "title,text\na,b\n", "corpus.jsonl": ""},
             {"questions.csv": "question,answer\na,b\n"},
-            "there is jsonl and csv corpus file: keep one",
+            "own: there are corpus.jsonl and corpus.csv: keep one",
         ),
         (
             {"corpus.csv": "title,text\na,b\n"},
             {},
-            "there is no questions file: keep one, questions.jsonl, .csv",
+            "own: it takes questions.jsonl or questions.csv or questions.parquet$",
         ),
         ({"corpus.csv": "title,text\na,b\n"}, {"questions.csv": "question,answer\n"}, "has no question"),
         ({"corpus.csv": "title,text\n"}, {"questions.csv": "question,answer\na,b\n"}, "has no paragraph"),
@@ -1646,13 +1655,13 @@ def test_a_questions_own_seconds_are_measured_where_they_are_the_cost(rag, tmp_p
     rag(**small).RAGTrainer()
     script = rag(**small, COST="seconds")
     batches = []
-    answers = script.Generator.answers
+    answer_block = script.answer_block
 
-    def spy(self, prompts, temperature, seed):
-        batches.append(len(prompts))
-        return answers(self, prompts, temperature, seed)
+    def spy(qa, questions, missing):
+        batches.append(len(questions))
+        return answer_block(qa, questions, missing)
 
-    monkeypatch.setattr(script.Generator, "answers", spy)
+    monkeypatch.setattr(script, "answer_block", spy)
     seconds = script.RAGTrainer().table.seconds
     assert batches == [1] * 32 and len(set(seconds.flatten().tolist())) > 20
 
@@ -1825,10 +1834,10 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
         ({"RERANKER": None}, "RERANKS = (0, 1): it takes 0 and, where RERANKER"),
         ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
         ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
-        ({"DATASET": {"path": "/no/such", "type": "folder"}}, "DATASET: /no/such: no such folder"),
+        ({"DATASET": {"path": "/no/such", "type": "folder"}}, "DATASET: there is no folder /no/such"),
         ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
         ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
-        ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
+        ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside TEST_QUESTIONS = 30 and VALID"),
     ],
 )
 def test_errors_are_one_sentence(rag, constants, says):
