@@ -1889,11 +1889,12 @@ def folder_records(folder, name):
     takes = [f"{name}.jsonl", f"{name}.csv", f"{name}.parquet"]
     if name == "corpus":
         takes.append("corpus/ with .txt or .md files")
-    found = [file for file in takes if Path(folder, file.split(" ")[0]).exists()]
-    if len(found) != 1:
-        fault = f"there are {' and '.join(found)}: keep one" if found else f"it takes {' or '.join(takes)}"
-        raise UserError(f"{where}: {fault}")
-    file = found[0]
+    files = [file for file in takes if Path(folder, file.split(" ")[0]).exists()]
+    if not files:
+        raise UserError(f"{where}: it takes {' or '.join(takes)}")
+    if len(files) > 1:
+        raise UserError(f"{where}: there are {' and '.join(files)}: keep one")
+    file = files[0]
     if file not in takes[:3]:
         yield from text_paragraphs(f"{folder}/corpus")
         return

@@ -571,7 +571,7 @@ MUTANTS = [
     (RAG, 'if path.suffix not in (".txt", ".md"):', "if not path.is_file():", TEXTS),
     (RAG, 'title = block.strip("# ")', "title = path.stem", TEXTS),
     (RAG, 're.fullmatch(r"#+ .*", block)', 're.match(r"#+ .*", block)', TEXTS),
-    (RAG, "    if len(found) != 1:\n        fault", "    if not found:\n        fault", FAULTS),
+    (RAG, "    if len(files) > 1:", "    if len(files) > 2:", FAULTS),
     (RAG, "if len(corpus) < max(TOP_KS):", "if len(corpus) < min(TOP_KS):", SAYS_SO),
     (
         RAG,
