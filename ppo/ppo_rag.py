@@ -619,8 +619,8 @@ class RAGTrainer:
         figures = {"policy": self.measure(rows, actions)}
         figures |= test_figures(self.table, rows, actions, self.figures)
         figures["actions"] = action_shares(self.table, rows, actions)
-        draw_actions(self.run.folder, self.run.title, figures["actions"])
         write_json(self.run.folder / "eval_test.json", figures)
+        draw_actions(self.run.folder, self.run.title, figures["actions"])
         for text in test_lines(self.table, figures):
             self.run.log(text)
 
@@ -2372,26 +2372,37 @@ def draw_learning(folder, title, table, figures):
     write_atomically(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
 
 
+def sampled_actions(samples, actions):
+    """Returns [(update, number of the action in actions)] of the samples, as samples.jsonl has them."""
+    numbers = {}
+    for number, action in enumerate(actions):
+        numbers[tuple(torch.tensor(action).double().round(decimals=6).tolist())] = number
+    sampled = []
+    for sample in samples:
+        number = numbers.get(tuple(map(sample.get, ACTION)))
+        if number is not None:
+            sampled.append((sample["step"], number))
+    return sampled
+
+
 def draw_actions(folder, title, shares):
     """Draws rag_actions.png: how often each action was sampled in the episodes of samples.jsonl, over the
     updates; and how often it is chosen on the test questions, and is the best there."""
-    numbers = {tuple(map(entry.get, ACTION)): number for number, entry in enumerate(shares)}
-    sampled = []  # (update, number of the action)
-    for sample in read_metrics(folder / "logs/samples.jsonl"):
-        sampled.append((sample["step"], numbers[tuple(map(sample.get, ACTION))]))
+    actions = list(map(itemgetter(*ACTION), shares))
+    sampled = sampled_actions(read_metrics(folder / "logs/samples.jsonl"), actions)
     figure = Figure(figsize=(16, 2 + 0.4 * len(shares)), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, sharey=True)
     if sampled:
-        updates, actions = np.array(sampled).T
+        updates, numbers = np.array(sampled).T
         edges = np.linspace(0.5, updates.max() + 0.5, min(30, updates.max()) + 1)
         rows = np.arange(-0.5, len(shares))
-        counts, _, _ = np.histogram2d(actions, updates, (rows, edges))
+        counts, _, _ = np.histogram2d(numbers, updates, (rows, edges))
         fractions = counts / counts.sum(0).clip(1)
         left.pcolormesh(edges, rows, fractions, cmap="Blues", vmin=0)
         left.set(title=f"sampled episodes: white 0%, darkest {fractions.max():.0%}")
-    labels = [f"k={top_k}, T={temperature}, rerank {rerank}" for top_k, temperature, rerank in numbers]
-    left.set(xlabel="update", yticks=range(len(shares)), yticklabels=labels)
+    names = ["k={}, T={}, rerank {}".format(*action) for action in actions]
+    left.set(xlabel="update", yticks=range(len(shares)), yticklabels=names)
     for offset, key, label in ((-0.2, "chosen", "chosen by the policy"), (0.2, "oracle", "best, afterwards")):
         heights = np.arange(len(shares)) + offset
         right.barh(heights, list(map(itemgetter(key), shares)), 0.4, label=label)
@@ -2447,7 +2458,8 @@ def evaluate_policy(trainer_class):
         trainer.run.log(f"{figure:22} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
     facts = {"policy": str(policy_to_evaluate()), "dataset": data_to_read(), "questions": len(records)}
     facts |= {"figures": figures, "actions": shares, "settings": {}}
-    for key in "GENERATOR RERANKER FIXED_ACTION EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT COST".split():
+    settings = "SPLIT_SEED GENERATOR RERANKER FIXED_ACTION EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT COST"
+    for key in settings.split():
         facts["settings"][key] = constants()[key]
     names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], Path(data_to_read()["path"]).stem]
     name = re.sub(r"[^\w.-]+", "", "_".join(names))

@@ -32,6 +32,7 @@ FAULTS = IN_RAG + "faults_of_a_folder_are_one_sentence"
 SPLITS = IN_RAG + "the_splits_shrink_with_the_data_unless_they_are_set"
 OWN_SECONDS = IN_RAG + "a_questions_own_seconds_are_measured_where_they_are_the_cost"
 SAYS_SO = IN_RAG + "more_paragraphs_than_there_are_are_all_that_there_are_and_it_says_so"
+PICTURE = IN_RAG + "the_picture_of_actions_counts_every_episode"
 
 MUTANTS = [
     # PPO
@@ -566,6 +567,7 @@ MUTANTS = [
         'figures["actions"] = action_shares(self.table, rows, 0 * actions)',
         EVALUATED,
     ),
+    (RAG, ".double().round(decimals=6).tolist())] = number", ".tolist())] = number", PICTURE),
     # A user's files and splits
     (RAG, ', f"{name}.parquet"]', "]", OWN_FILES),
     (RAG, 'if path.suffix not in (".txt", ".md"):', "if not path.is_file():", TEXTS),

@@ -1016,6 +1016,18 @@ def test_the_pictures_of_a_run_are_drawn(trained, drawing):
     assert pictures == [b"\x89PNG"] * 4
 
 
+def test_the_picture_of_actions_counts_every_episode(trained):
+    """Whatever decimals a temperature has; samples of other actions do not count."""
+    script, trainer = trained
+    episodes = read(trainer.run.folder / "logs/samples.jsonl")
+    found = script.sampled_actions(episodes, trainer.table.actions)
+    assert len(found) == len(episodes) == 64 and found[-1][0] == 4
+    chosen = [trainer.table.actions[number] for _, number in found]
+    assert chosen == [tuple(episode[key] for key in script.ACTION) for episode in episodes]
+    third = {"step": 7, "top_k": 1.0, "temperature": 0.333333, "rerank": 0.0}
+    assert script.sampled_actions([third, {**third, "rerank": 1.0}], [(1, 1, 0), (1, 1 / 3, 0)]) == [(7, 1)]
+
+
 def test_the_first_ratio_is_one_and_every_file_is_there(trained):
     script, trainer = trained
     out = trainer.run.folder
