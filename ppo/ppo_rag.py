@@ -465,6 +465,9 @@ class RAGTrainer:
                 raise UserError(f"compute_rewards: reward_parts: {taken}: give the part another name")
             values = check_scores(f"reward_parts[{name!r}]", values, len(responses))
             reward_parts[name] = values.view(shape)
+            if name == "em" and not values.any():
+                example = f"{responses[0][:60]!r} where {answers[0]!r} is right"
+                self.run.log(f"WARNING: em is 0 for all {len(values)} answers, such as {example}: see PROMPT")
         cost = table.seconds if COST == "seconds" else table.read
         scores = scores.view(shape) - COST_WEIGHT * cost
         self.table.rewards = scores.clamp(-REWARD_CLIP, REWARD_CLIP)
@@ -2145,7 +2148,7 @@ def fill_table(questions, qa, log):
     if blocks:
         for text in texts:  # raises for one that is too long, before hours of answers
             qa.generator.prompt(text, [])
-        log(f"Answering {len(texts)} questions, {len(wanted)} times each, once; kept in {path}")
+        log(f"Answering {len(texts)} questions, {len(wanted)} answers each; they are kept in {path}")
     for block, missing in progress(blocks, "blocks"):
         records = answer_block(qa, block, missing)
         if not any(map(itemgetter("response"), records)):

@@ -569,6 +569,12 @@ MUTANTS = [
     ),
     (RAG, ".double().round(decimals=6).tolist())] = number", ".tolist())] = number", PICTURE),
     # A user's files and splits
+    (
+        RAG,
+        'if name == "em" and not values.any():',
+        'if name == "em" and not values.all():',
+        IN_RAG + "a_generator_that_answers_nothing_right_is_said",
+    ),
     (RAG, ', f"{name}.parquet"]', "]", OWN_FILES),
     (RAG, 'if path.suffix not in (".txt", ".md"):', "if not path.is_file():", TEXTS),
     (RAG, 'title = block.strip("# ")', "title = path.stem", TEXTS),

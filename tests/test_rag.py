@@ -1886,6 +1886,17 @@ def test_a_generator_that_says_nothing_is_refused(rag, monkeypatch):
         script.RAGTrainer()
 
 
+def test_a_generator_that_answers_nothing_right_is_said(rag, world, capsys):
+    script, trainer = quick(rag, world)
+    table = trainer.table
+    said = capsys.readouterr().out
+    example = f"{table.responses[0][0][0]!r} where {table.questions[0]['answer']!r} is right: see PROMPT"
+    assert f"WARNING: em is 0 for all 256 answers, such as {example}" in said
+    table.responses[3][0][0] = table.questions[3]["answer"]
+    trainer.score()
+    assert "WARNING: em" not in capsys.readouterr().out
+
+
 def test_a_reranker_of_two_labels_is_refused(rag, world, tmp_path):
     config = LlamaConfig(
         vocab_size=20,
