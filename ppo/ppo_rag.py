@@ -2425,9 +2425,11 @@ def policy_to_evaluate():
         folder = Path(OUTPUT_DIR) / EVALUATE_POLICY
     if (folder / "policy").is_dir():
         folder /= "policy"
-    if not (folder / "model.safetensors").exists():
+    config = folder / "config.json"
+    if not config.exists() or '"actions"' not in config.read_text():
+        fault = f"there is no policy of this trainer in {folder}"
         hint = "train first, or give the folder best or step_N of a run"
-        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no policy in {folder}: {hint}")
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: {fault}: {hint}")
     return folder
 
 

@@ -545,7 +545,7 @@ MUTANTS = [
     (RAG, 'return EVAL_DATASET if data_constant() == "EVAL_DATASET" else DATASET', "return DATASET", ANOTHER),
     (RAG, "if not EVAL_DATASET and learnt_from not in", "if learnt_from not in", ANOTHER),
     (RAG, "learnt_from not in (None, questions_digest(questions))", "learnt_from == 0", LACKS),
-    (RAG, 'if not (folder / "model.safetensors").exists():', "if False:", LACKS),
+    (RAG, """not config.exists() or '"actions"' not in config.read_text()""", "not config.exists()", LACKS),
     (RAG, 'STAGE EVALUATE_POLICY EVAL_DATASET".split()', 'STAGE EVAL_DATASET".split()', STAGE),
     (RAG, "        evaluate_policy(trainer_class)\n        return 0", "        return 0", STAGE),
     # Which actions are chosen

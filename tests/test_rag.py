@@ -1505,13 +1505,13 @@ def test_action_shares_by_hand(rag):
     [
         (
             {"EVALUATE_POLICY": "step_7"},
-            "EVALUATE_POLICY = 'step_7': there is no policy in .*step_7: train first",
+            "EVALUATE_POLICY = 'step_7': there is no policy of this trainer in .*step_7: train first",
         ),
         (
             {"EVALUATE_POLICY": "{world}/none"},
-            "there is no policy in .*none: train first, or give the folder",
+            "there is no policy of this trainer in .*none: train first, or give the folder",
         ),
-        ({"EVALUATE_POLICY": "{world}/llama"}, "llama': cannot be loaded"),
+        ({"EVALUATE_POLICY": "{world}/llama"}, "there is no policy of this trainer in .*llama: train first"),
         ({"TOP_KS": (1, 2, 3)}, r"actions TOP_KS = \(1, 3\) TEMPERATURES = \(0.0, 1.0\) .*: take those$"),
         (
             {"SPLIT_SEED": 4},
