@@ -2488,7 +2488,7 @@ def policy_scores(trainer):
     for name, values in table.metrics.items():
         by_question[name] = values[rows, actions].double().mean(1)
     rewards_of_actions = table.rewards.double().mean(2)[rows]  # (questions, actions)
-    by_question["sampled_reward"] = (logprobs.double().exp() * rewards_of_actions).sum(1)  # its expectation
+    by_question["expected_reward"] = (logprobs.double().exp() * rewards_of_actions).sum(1)
     fixed = rewards_of_actions[:, table.actions.index(tuple(FIXED_ACTION))]
     best_action = rewards_of_actions[:, rewards_of_actions.mean(0).argmax()]
     by_question |= {"fixed_reward": fixed, "best_action_reward": best_action}

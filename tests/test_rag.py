@@ -1484,7 +1484,7 @@ def test_figures_of_an_evaluation_by_hand(rag):
     )
     by_question, records, shares = script.policy_scores(trainer)
     figures = {name: values.tolist() for name, values in by_question.items()}
-    assert figures.pop("sampled_reward") == pytest.approx([0.7, 0.92])
+    assert figures.pop("expected_reward") == pytest.approx([0.7, 0.92])
     wanted = {"reward": [1, 1], "em": [1, 1], "fixed_reward": [1, 0.2], "best_action_reward": [1, 0.2]}
     wanted |= {"oracle_reward": [1, 1], "gain_over_fixed": [0, 0.8], "gain_over_best_action": [0, 0.8]}
     assert {name: pytest.approx(values) for name, values in wanted.items()} == figures
