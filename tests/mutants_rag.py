@@ -570,6 +570,12 @@ MUTANTS = [
     (RAG, ".double().round(decimals=6).tolist())] = number", ".tolist())] = number", PICTURE),
     # A user's files and splits
     (
+        "data/make_rag.py",
+        '(key != "OUT" and not value.isdecimal())',
+        "False",
+        IN_RAG + "the_worlds_maker_takes_numbers_and_a_folder",
+    ),
+    (
         RAG,
         'if name == "em" and not values.any():',
         'if name == "em" and not values.all():',

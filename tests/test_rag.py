@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import runpy
 import shutil
 import statistics
 import zlib
@@ -1951,6 +1952,14 @@ def test_resuming_with_other_actions_is_refused(rag):
 
 
 # ---------------------------------------------------------------- the shipped world
+
+
+@pytest.mark.parametrize("word", ["SEED=one", "SEED=", "QUESTIONS=3", "help"])
+def test_the_worlds_maker_takes_numbers_and_a_folder(monkeypatch, word):
+    maker = runpy.run_path(str(ROOT / "data/make_rag.py"))
+    monkeypatch.setattr("sys.argv", ["make_rag.py", word])
+    with pytest.raises(SystemExit, match=f"takes SEED=number, OUT=folder and READER.* not '{word}'"):
+        maker["main"]()
 
 
 def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):
