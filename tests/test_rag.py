@@ -703,7 +703,9 @@ def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
     (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT, second]))
     spec = {"path": str(tmp_path / "hotpot.json"), "type": "hotpotqa"}
     script = rag(DATASET=spec, VALIDATION_QUESTIONS=1, TEST_QUESTIONS=1)
-    with pytest.raises(script.UserError, match="2 questions leave none to train on beside the 2"):
+    with pytest.raises(
+        script.UserError, match="2 questions leave none to train on beside TEST_QUESTIONS = 1 and VALID"
+    ):
         script.load_questions(print)
     questions, corpus = script.from_hotpot([(1, HOTPOT), (2, second)], "x")
     assert [title for title, _ in corpus] == ["Mill", "Ada", "Cole"]
@@ -1449,7 +1451,7 @@ def test_only_the_test_questions_are_answered_and_as_in_the_table_of_the_trainin
     script = rag(**constants, STAGE="evaluate", CACHE_DIR=str(tmp_path / "new"))
     script.evaluate_policy(script.RAGTrainer)
     assert len(cached(tmp_path / "new")) == 9 * 2
-    again = script.RAGTrainer()
+    again = script.RAGTrainer("no")
     assert again.table.responses == whole.table.responses[:9]
     assert again.table.splits["test"] == whole.table.splits["test"]
 
