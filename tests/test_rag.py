@@ -405,7 +405,8 @@ def test_each_part_of_the_reward_has_its_own_weight(rag, world):
 
 
 def test_the_clocks_seconds_are_a_cost_too(rag, world):
-    script, trainer = quick(rag, world, COST="seconds", COST_WEIGHT=3.0, EM_WEIGHT=1.5)
+    small = {"TEMPERATURES": (0.0,), "TOP_KS": (1,), "FIXED_ACTION": (1, 0.0, 0)}
+    script, trainer = quick(rag, world, **small, COST="seconds", COST_WEIGHT=3.0, EM_WEIGHT=1.5)
     parts = trainer.table.metrics
     assert torch.equal(parts["cost"], parts["seconds"]) and parts["seconds"].min() > 0
     assert torch.allclose(trainer.table.rewards, 1.5 * parts["em"] + 0.5 * parts["f1"] - 3 * parts["seconds"])
