@@ -1979,9 +1979,9 @@ def load_questions(log):
     for text in itertools.chain(map(itemgetter("question"), questions), *corpus):
         if text != text.encode(errors="ignore").decode():
             raise UserError(f"{where}: {text[:60]!r} has half a surrogate: correct or delete it")
-    for number, what in ((len(questions), "question"), (len(corpus), "paragraph")):
+    for number, name in ((len(questions), "question"), (len(corpus), "paragraph")):
         if number == 0:
-            raise UserError(f"{where} has no {what}")
+            raise UserError(f"{where} has no {name}")
     unique = {}
     for row in reversed(questions):
         unique[" ".join(words_of(row["question"])) or row["question"]] = row

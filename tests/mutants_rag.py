@@ -589,7 +589,7 @@ MUTANTS = [
     (RAG, "if len(corpus) < max(TOP_KS):", "if len(corpus) < min(TOP_KS):", SAYS_SO),
     (
         RAG,
-        '        if number == 0:\n            raise UserError(f"{where} has no {what}")',
+        '        if number == 0:\n            raise UserError(f"{where} has no {name}")',
         "        pass",
         FAULTS,
     ),
