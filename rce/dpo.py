@@ -1415,7 +1415,10 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+        fault = f"there is no value for column {path!r}"
+        if path.split(".")[0] not in record:
+            fault += f"; the row has {sorted(record)}"
+        raise UserError(f"{where}: {fault}")
     return value
 
 

@@ -274,8 +274,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if (config.inputs, config.actions) != (len(OBSERVATION), actions):",
-        "if config.actions != actions:",
+        "if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):",
+        "if policy.config.actions != actions:",
         IN_RAG + "resuming_with_other_observations_is_refused",
     ),
     (REC, "return pass_is_over and 0 < SFT_PATIENCE", "return 0 < SFT_PATIENCE", PATIENCE),
