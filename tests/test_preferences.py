@@ -170,10 +170,12 @@ def test_the_loss_of_a_reward_model_is_the_mean_over_the_pairs_of_the_step(tmp_p
     trainer = make(RM, tmp_path, BATCH_SIZE=size, BASE_MODEL=str(TINY / "reward_model"), CENTER_COEF=0.1)
     rows = trainer.train_rows[:6]
     rows[2]["is_tie"], rows[4]["margin"] = True, 2.0
-    scores = [
-        trainer.reward_model_score([row["prompt"]] * 2, [row["chosen"], row["rejected"]]).tolist()
-        for row in rows
-    ]
+    model = AutoModelForSequenceClassification.from_pretrained(TINY / "reward_model")
+    scores = []
+    for row in rows:
+        texts = [f"{row['prompt']}\n{row[key]}<eos>" for key in ("chosen", "rejected")]
+        ids = [torch.tensor([trainer.tokenizer(text)["input_ids"]]) for text in texts]
+        scores.append([model(x).logits.item() for x in ids])
     want = 0.0
     for (c, r), row in zip(scores, rows):
         loss = -log_sigmoid(c - r - row["margin"])
