@@ -78,9 +78,9 @@ import numpy as np
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from matplotlib.figure import Figure
+from torch.nn.functional import normalize, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
@@ -94,7 +94,8 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | mine | train
+STAGE = "all"  # all | mine | train | evaluate (EVALUATE_POLICY)
+EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or the folder of a policy of this program
 CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), instead of mining
 
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, perhaps "image" (a column of
@@ -183,7 +184,6 @@ FREEZE = True  # train only attention, norms, gate and weights of terms
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
-BOOTSTRAP = 2000  # resamples of the paired intervals
 
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
@@ -205,7 +205,7 @@ _MODES = (
 _VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
-    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
+    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
     "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
@@ -216,7 +216,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "DROPOUT": (0, 0.9),
     "WEIGHT_QUERIES": (1e-6, 1),
     "MAX_GRAD_NORM": (1e-12, 1e12),
-    "STAGE": ["all", "mine", "train"],
+    "STAGE": ["all", "mine", "train", "evaluate"],
     "GOLDS": ["aliases", "annotators"],
     "POOL": ["random", "similarity"],
     "DTYPE": ["float32", "bfloat16"],
@@ -227,7 +227,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
 }
 
 _RENAMED = {}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
 
 # ================================================================ the maths of RCE and GRPO
 
@@ -286,6 +286,7 @@ def shaped_rewards(candidates):
 class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
     query_size = candidate_size = hidden_size = layers = heads = 1
+    vectors = ""  # digest of what the vectors that it reads depend on; "": not known
     dropout = 0.0
     pointer_temperature = 1.0
 
@@ -341,7 +342,7 @@ class Pointer(PreTrainedModel):
         has memorised, and the network would leave everything to the classifier."""
         keys, known, rows, held_out = candidates
         similarity, classifier = known[:, :1], known[:, 1:]
-        cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
+        cosines = normalize(state, dim=-1) @ normalize(keys, dim=-1).transpose(1, 2)
         weights = 30 * self.choice_weights[min(count, 1)][:, None, None, None]
         if held_out is not None:
             held_out = held_out[:, None, None]
@@ -383,7 +384,7 @@ class Pointer(PreTrainedModel):
             taken = taken[:, :most].scatter(2, choice[..., None], True)
             state = self.advance(state[:, :most], candidates, choice)
             logprobs = self.choice_logprobs(state, candidates, taken, count)
-            steps.append(F.pad(logprobs, (0, 0, 0, lists - most)))
+            steps.append(pad(logprobs, (0, 0, 0, lists - most)))
         return torch.stack(steps, 2)
 
     def search(self, queries, vectors, pool, known, shots, beams=1, encoded=None):
@@ -446,7 +447,8 @@ class ICLTrainer:
         self.run.panels += [(name, [name]) for name in names.split()]
         self.splits, self.demos = load_splits(self.run.log)
         self.resumed_from = self.run.checkpoint
-        embed_splits(self.splits, self.demos, self.device, self.run.log, self.resumed_from is None)
+        afresh = self.resumed_from is None and STAGE != "evaluate"
+        embed_splits(self.splits, self.demos, self.device, self.run.log, afresh)
         self.corpus = Corpus(self.demos, self.device)
         self.reader = self.load_reader()
         self.answered = {}  # (query's id, demonstrations' numbers): the reader's answer
@@ -478,6 +480,13 @@ class ICLTrainer:
         self.policy = load_pointer(folder, sizes).to(self.device)
         folder = checkpoint / "reference" if checkpoint else POINTER_POLICY
         self.reference = load_pointer(folder, sizes).to(self.device).eval().requires_grad_(False)
+        vectors = vectors_digest(self.demos)
+        if self.policy.config.vectors not in ("", vectors):
+            todo = (
+                "give the TRAIN_DATASET, CANDIDATES, VALIDATION_QUERIES, SPLIT_SEED and EMBEDDING of its run"
+            )
+            raise UserError(f"{folder} was trained on other demonstrations, or other vectors of them: {todo}")
+        self.policy.config.vectors = self.reference.config.vectors = vectors
 
     def make_optimizer(self, rate):
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
@@ -1652,9 +1661,12 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
-# differs: there are other stages
 def run_stage(trainer_class):
-    """Trains. Returns the exit code."""
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
     trainer = trainer_class()
     trainer.train()
     return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
@@ -2101,6 +2113,17 @@ def embedder_facts():
         if path.is_file():
             facts.append([str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]])
     return facts
+
+
+def vectors_digest(demos):
+    """Returns a digest of what the numbers that a policy reads depend on. TF-IDF is fitted on the texts, and
+    the answers' vectors are decorrelated together."""
+    facts = [Path(EMBEDDING).name, EMBEDDING_SIZE, EMBED_ANSWERS, name_of(make_embedder)]
+    if EMBEDDING == "tfidf":
+        facts += column(demos, "text")
+    if EMBED_ANSWERS:
+        facts += sorted(set(column(demos, "answer")))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def embed_splits(splits, demos, device, say, afresh):
@@ -2864,6 +2887,75 @@ def parse_list(record):
     return numbers, candidate
 
 
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+# differs: the figures of this trainer
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY on the test queries without training: the reader's accuracy after its lists, and
+    after those of the rules, at each of EVAL_SHOTS. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every
+    query to a .jsonl of that name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low",
+    "high"}}."""
+    folder = Path(OUTPUT_DIR)
+    policy = Path(EVALUATE_POLICY)
+    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
+        policy = folder / EVALUATE_POLICY
+    if (policy / "policy").is_dir():
+        policy = policy / "policy"
+    if not (policy / "config.json").exists():
+        hint = "train first, or give the folder of a policy"
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no policy in {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, str(policy))
+    by_query, records = policy_scores(trainer)
+    figures = {}
+    for figure, values in by_query.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values)
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:24} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
+    facts = {"policy": str(policy), "dataset": TEST_DATASET, "queries": len(records), "figures": figures}
+    facts |= {"reader": READER, "embedding": EMBEDDING, "pool": POOL, "pool_size": POOL_SIZE}
+    data = Path((TEST_DATASET or TRAIN_DATASET)["path"]).stem
+    if TEST_DATASET is None:
+        data += "_held_out"
+    name = re.sub(r"[^\w.-]+", "", "_".join(["eval", *Path(EVALUATE_POLICY).parts[-2:], data]))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+    write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    trainer.run.log(f"{len(records)} queries; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+# differs: the policy is a pointer network
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy. No candidates are loaded."""
+    global POINTER_POLICY
+    POINTER_POLICY = policy
+    return trainer_class(resume_from_checkpoint="no")
+
+
+# differs: the figures of this trainer
+def policy_scores(trainer):
+    """Returns {figure: its value for each test query, (queries,)} of the policy and the rules, and a record
+    of each query with the policy's lists."""
+    queries = trainer.splits["test"]
+    models = fit_baselines(trainer)
+    by_query = {}
+    records = []
+    for query in queries:
+        records.append({"id": query["id"], "query": query["text"], "golds": query["golds"], "shots": {}})
+    for shots in EVAL_SHOTS:
+        lists = trainer.pick(queries, shots)
+        accuracies = {"policy": trainer.accuracy_of(queries, lists)}
+        accuracies |= baseline_accuracies(trainer, models, queries, shots)
+        by_query |= {f"{name}@{shots}": values for name, values in accuracies.items()}
+        for number, numbers in enumerate(lists):
+            shown = {"demonstrations": column(trainer.corpus.examples(numbers), "id")}
+            shown["response"] = trainer.answered[queries[number]["id"], tuple(numbers)]
+            shown["accuracy"] = {name: float(values[number]) for name, values in accuracies.items()}
+            records[number]["shots"][shots] = shown
+    return by_query, records
+
+
 # ---------------------------------------------------------------- the test, figures and pictures
 
 
@@ -2966,13 +3058,11 @@ def test_oracle(trainer, queries, shots):
     return np.array(list(best.values()))
 
 
-# differs: the figures of this trainer
-def bootstrap_interval(differences):
-    """95% interval of the mean of paired differences (queries,), resampling queries."""
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(differences), (BOOTSTRAP, len(differences)), generator=generator)
-    means = torch.as_tensor(differences)[picks].mean(1).sort().values
-    return [means[int(0.025 * BOOTSTRAP)].item(), means[min(BOOTSTRAP - 1, int(0.975 * BOOTSTRAP))].item()]
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 # differs: the figures of this trainer

@@ -36,8 +36,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)\n",
-        "        cosines = state @ F.normalize(keys, dim=-1).transpose(1, 2)\n",
+        "        cosines = normalize(state, dim=-1) @ normalize(keys, dim=-1).transpose(1, 2)\n",
+        "        cosines = state @ normalize(keys, dim=-1).transpose(1, 2)\n",
         IN_ICL + "log_probabilities_equal_a_step_by_step_computation",
     ),
     (
@@ -576,21 +576,58 @@ MUTANTS = [
     ),
     (
         ICL,
-        "    means = torch.as_tensor(differences)[picks].mean(1).sort().values",
-        "    means = torch.as_tensor(differences).expand(BOOTSTRAP, -1).mean(1)",
+        "                method: bootstrap_interval(by_method[name] - values)",
+        "                method: bootstrap_interval(np.sort(by_method[name])[::-1] - values)",
         IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
+    ),
+    # STAGE=evaluate
+    (
+        ICL,
+        'afresh = self.resumed_from is None and STAGE != "evaluate"',
+        "afresh = True",
+        IN_ICL + "a_fresh_start_makes_the_vectors_of_an_own_embedder_again_and_a_resumed_one_does_not",
+    ),
+    (
+        ICL,
+        'if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):',
+        'if EVALUATE_POLICY == "best":',
+        IN_ICL + "a_checkpoint_or_a_folder_is_the_policy_that_is_scored[step_8]",
+    ),
+    (
+        ICL,
+        "    global POINTER_POLICY\n    POINTER_POLICY = policy\n",
+        "",
+        IN_ICL + "a_checkpoint_or_a_folder_is_the_policy_that_is_scored[step_8]",
+    ),
+    (
+        ICL,
+        'if not (policy / "config.json").exists():',
+        "if False:",
+        IN_ICL + "a_policy_that_is_missing_or_of_other_data_is_not_scored",
+    ),
+    (
+        ICL,
+        'if self.policy.config.vectors not in ("", vectors):',
+        "if False:",
+        IN_ICL + "a_policy_that_is_missing_or_of_other_data_is_not_scored",
+    ),
+    (
+        ICL,
+        'shown["accuracy"] = {name: float(values[number])',
+        'shown["accuracy"] = {name: float(values[0])',
+        IN_ICL + "a_policy_is_scored_as_the_runs_own_test_scores_it_and_no_file_changes",
     ),
     # padding, pools
     (
         ICL,
         "cut_lists(self.corpus.ranking(query, pool), shots)",
-        "cut_lists(self.corpus.ranking(query, F.pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)), shots)",
+        "cut_lists(self.corpus.ranking(query, pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)), shots)",
         IN_ICL + "a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates",
     ),
     (
         ICL,
         "groups.append(SimpleNamespace(query=query, pool=pool, candidates",
-        "pool = F.pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)\n            groups.append(SimpleNamespace(query=query, pool=pool, candidates",
+        "pool = pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)\n            groups.append(SimpleNamespace(query=query, pool=pool, candidates",
         IN_ICL + "a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates",
     ),
     (ICL, "    if least < shots:\n", "    if False:\n", IN_ICL + "a_masked_candidate_is_never_chosen"),

@@ -80,7 +80,6 @@ TOY = {
     "EVAL_SHOTS": (1, 2),
     "SAVE_EVERY_N_STEPS": 0,
     "EVAL_EVERY_N_STEPS": 3,
-    "BOOTSTRAP": 50,
 }
 
 
@@ -1982,6 +1981,77 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
     assert script.test_oracle(trainer, queries, 3).tolist() == [0.0] + [0.3] * 11
 
 
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+def files_of(folder):
+    return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_policy_is_scored_as_the_runs_own_test_scores_it_and_no_file_changes(icl, trained, tmp_path):
+    folder = shutil.copytree(trained[2], tmp_path / "run")
+    before = files_of(folder)
+    script = icl(STAGE="evaluate", OUTPUT_DIR=str(folder), CANDIDATES=None, MINE_QUERIES=1)
+    assert script.run_stage(script.ICLTrainer) == 0
+    after = files_of(folder)
+    assert after.keys() - before.keys() == {"eval_best_test.json", "eval_best_test.jsonl"}
+    assert all(after[name] == text for name, text in before.items())
+    found = json.loads(after["eval_best_test.json"])
+    records = [json.loads(line) for line in after["eval_best_test.jsonl"].splitlines()]
+    rows = {row["id"]: row for row in trained[1].splits["test"]}
+    assert found["queries"] == len(records) == 12 and {record["id"] for record in records} == set(rows)
+    for shots, of_shots in json.loads(before["eval_test.json"])["shots"].items():
+        wanted = {name: x for name, x in of_shots["accuracy"].items() if name not in ("RCE", "oracle")}
+        wanted["policy"] = wanted.pop("RCE + GRPO")
+        means = {name: found["figures"][f"{name}@{shots}"]["mean"] for name in wanted}
+        assert means == pytest.approx(wanted)
+        for record in records:
+            shown, row = record["shots"][shots], rows[record["id"]]
+            assert len(shown["demonstrations"]) == int(shots) and record["query"] == row["text"]
+            assert shown["accuracy"]["policy"] == (shown["response"] == row["answer"])
+        marks = [record["shots"][shots]["accuracy"]["policy"] for record in records]
+        assert np.mean(marks) == pytest.approx(wanted["policy"])
+    for figure in found["figures"].values():
+        assert figure["low"] <= figure["mean"] <= figure["high"]
+
+
+@pytest.mark.parametrize("name", ["step_8", "best/policy"])
+def test_a_checkpoint_or_a_folder_is_the_policy_that_is_scored(icl, trained, tmp_path, name):
+    given = name if name.startswith("step") else str(trained[2] / name)
+    script = icl(STAGE="evaluate", EVALUATE_POLICY=given, TEST_QUERIES=3, EVAL_SHOTS=(1,))
+    if name.startswith("step"):
+        shutil.copytree(trained[2] / "step_12", tmp_path / "run" / name)
+    script.evaluate_policy(script.ICLTrainer)
+    facts = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("eval_*_test.json")]
+    wanted = tmp_path / "run/step_8/policy" if name.startswith("step") else Path(given)
+    assert [(fact["policy"], fact["queries"]) for fact in facts] == [(str(wanted), 3)]
+    policy = script.trainer_to_evaluate(script.ICLTrainer, str(wanted)).policy
+    assert torch.equal(policy.gate.weight, script.Pointer.from_pretrained(str(wanted)).gate.weight)
+
+
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({}, "EVALUATE_POLICY = 'best': there is no policy in .*run/best: train first"),
+        (
+            {"EVALUATE_POLICY": "step_3"},
+            "EVALUATE_POLICY = 'step_3': there is no policy in .*run/step_3: train",
+        ),
+        (
+            {"EVALUATE_POLICY": "trained", "SPLIT_SEED": 5},
+            "trained on other demonstrations, or other vectors",
+        ),
+        ({"EVALUATE_POLICY": "trained", "EMBEDDING_SIZE": 11}, r"reads vectors of \(12, .*\) numbers"),
+    ],
+)
+def test_a_policy_that_is_missing_or_of_other_data_is_not_scored(icl, trained, constants, says):
+    if constants.get("EVALUATE_POLICY") == "trained":
+        constants = {**constants, "EVALUATE_POLICY": str(trained[2] / "best")}
+    script = icl(STAGE="evaluate", **constants)
+    with pytest.raises(Exception, match=says):
+        script.run_stage(script.ICLTrainer)
+
+
 # ---------------------------------------------------------------- evaluation
 
 
@@ -2270,7 +2340,9 @@ def test_a_fresh_start_makes_the_vectors_of_an_own_embedder_again_and_a_resumed_
     trainer.train()
     (tmp_path / "size").write_text("5")
     assert script.ICLTrainer().corpus.sizes[0] == 3 and len(calls) == 1  # as the policy was trained
-    script.RESUME = "no"
+    script.RESUME, script.STAGE = "no", "evaluate"
+    assert script.ICLTrainer().corpus.sizes[0] == 3 and len(calls) == 1
+    script.STAGE = "mine"
     assert script.ICLTrainer().corpus.sizes[0] == 5
     script = icl(RESUME="no")
     script.ICLTrainer()
