@@ -133,7 +133,7 @@ MINE_QUERIES: int | None = None  # None: all training queries
 BEAMS = 5  # of the policy's beam search
 SAMPLES = 4  # sampled lists per temperature of SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.5, 1.0, 2.0]
-RETRIEVED = 4  # lists cut from the ranking by similarity
+RETRIEVED = 4  # lists cut from the ranking by similarity; from the rule's as many, forwards and backwards
 RANDOM = 64  # lists cut from permutations of the pool, so that each candidate is tried
 LOCAL_TOP = 6  # number of best lists by gt_prob whose members are asked alone
 LOCAL = 24  # number of lists that begin with members that are right alone and end at random; 0: none
@@ -287,6 +287,7 @@ class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
     query_size = candidate_size = hidden_size = layers = heads = 1
     vectors = ""  # digest of what the vectors that it reads depend on; "": not known
+    rule = ("similarity", 0)  # name and setting of the rule that it starts as
     dropout = 0.0
     pointer_temperature = 1.0
 
@@ -314,19 +315,19 @@ class Pointer(PreTrainedModel):
         )
         self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
         self.gate = torch.nn.Linear(2 * hidden, hidden)
-        # What similarity, the classifier, the network's cosine, the share shown and its similarity weigh at
-        # the first choice and at later ones, in units that the network's rate moves fast enough. A new policy
-        # is similarity
-        self.choice_weights = torch.nn.Parameter(torch.tensor([[1 / 30, 0, 0, 0, 0]] * 2))
+        # What similarity, the classifier, the network's cosine, the rule, the share shown and its similarity
+        # weigh, in units that the network's rate moves fast enough: (the first choice or a later one, others
+        # follow or it is the list's last, 6). A new policy is the rule, since cosines differ by 2 at most
+        self.choice_weights = torch.nn.Parameter(torch.tensor([[[0.5 / 30, 0, 0, 1.1 / 30, 0, 0]] * 2] * 2))
         self.post_init()
 
     def _init_weights(self, module):
         """torch's own initialisation stays."""
 
     def encode(self, queries, vectors, pool, known, held_out=None):
-        """Returns state (queries, 1, H) and candidates: keys (queries, pool, H), known (queries, 2, pool:
-        similarity, classifier), rows (queries, 1, pool), held_out. Queries are (queries, d); pools, (queries,
-        pool), hold rows of `vectors` (rows, d'), -1 after their ends."""
+        """Returns state (queries, 1, H) and candidates: keys (queries, pool, H), known (queries, 3, pool:
+        similarity, classifier, place by the rule), rows (queries, 1, pool), held_out. Queries are (queries,
+        d); pools, (queries, pool), hold rows of `vectors` (rows, d'), -1 after their ends."""
         rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
         keys = self.candidate_norm(self.candidate_projection(vectors[rows]))[where]
         state = self.query_norm(self.query_projection(5 * queries))[:, None]
@@ -335,23 +336,26 @@ class Pointer(PreTrainedModel):
             state = norm(state + seen)
         return state, (keys, known, torch.where(pool < 0, -1, where)[:, None], held_out)
 
-    def choice_logprobs(self, state, candidates, taken, count):
+    def choice_logprobs(self, state, candidates, taken, count, is_last):
         """Returns log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are
-        -1e9. In RCE the terms' weights learn from the queries held out, (queries,), and the network from the
-        others, with weight 1 and without the classifier: otherwise the weights would trust what the network
-        has memorised, and the network would leave everything to the classifier."""
+        -1e9. is_last, (queries or 1, lists or 1): whether it is the list's last choice. In RCE the terms'
+        weights learn from the queries held out, (queries,), and the network from the others, with weight 1
+        and without classifier and rule: otherwise the weights would trust what the network has memorised, and
+        the network would leave everything to the classifier."""
         keys, known, rows, held_out = candidates
-        similarity, classifier = known[:, :1], known[:, 1:]
+        similarity, classifier, place = known.split(1, 1)
+        place = place.masked_fill(taken, math.inf)
+        by_rule = (place == place.amin(-1, keepdim=True)).to(known.dtype)  # what the rule shows next
         cosines = normalize(state, dim=-1) @ normalize(keys, dim=-1).transpose(1, 2)
-        weights = 30 * self.choice_weights[min(count, 1)][:, None, None, None]
+        weights = 30 * self.choice_weights[min(count, 1)][is_last.long()]  # (queries, lists, 6)
         if held_out is not None:
             held_out = held_out[:, None, None]
             cosines = torch.where(held_out, cosines.detach(), cosines)
             of_others = weights.detach().clone()
-            of_others[1] = 0.0
-            of_others[2] = 1.0
+            of_others[..., [1, 3]] = 0.0
+            of_others[..., 2] = 1.0
             weights = torch.where(held_out, weights, of_others)
-        terms = [similarity, classifier, cosines]
+        terms = [similarity, classifier, cosines, by_rule]
         if count:  # answers, rows of `vectors`, by the similarity that is shown of each; a filler has none
             answers = rows.clamp(min=0).expand_as(taken)
             votes = (similarity.clamp(min=0) + 1e-3) * (taken & (rows >= 0))
@@ -359,7 +363,8 @@ class Pointer(PreTrainedModel):
             shown = shown.scatter_add(2, answers, votes).gather(2, answers)
             shown = shown / votes.sum(-1, keepdim=True).clamp(min=1e-3)  # none where only padding is taken
             terms += [shown, shown * similarity]
-        scores = sum(w * term for w, term in zip(weights, terms)) / self.config.pointer_temperature
+        scores = sum(w[..., None] * term for w, term in zip(weights.unbind(-1), terms))
+        scores = scores / self.config.pointer_temperature
         return scores.masked_fill(taken, -1e9).log_softmax(-1)
 
     def advance(self, state, candidates, choice):
@@ -375,7 +380,8 @@ class Pointer(PreTrainedModel):
         state, candidates = self.encode(queries, vectors, pool, known, held_out)
         lists = pointers.shape[1]
         taken = (pool < 0)[:, None]
-        steps = [self.choice_logprobs(state, candidates, taken, 0).expand(-1, lists, -1)]  # all begin alike
+        lengths = (pointers >= 0).sum(-1)
+        steps = [self.choice_logprobs(state, candidates, taken, 0, lengths == 1)]
         state = state.expand(-1, lists, -1)
         taken = taken.expand(-1, lists, -1)
         for count in range(1, pointers.shape[2]):
@@ -383,7 +389,8 @@ class Pointer(PreTrainedModel):
             choice = pointers[:, :most, count - 1].clamp(min=0)
             taken = taken[:, :most].scatter(2, choice[..., None], True)
             state = self.advance(state[:, :most], candidates, choice)
-            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            is_last = lengths[:, :most] == count + 1
+            logprobs = self.choice_logprobs(state, candidates, taken, count, is_last)
             steps.append(pad(logprobs, (0, 0, 0, lists - most)))
         return torch.stack(steps, 2)
 
@@ -398,7 +405,8 @@ class Pointer(PreTrainedModel):
         lists = torch.zeros(len(pool), 1, 0, dtype=torch.long, device=pool.device)
         scores = torch.zeros(len(pool), 1, device=pool.device)
         for count in range(shots):
-            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            is_last = torch.tensor([[count + 1 == shots]], device=pool.device)
+            logprobs = self.choice_logprobs(state, candidates, taken, count, is_last)
             totals = scores[..., None] + logprobs  # (queries, beams, pool)
             scores, best = totals.flatten(1).topk(min(beams, totals[0].numel()), 1)
             parents, choice = (queries_of, best // size), best % size
@@ -416,7 +424,8 @@ class Pointer(PreTrainedModel):
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
         for count, numbers in enumerate(uniform.unbind(2)):
-            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            is_last = torch.tensor([[count + 1 == uniform.shape[2]]], device=pool.device)
+            logprobs = self.choice_logprobs(state, candidates, taken, count, is_last)
             gumbels = -(-numbers.clamp(min=1e-9).log()).log()
             choice = (logprobs / temperature + gumbels).argmax(-1)
             lists.append(choice)
@@ -487,6 +496,18 @@ class ICLTrainer:
             )
             raise UserError(f"{folder} was trained on other demonstrations, or other vectors of them: {todo}")
         self.policy.config.vectors = self.reference.config.vectors = vectors
+        self.corpus.rule = self.policy.config.rule
+
+    def begin_with_a_rule(self):
+        """Makes a new policy the rule that is the best on validation, mean over 1 .. SHOTS."""
+        queries = self.splits["validation"]
+        accuracies = {}
+        for rule in choose_rules(self).items():
+            accuracies[rule] = self.mean_accuracy(queries, partial(rule_lists, self, queries, *rule)).mean()
+        self.corpus.rule = max(accuracies, key=accuracies.get)
+        self.policy.config.rule = self.reference.config.rule = self.corpus.rule
+        found = ", ".join(f"{name} {accuracy:.3f}" for (name, _), accuracy in accuracies.items())
+        self.run.log(f"Rules on validation: {found}; the policy starts as {self.corpus.rule[0]}")
 
     def make_optimizer(self, rate):
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
@@ -499,6 +520,8 @@ class ICLTrainer:
                 self.find_candidates()
             if self.state.stage == "grpo" and not (run.folder / "rce").exists():
                 self.keep_rce_policy()  # the run continues in another folder
+            if not run.checkpoint and not POINTER_POLICY:
+                self.begin_with_a_rule()
             run.save()  # candidates are mined from it
             if self.prepare() and STAGE != "mine":
                 self.train_stage()
@@ -771,24 +794,20 @@ class ICLTrainer:
         texts = map(self.answered.get, keys)
         return np.array(list(map(answer_accuracy, texts, column(queries, "golds"))))
 
-    def mean_accuracy(self, queries, lists):
-        """Returns the mean accuracy over the first 1 .. SHOTS demonstrations of each list, (queries,)."""
-        by_shots = []
-        for shots in range(1, SHOTS + 1):
-            by_shots.append(self.accuracy_of(queries, [numbers[:shots] for numbers in lists]))
-        return np.mean(by_shots, 0)
+    def mean_accuracy(self, queries, lists_of):
+        """Returns the mean accuracy over 1 .. SHOTS demonstrations, (queries,), of lists_of(shots)."""
+        return np.mean([self.accuracy_of(queries, lists_of(shots)) for shots in range(1, SHOTS + 1)], 0)
 
     def evaluate(self):
         """Returns metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
-        clear_gain, the gain over similarity less one standard error of the paired difference (0 at step 0):
+        clear_gain, the gain over the rule less two standard errors of the paired difference (0 at step 0):
         a few queries' noise does not choose a policy. Override to add yours."""
         with self.run.timed("evaluate"):
             queries = self.splits["validation"]
-            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]
-            baseline = self.mean_accuracy(queries, similar)
-            accuracy = self.mean_accuracy(queries, self.pick(queries, SHOTS))
+            baseline = self.mean_accuracy(queries, partial(rule_lists, self, queries, *self.corpus.rule))
+            accuracy = self.mean_accuracy(queries, partial(self.pick, queries))
             gain = accuracy - baseline
-            clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
+            clear_gain = gain.mean() - 2 * gain.std() / len(gain) ** 0.5
             metrics = {"pick_accuracy": float(accuracy.mean()), "clear_gain": float(clear_gain)}
             if math.isfinite(self.oracle):
                 metrics["oracle_accuracy"] = self.oracle
@@ -1425,9 +1444,8 @@ class Run:
             self.best_value = value
             self.save_best(metrics)
 
-    # differs: of equal values the later policy is kept
     def is_best(self, value):
-        return value >= self.best_value
+        return value > self.best_value
 
     def write_metrics(self, phase, metrics):
         # JSON has no NaN
@@ -2369,9 +2387,10 @@ class Corpus:
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
         answers, answer_of = np.unique(column(demos, "answer"), return_inverse=True)
         self.answer_of = torch.tensor(answer_of)
-        self.classifies = CLASSIFIER_C > 0 and 1 < len(answers) <= 500
-        self.classifiers = {}  # by the fold that each was not fitted on
-        self.log_likelihoods = {}  # by the query's id
+        self.classifies = 1 < len(answers) <= 500
+        self.rule = ("similarity", 0)  # that the policy starts as
+        self.classifiers = {}  # by C and the fold that each was not fitted on
+        self.probabilities = {}  # by rule, setting and the query's id
 
     def examples(self, numbers):
         return [self.demos[j] for j in numbers]
@@ -2406,44 +2425,76 @@ class Corpus:
         pool = self.pool_of(query)
         return pool[self.ranking(query, pool)[:count]].tolist()
 
-    def log_likelihood(self, query, numbers):
-        """Returns a tenth of log p(answer | query) of demonstrations, (numbers,), at least -1, by a logistic
-        regression of all demonstrations' answers on their vectors; 0 without a classifier. For one of
-        them it is fitted on the four fifths without it: none sees its own answer."""
-        if not self.classifies or not len(numbers):
-            return torch.zeros(len(numbers))
-        if query["id"] not in self.log_likelihoods:
+    def answer_probabilities(self, query, name, setting):
+        """Returns the probability of each answer, (answers,), by the demonstrations' answers and vectors:
+        kNN, votes of the `setting` nearest by 1 / (1 - cosine), or a logistic regression with C = `setting`.
+        A query that is a demonstration itself is asked of the four fifths without it and all that ask the
+        same: it never sees its own answer."""
+        key = name, setting, query["id"]
+        if key not in self.probabilities:
             number = self.number.get(what_is_asked(query))
             fold = -1 if number is None else number % 5
-            if fold not in self.classifiers:
-                from sklearn.dummy import DummyClassifier
-                from sklearn.linear_model import LogisticRegression
+            fitted = (self.asked % 5 != fold).nonzero()[:, 0]
+            of_answers = np.zeros(self.answer_of.max() + 1)
+            if name == "kNN":
+                cosines, nearest = self.similarity(query, fitted).topk(min(setting, len(fitted)))
+                votes = 1 / (1 - cosines).clamp(min=1e-6).double()
+                np.add.at(of_answers, self.answer_of[fitted[nearest]].numpy(), (votes / votes.sum()).numpy())
+            else:
+                model = self.classifier(setting, fold, fitted)
+                of_answers[model.classes_] = model.predict_proba(query["vector"][None])[0]
+            self.probabilities[key] = of_answers
+        return self.probabilities[key]
 
-                fitted = self.asked % 5 != fold
-                several = len(self.answer_of[fitted].unique()) > 1
-                model = LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several else DummyClassifier()
-                model.fit(self.demo_vectors[fitted].numpy(), self.answer_of[fitted].numpy())
-                self.classifiers[fold] = model
-            model = self.classifiers[fold]
-            of_answers = torch.full((self.answer_of.max().item() + 1,), -1.0)
-            logprobs = model.predict_log_proba(query["vector"][None])[0]
-            of_answers[model.classes_] = torch.tensor(logprobs, dtype=torch.float32).div(10).clamp(min=-1)
-            self.log_likelihoods[query["id"]] = of_answers
-        return self.log_likelihoods[query["id"]][self.answer_of[numbers]]
+    def classifier(self, C, fold, fitted):
+        """Returns the logistic regression of the demonstrations' answers without a fold."""
+        from sklearn.dummy import DummyClassifier
+        from sklearn.linear_model import LogisticRegression
+
+        if (C, fold) not in self.classifiers:
+            several = len(self.answer_of[fitted].unique()) > 1
+            model = LogisticRegression(C=C, max_iter=1000) if several else DummyClassifier()
+            model.fit(self.demo_vectors[fitted].numpy(), self.answer_of[fitted].numpy())
+            self.classifiers[C, fold] = model
+        return self.classifiers[C, fold]
+
+    def log_likelihood(self, query, numbers):
+        """Returns a tenth of log p(answer | query) of demonstrations, (numbers,), at least -1, by a logistic
+        regression; 0 without a classifier."""
+        if not self.classifies or not CLASSIFIER_C:
+            return torch.zeros(len(numbers))
+        of_answers = torch.tensor(self.answer_probabilities(query, "classifier", CLASSIFIER_C))
+        return of_answers.log().div(10).clamp(min=-1).float()[self.answer_of[numbers]]
+
+    def rule_order(self, query, name, setting):
+        """Returns the query's pool's places in the order in which a rule shows them, (pool,). similarity:
+        the most similar first; kNN, classifier: rows of the likeliest answer, the most similar first, then of
+        the next one; with fillers: of the likeliest alone, then the pool's least similar rows."""
+        pool = self.pool_of(query)
+        similarity = self.similarity(query, pool).numpy()
+        score = np.zeros(len(pool))
+        if name != "similarity":
+            of_answers = self.answer_probabilities(query, name.partition(",")[0], setting)
+            score = of_answers[self.answer_of[pool]]
+        if name == "classifier, fillers":
+            score = score == score.max()
+            similarity = np.where(score, similarity, -similarity)
+        return np.lexsort((-similarity, -score.astype(float)))
 
     def inputs(self, queries):
         """Returns what the policy reads of queries and their pools: the arguments of Pointer.encode()."""
-        rows, similarities, likelihoods = [], [], []
+        rows, known = [], []
         for query in queries:
             pool = self.pool_of(query)
             if "known" not in query or query["known"][0] is not pool:
-                query["known"] = pool, self.similarity(query, pool), self.log_likelihood(query, pool)
+                place = torch.tensor(self.rule_order(query, *self.rule)).argsort().float()
+                columns = self.similarity(query, pool), self.log_likelihood(query, pool), place
+                query["known"] = pool, torch.stack(columns, 1)  # (pool, 3)
             rows.append(self.vector_of[pool])
-            similarities.append(query["known"][1])
-            likelihoods.append(query["known"][2])
+            known.append(query["known"][1])
         vectors = torch.tensor(np.stack(column(queries, "vector")))
         rows = pad_rows(rows, -1)
-        known = torch.stack([pad_rows(similarities), pad_rows(likelihoods)], 1)
+        known = pad_rows(known).transpose(1, 2).contiguous()
         return vectors.to(self.device), self.vectors, rows.to(self.device), known.to(self.device)
 
 
@@ -2526,8 +2577,12 @@ class Miner:
         groups = []
         for query, candidates in zip(queries, proposed):
             pool = self.corpus.pool_of(query)
-            for pointer in cut_lists(self.corpus.ranking(query, pool), shots)[:RETRIEVED]:
-                add_candidate(candidates, pointer, "retrieval")
+            by_rule = torch.tensor(self.corpus.rule_order(query, *self.corpus.rule))
+            for source, order in (("retrieval", self.corpus.ranking(query, pool)), ("rule", by_rule)):
+                for pointer in cut_lists(order, shots)[:RETRIEVED]:
+                    add_candidate(candidates, pointer, source)
+                    if source == "rule":  # some readers heed the last demonstration most
+                        add_candidate(candidates, pointer[::-1], source)
             stream = query_stream(query, "random")
             pointers = []
             while len(pointers) < RANDOM:
@@ -2938,7 +2993,7 @@ def policy_scores(trainer):
     """Returns {figure: its value for each test query, (queries,)} of the policy and the rules, and a record
     of each query with the policy's lists."""
     queries = trainer.splits["test"]
-    models = fit_baselines(trainer)
+    settings = choose_rules(trainer)
     by_query = {}
     records = []
     for query in queries:
@@ -2946,7 +3001,7 @@ def policy_scores(trainer):
     for shots in EVAL_SHOTS:
         lists = trainer.pick(queries, shots)
         accuracies = {"policy": trainer.accuracy_of(queries, lists)}
-        accuracies |= baseline_accuracies(trainer, models, queries, shots)
+        accuracies |= baseline_accuracies(trainer, settings, queries, shots)
         by_query |= {f"{name}@{shots}": values for name, values in accuracies.items()}
         for number, numbers in enumerate(lists):
             shown = {"demonstrations": column(trainer.corpus.examples(numbers), "id")}
@@ -2968,10 +3023,10 @@ def test_policies(trainer):
     for name, folder in folders.items():
         policies[name] = load_pointer(trainer.run.folder / folder, trainer.corpus.sizes).to(trainer.device)
     queries = trainer.splits["test"]
-    models = fit_baselines(trainer)
+    settings = choose_rules(trainer)
     results = {}
     for shots in EVAL_SHOTS:
-        accuracies = baseline_accuracies(trainer, models, queries, shots)
+        accuracies = baseline_accuracies(trainer, settings, queries, shots)
         for name, policy in policies.items():
             accuracies[name] = trainer.accuracy_of(queries, trainer.pick(queries, shots, policy))
         accuracies["oracle"] = test_oracle(trainer, queries, shots)
@@ -2985,62 +3040,40 @@ def test_policies(trainer):
     draw_results(figures, trainer.run.folder / "icl_results.png", trainer.run.title)
 
 
-def fit_baselines(trainer):
-    """Returns {"kNN": model, "classifier": model} of the demonstrations' answers by their vectors: of several
-    settings those whose ranking is the best on validation at one shot. None if there are too many answers."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.neighbors import KNeighborsClassifier
-
-    answers = column(trainer.demos, "answer")
-    if not 1 < len(set(answers)) <= 500:
-        return {}
-    models = []
-    for neighbors in (5, 10, 20, 40):
-        neighbors = min(neighbors, len(answers))
-        models.append(("kNN", KNeighborsClassifier(neighbors, weights="distance", metric="cosine")))
-    for C in (3, 10, 30):
-        models.append(("classifier", LogisticRegression(C=C, max_iter=1000)))
+def choose_rules(trainer):
+    """Returns {rule: its setting}: of several settings the one that is the best on validation at one shot.
+    Similarity alone if there are too many answers, or a single one."""
+    settings = {"similarity": 0}
     queries = trainer.splits["validation"]
-    best = {"kNN": None, "classifier": None}
-    accuracies = dict.fromkeys(best, -1.0)
-    for name, model in models:
-        model.fit(trainer.corpus.demo_vectors.numpy(), answers)
-        accuracy = trainer.accuracy_of(queries, ranked(trainer, model, queries, 1)).mean()
-        if accuracy > accuracies[name]:
-            best[name], accuracies[name] = model, accuracy
-    return best
+    if trainer.corpus.classifies:
+        for name, values in (("kNN", (5, 10, 20, 40)), ("classifier", (3.0, 10.0, 30.0))):
+            accuracies = []
+            for value in values:
+                lists = rule_lists(trainer, queries, name, value, 1)
+                accuracies.append(trainer.accuracy_of(queries, lists).mean())
+            settings[name] = values[int(np.argmax(accuracies))]
+        settings["classifier, fillers"] = settings["classifier"]
+    return settings
 
 
-def ranked(trainer, model, queries, shots, fillers=False):
-    """Returns lists of the pool's rows of the likeliest answer, the most similar first, then of the next one;
-    with fillers of the likeliest alone, filled up with the pool's least similar rows."""
+def rule_lists(trainer, queries, name, setting, shots):
+    """Returns the lists that a rule shows, as numbers of demonstrations."""
     lists = []
-    probabilities = model.predict_proba(np.stack(column(queries, "vector")))
-    for query, of_answers in zip(queries, probabilities):
-        pool = trainer.corpus.pool_of(query)
-        similarity = trainer.corpus.similarity(query, pool).numpy()
-        answers = column(trainer.corpus.examples(pool), "answer")
-        score = of_answers[np.searchsorted(model.classes_, answers)]
-        if fillers:
-            score = (score == score.max()).astype(float)
-            similarity = np.where(score, similarity, -similarity)
-        lists.append(pool[np.lexsort((-similarity, -score))[:shots]].tolist())
+    for query in queries:
+        places = trainer.corpus.rule_order(query, name, setting)[:shots]
+        lists.append(trainer.corpus.pool_of(query)[places].tolist())
     return lists
 
 
-def baseline_accuracies(trainer, models, queries, shots):
+def baseline_accuracies(trainer, settings, queries, shots):
     """Returns {name: accuracies, (queries,)} of what sees no reward."""
-    lists = {"no demonstrations": [], "random": [], "similarity": []}
+    lists = {"no demonstrations": [[] for _ in queries], "random": []}
     for query in queries:
         pool = trainer.corpus.pool_of(query)
         drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))[:shots]
-        lists["no demonstrations"].append([])
         lists["random"].append(pool[drawn].tolist())
-        lists["similarity"].append(trainer.corpus.most_similar(query, shots))
-    for name, model in models.items():
-        lists[name] = ranked(trainer, model, queries, shots)
-    if models:
-        lists["classifier, fillers"] = ranked(trainer, models["classifier"], queries, shots, True)
+    for name, setting in settings.items():
+        lists[name] = rule_lists(trainer, queries, name, setting, shots)
     return {name: trainer.accuracy_of(queries, of_queries) for name, of_queries in lists.items()}
 
 
