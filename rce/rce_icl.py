@@ -499,12 +499,13 @@ class ICLTrainer:
         self.corpus.rule = self.policy.config.rule
 
     def begin_with_a_rule(self):
-        """Makes a new policy the rule that is the best on validation, mean over 1 .. SHOTS."""
+        """Makes a new policy the rule that is the best on validation, mean over 1 .. SHOTS; of equal ones the
+        later, which knows more."""
         queries = self.splits["validation"]
         accuracies = {}
         for rule in choose_rules(self).items():
             accuracies[rule] = self.mean_accuracy(queries, partial(rule_lists, self, queries, *rule)).mean()
-        self.corpus.rule = max(accuracies, key=accuracies.get)
+        self.corpus.rule = max(reversed(accuracies), key=accuracies.get)
         self.policy.config.rule = self.reference.config.rule = self.corpus.rule
         found = ", ".join(f"{name} {accuracy:.3f}" for (name, _), accuracy in accuracies.items())
         self.run.log(f"Rules on validation: {found}; the policy starts as {self.corpus.rule[0]}")
@@ -2419,11 +2420,6 @@ class Corpus:
     def ranking(self, query, numbers):
         """Returns places within `numbers`, that of the demonstration most similar to the query first."""
         return self.similarity(query, numbers).argsort(descending=True, stable=True)
-
-    def most_similar(self, query, count):
-        """Returns the numbers of the pool's most similar rows, most similar first: a new policy's pick."""
-        pool = self.pool_of(query)
-        return pool[self.ranking(query, pool)[:count]].tolist()
 
     def answer_probabilities(self, query, name, setting):
         """Returns the probability of each answer, (answers,), by the demonstrations' answers and vectors:

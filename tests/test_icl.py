@@ -1917,7 +1917,7 @@ def test_rce_starts_as_the_rule_that_is_best_on_validation_and_remembers_it(icl,
     settings = {"similarity": 0, "kNN": 20, "classifier": 3.0, "classifier, fillers": 3.0}
     monkeypatch.setattr(script, "choose_rules", lambda trainer: settings)
     trainer = script.ICLTrainer()
-    values = {"similarity": 0.3, "kNN": 0.8, "classifier": 0.5, "classifier, fillers": 0.6}
+    values = {"similarity": 0.8, "kNN": 0.8, "classifier": 0.5, "classifier, fillers": 0.6}
 
     def mean_accuracy(queries, lists_of):
         assert queries is trainer.splits["validation"]
@@ -1931,7 +1931,7 @@ def test_rce_starts_as_the_rule_that_is_best_on_validation_and_remembers_it(icl,
     trainer.mean_accuracy = mean_accuracy
     trainer.train()
     said = capsys.readouterr().out
-    assert "similarity 0.300, kNN 0.800, classifier 0.500, classifier, fillers 0.600" in said
+    assert "similarity 0.800, kNN 0.800, classifier 0.500, classifier, fillers 0.600" in said
     assert "the policy starts as kNN" in said
     resumed = icl(STAGE="mine", SHOTS=3, RESUME="yes").ICLTrainer()
     assert tuple(resumed.corpus.rule) == ("kNN", 20)
