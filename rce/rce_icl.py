@@ -2,12 +2,14 @@
 
 For a query x it chooses SHOTS demonstrations d_1 .. d_S out of a pool, in order, so that a reader that sees
 them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after the other, by
-similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
+a rule, similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
 
     h_0 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
-    score of j = u_t cos(x, j) + c_t log p(a_j | x) + v_t cos(h_t, k_j) + s_j (w_t + z_t cos(x, j))
-    s_j = a_j's share of the similarity that is shown already     at the start u_t = 1, others 0: similarity
-    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE
+    score of j = u cos(x, j) + c log p(a_j | x) + v cos(h_t, k_j) + b [the rule shows j next]
+               + s_j (w + z cos(x, j))               s_j = a_j's share of the similarity that is shown already
+    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE          u .. z: for t = 1 and t > 1, and t = S
+    At the start b outweighs u and the others are 0: the rule. It is the best on validation of similarity,
+    nearest neighbours, the classifier, and the classifier with fillers.
 
     1. mine      lists from the policy's beams and samples, from retrieval and at random; members of the best
                  by gt_prob (the probability the reader gives to the gold answers) are asked alone, the right
@@ -23,10 +25,11 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
-- mined lists are recombined ("local"); best/ leaves similarity for a clear gain. More: docs/rce_icl.md.
+- mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/rce_icl.md.
 
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
+    python rce/rce_icl.py STAGE=evaluate                 # best/ on the test questions, beside the rules
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
@@ -37,6 +40,7 @@ the losses     rce_loss, grpo_loss, update           the reader     READER; load
 the network    Pointer                               the embedding  EMBEDDING; make_embedder
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
+the rules      choose_rules, Corpus.rule_order       the test       test_policies, policy_scores
 """
 
 import ast
@@ -503,8 +507,15 @@ class ICLTrainer:
         later, which knows more."""
         queries = self.splits["validation"]
         accuracies = {}
-        for rule in choose_rules(self).items():
-            accuracies[rule] = self.mean_accuracy(queries, partial(rule_lists, self, queries, *rule)).mean()
+        try:
+            for rule in choose_rules(self).items():
+                lists_of = partial(rule_lists, self, queries, *rule)
+                accuracies[rule] = self.mean_accuracy(queries, lists_of).mean()
+        except UserError:
+            raise
+        except Exception as error:  # a reader may raise anything
+            self.run.log(f"WARNING: the reader failed ({first_line(error)}): the policy starts as similarity")
+            return
         self.corpus.rule = max(reversed(accuracies), key=accuracies.get)
         self.policy.config.rule = self.reference.config.rule = self.corpus.rule
         found = ", ".join(f"{name} {accuracy:.3f}" for (name, _), accuracy in accuracies.items())
@@ -2473,7 +2484,7 @@ class Corpus:
             of_answers = self.answer_probabilities(query, name.partition(",")[0], setting)
             score = of_answers[self.answer_of[pool]]
         if name == "classifier, fillers":
-            score = score == score.max()
+            score = score == score.max(initial=0.0)
             similarity = np.where(score, similarity, -similarity)
         return np.lexsort((-similarity, -score.astype(float)))
 
@@ -3037,8 +3048,8 @@ def test_policies(trainer):
 
 
 def choose_rules(trainer):
-    """Returns {rule: its setting}: of several settings the one that is the best on validation at one shot.
-    Similarity alone if there are too many answers, or a single one."""
+    """Returns {rule: its setting} of the rules that see no reward: of several settings the one that is the
+    best on validation at one shot. Similarity alone if there are too many answers, or a single one."""
     settings = {"similarity": 0}
     queries = trainer.splits["validation"]
     if trainer.corpus.classifies:

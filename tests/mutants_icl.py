@@ -979,7 +979,7 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            score = score == score.max()\n",
+        "            score = score == score.max(initial=0.0)\n",
         "            score = score >= 0\n",
         IN_ICL + "each_baseline_shows_the_rows_that_its_name_says",
     ),
