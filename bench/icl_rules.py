@@ -81,19 +81,24 @@ SETS = {
 }
 
 
-def make_data(source):
-    """Writes Banking77's questions by topic, and those of eight intents."""
+def make_data(name, source):
+    """Writes Banking77's questions by topic, or those of eight intents, if the data set is made of them."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for part in ("train", "test"):
         with open(source / f"{part}.csv", newline="") as file:
             rows = [(row["text"], row["category"]) for row in csv.DictReader(file)]
-        made = {"topics": [(text, topic_of(intent)) for text, intent in rows]}
-        random.Random(0).shuffle(made["topics"])
-        del made["topics"][5500:]
-        made["intents"] = [(text, intent.replace("_", " ")) for text, intent in rows if intent in INTENTS]
-        for name, of_name in made.items():
-            with open(FOLDER / f"{name}_{part}.csv", "w", newline="") as file:
-                csv.writer(file).writerows([("text", "category"), *of_name])
+        if name == "topics":
+            rows = [(text, topic_of(intent)) for text, intent in rows]
+            random.Random(0).shuffle(rows)
+            write(f"topics_{part}.csv", rows[:5500])
+        if name == "smollm2":
+            rows = [(text, intent.replace("_", " ")) for text, intent in rows if intent in INTENTS]
+            write(f"intents_{part}.csv", rows)
+
+
+def write(name, rows):
+    with open(FOLDER / name, "w", newline="") as file:
+        csv.writer(file).writerows([("text", "category"), *rows])
 
 
 def topic_of(intent):
@@ -174,7 +179,7 @@ def main():
     seeds = [int(word) for word in words if word.isdigit()]
     changed = dict(word.split("=", 1) for word in words if "=" in word)
     share = changed.pop("SHARE", "no") == "yes"
-    make_data(Path(changed.pop("SOURCE", ROOT / "data/banking77")))
+    make_data(name, Path(changed.pop("SOURCE", ROOT / "data/banking77")))
     first = FOLDER / f"{name}_{seeds[0]}"
     for seed in seeds:
         folder = FOLDER / f"{name}_{seed}"
