@@ -243,6 +243,7 @@ def test_beams_are_the_likeliest_lists_and_one_beam_is_greedy():
 def test_samples_follow_the_policys_probabilities_and_never_repeat_a_choice():
     script = load_script(FILE)
     policy, inputs = pointer(script, queries=1, pool=4)
+    policy.choice_weights.data[1, 1] = torch.tensor([0.1, 0, 0, 0, 0, 0])  # of the last choice
     every = list(itertools.permutations(range(4), 2))
     with torch.no_grad():
         pointers = torch.tensor([every])
@@ -278,6 +279,9 @@ def test_choices_after_a_lists_end_count_nothing():
     one = script.list_logprobs(policy(*inputs, pointers[:, 1:2, :1]), pointers[:, 1:2, :1])
     for n in (1, 3):
         assert found[:, n].tolist() == pytest.approx(one[:, 0].tolist(), abs=1e-5)
+    policy.choice_weights.data[0, 1] = 0  # of a list's only choice
+    found = script.list_logprobs(policy(*inputs, pointers), pointers)
+    assert found[:, 1].tolist() == pytest.approx([-math.log(7)] * 3, abs=1e-5)
 
 
 def test_the_weights_learn_from_queries_held_out_and_the_network_from_the_others():
