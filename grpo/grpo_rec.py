@@ -113,7 +113,10 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | sft | rl: rl starts from SFT's best policy, or from ACTOR_MODEL
+STAGE = (
+    "all"  # all | sft | rl (from SFT's best policy, or ACTOR_MODEL) | evaluate (EVALUATE_POLICY on TEST_FILE)
+)
+EVALUATE_POLICY = "best"  # best, sft, or step_N, of OUTPUT_DIR; or the folder of another run's policy
 
 # Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows only codes
 ACTOR_MODEL: str | None = None
@@ -231,7 +234,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "VALID_FRACTION": (1e-6, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH LORA_ALPHA MAX_GRAD_NORM REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-12, 1e12),
     "TEMPERATURE": (1e-3, 1e3),
-    "STAGE": ["all", "sft", "rl"],
+    "STAGE": ["all", "sft", "rl", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "CANDIDATES": ["beam", "sample"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
@@ -243,7 +246,7 @@ _SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts with back-off: the best p
 _DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
 
 # ================================================================ the maths of GRPO over items
 
@@ -307,7 +310,7 @@ class RecTrainer:
         self.run.title = f"GRPO for recommendation, {Path(TRAIN_FILE).parent.name}, seed {SEED}"
         self.run.best_by = ["reward", "ndcg@10"]  # evaluations of SFT have no reward
         self.run.old_files.append("rec_learning.png")
-        if STAGE != "rl":  # STAGE=rl starts from sft/ and must not move it aside
+        if STAGE != "rl":  # which starts from sft/ and must not move it aside
             self.run.old_files.append("sft")
         # Drawn in grpo_rec_metrics_with_entropy.png; training_metrics_detailed.png has all metrics
         names = "ndcg@10 hr@10 reward reward_sampled entropy policy_loss grad_norm kl clip_fraction"
@@ -321,11 +324,12 @@ class RecTrainer:
         for row in self.train_rows + self.valid_rows + self.test_rows:
             row["ids"] = self.prompter.ids(row["history"])
         self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.log)
-        check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
-        check_head(self.actor, self.trie, self.train_rows[0]["ids"])
+        some_rows = self.train_rows or self.test_rows
+        check_models({"ACTOR_MODEL": self.actor}, some_rows, self.pad_id)
+        check_head(self.actor, self.trie, some_rows[0]["ids"])
         if self.actor in _SHARED_SCORING:
             _SHARED_SCORING.add(self.reference)
-        targets = torch.tensor(column(self.train_rows, "target"))
+        targets = torch.tensor(column(self.train_rows, "target"), dtype=torch.long)
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
 
@@ -335,7 +339,7 @@ class RecTrainer:
             cursor=0,
             prompts=len(self.train_rows),
             begin=0,  # the step at which the stage began
-            stage="rl" if STAGE == "rl" else "sft",
+            stage="rl" if STAGE in ("rl", "evaluate") else "sft",
             sft_best=-1.0,
             sft_waited=0,
             sft_judged=0,
@@ -363,7 +367,7 @@ class RecTrainer:
         self.trie = Trie(self.prompter.codes, self.device)
         self.models = {"policy": self.actor}  # models to save, keyed by checkpoint folder
         self.reference = self.actor  # with LORA_RANK: its adapter is switched off
-        if not LORA_RANK:
+        if not LORA_RANK and STAGE != "evaluate":
             self.reference = copy.deepcopy(self.actor)
             if checkpoint:
                 path = checkpoint / "reference"
@@ -382,7 +386,9 @@ class RecTrainer:
         scored_rows = self.valid_rows + self.test_rows
         if COLLABORATIVE_WEIGHT:
             scored_rows = scored_rows + self.train_rows
-        self.sasrec = read_sasrec(self.train_rows, scored_rows, self.run.log)
+        self.sasrec = None
+        if STAGE != "evaluate" or COLLABORATIVE_WEIGHT:
+            self.sasrec = read_sasrec(self.train_rows, scored_rows, self.run.log)
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
@@ -1709,6 +1715,82 @@ def parameter_counts(model):
     return text
 
 
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+# differs: the data and the figures of this trainer
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY on TEST_FILE without training, by its EVAL_BEAMS best items of each row. Writes
+    OUTPUT_DIR/eval_<policy>_<data>.json, and the ten best items of every row to a .jsonl of that name; a run
+    in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
+    folder = Path(OUTPUT_DIR)
+    policy = Path(EVALUATE_POLICY)
+    if not TEST_FILE:
+        raise UserError("STAGE = 'evaluate' needs a TEST_FILE")
+    if EVALUATE_POLICY in ("best", "sft") or EVALUATE_POLICY.startswith("step_"):
+        policy = folder / EVALUATE_POLICY
+    if (policy / "policy").exists():
+        policy = policy / "policy"
+    if not (policy / "config.json").exists():
+        hint = "train first, or give the folder of a policy"
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no policy in {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, str(policy))
+    by_row, records = policy_scores(trainer, trainer.test_rows)
+    figures = {}
+    for figure, values in by_row.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:16} {mean:.4f}   95% interval {low:.4f} to {high:.4f}")
+    facts = {"policy": str(policy), "data": TEST_FILE, "rows": len(records), "figures": figures}
+    facts |= {"max_history": MAX_HISTORY, "eval_beams": EVAL_BEAMS, "group_size": GROUP_SIZE}
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], Path(TEST_FILE).stem]
+    name = re.sub(r"[^\w.-]+", "", "_".join(names))
+    if rank() == 0:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+        write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    trainer.run.log(f"{len(records)} rows; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+# differs: load_splits() leaves out the data to train on
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy as its actor. No data to train on are loaded."""
+    global ACTOR_MODEL, LORA_RANK
+    ACTOR_MODEL, LORA_RANK = policy, 0
+    return trainer_class(resume_from_checkpoint="no")
+
+
+# differs: the figures of this trainer
+def policy_scores(trainer, rows):
+    """Returns {figure: its value for each row, (rows,)} of the actor's best items, and a record of each row
+    with the first ten. The rewards are means over the GROUP_SIZE best items, as in the table of a run."""
+    lists = best_items(trainer.actor, trainer.trie, rows, EVAL_BEAMS, trainer.pad_id)
+    by_row = {}
+    for k in _KS:
+        by_row |= {f"hr@{k}": hits(lists, rows, k), f"ndcg@{k}": gains(lists, rows, k)}
+    rewarded = lists[:, :GROUP_SIZE].flatten()
+    scores, reward_parts = trainer.score_responses(repeat_each(rows, GROUP_SIZE), rewarded)
+    by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
+    for name, values in reward_parts.items():
+        by_row[f"reward/{name}"] = values.view(-1, GROUP_SIZE).mean(1).cpu()
+    names = trainer.catalogue.names
+    records = []
+    for i, row in enumerate(rows):
+        best = [item for item in lists[i, :10].tolist() if item >= 0]
+        record = {"id": row["id"], "history": names(row["history"]), "target": names([row["target"]])[0]}
+        record |= {"items": names(best), "ndcg@10": by_row["ndcg@10"][i].item()}
+        records.append({**record, "reward": by_row["reward"][i].item()})
+    return by_row, records
+
+
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
+
+
 # ---------------------------------------------------------------- LoRA
 # Small matrices are trained beside a model's frozen weights (2106.09685).
 
@@ -2777,9 +2859,12 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
-# differs: there are other stages
 def run_stage(trainer_class):
-    """Trains. Returns the exit code."""
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
     trainer = trainer_class()
     trainer.train()
     return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
@@ -3144,6 +3229,8 @@ class Catalogue:
         if len(self.items) < GROUP_SIZE:  # the list that evaluation rewards is a group of distinct items
             count = f"{len(self.items)}, as many items as there are"
             raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}")
+        codes_of_items = json.dumps(sorted(zip(self.items, self.codes)))
+        self.digest = hashlib.sha256(codes_of_items.encode()).hexdigest()[:16]  # of items and their codes
         self.titles = [""] * len(self.items)
         if ITEM_FILE:
             self.titles = read_titles(self.number, len(self.items))
@@ -3281,15 +3368,17 @@ def hold_out_users(rows):
 def load_splits(catalogue, log):
     """Returns training, validation and test rows. What validation or test ask for is not trained on: the same
     user and target after the same history, whatever file it stands in and wherever its history is cut."""
+    test = []
+    if TEST_FILE:
+        test = transitions(read_rows(TEST_FILE, "TEST_FILE", catalogue), False, log, "test")
+    if STAGE == "evaluate":
+        return [], [], test
     rows = read_rows(TRAIN_FILE, "TRAIN_FILE", catalogue)[:MAX_TRAIN_ROWS]
     if VALID_FILE is None:
         rows, valid = hold_out_users(rows)
     else:
         valid = read_rows(VALID_FILE, "VALID_FILE", catalogue)
     valid = transitions(valid, False, log, "validation")
-    test = []
-    if TEST_FILE:
-        test = transitions(read_rows(TEST_FILE, "TEST_FILE", catalogue), False, log, "test")
     if MAX_EVAL_ROWS and len(valid) > MAX_EVAL_ROWS:
         valid = [valid[i] for i in torch.linspace(0, len(valid) - 1, MAX_EVAL_ROWS).long().tolist()]
     asked = defaultdict(list)  # {(user, last item, target): histories, as the files have them}
@@ -3453,12 +3542,18 @@ def load_actor(checkpoint, catalogue, device):
             tokenizer.init_kwargs.pop(key, None)
         model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
     codes = sorted(set().union(*catalogue.codes))
+    known = getattr(
+        model.config, "catalogue", catalogue.digest
+    )  # a model of another program has no catalogue
+    if known != catalogue.digest and (STAGE in ("rl", "evaluate") or checkpoint):
+        raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {path} has learnt the codes of another catalogue")
+    model.config.update({"catalogue": catalogue.digest})  # saved in the policy's config.json
     new = sorted(set(codes).difference(tokenizer.get_vocab()))
     tokenizer.add_tokens(new)
     for code in codes:
         if tokenizer(code, add_special_tokens=False)["input_ids"] != [tokenizer.convert_tokens_to_ids(code)]:
             raise UserError(f"INDEX_FILE: the tokenizer splits the code {code!r}: take codes such as <a_7>")
-    if new and (STAGE == "rl" or checkpoint):
+    if new and (STAGE in ("rl", "evaluate") or checkpoint):
         lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
         raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > vocab_size(model):
@@ -3581,7 +3676,7 @@ def read_sasrec(train_rows, scored_rows, log):
         histories = [row[row >= 0].tolist() for row in arrays["histories"]]  # without the padding, -1
         model = SASRec(histories, torch.from_numpy(arrays["users"]), torch.from_numpy(arrays["items"]))
         is_known = model.row_of.keys() >= set(map(tuple, column(scored_rows, "history")))
-        if is_known and str(arrays["trained_on"]) == rows_digest(train_rows):
+        if is_known and (STAGE == "evaluate" or str(arrays["trained_on"]) == rows_digest(train_rows)):
             return model
     log(
         f"SASREC_FILE = {SASREC_FILE!r}: {fault}: no SASRec beside the policy (data/sasrec.py makes the file)"
@@ -3651,14 +3746,6 @@ def list_metrics(lists, rows, popularity):
     metrics["coverage@10"] = len(top.unique()) / len(popularity)
     metrics["popularity@10"] = less_popular[top].mean().item()
     return metrics
-
-
-# differs: the figures of this trainer
-def bootstrap_interval(values):
-    """95% interval of the mean of values (rows,), resampling rows."""
-    generator = np.random.default_rng(0)
-    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
-    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 def best_value(values, rows, count):

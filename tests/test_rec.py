@@ -1850,3 +1850,89 @@ def test_the_shipped_data_is_what_its_program_makes(tmp_path):
         for split in ("train", "valid", "test")
     ]
     assert not any(a & b for a, b in itertools.combinations(users, 2))
+
+
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def evaluated(rec, policy, **constants):
+    """The module, after it has scored a policy, without the files that only training reads."""
+    gone = {"TRAIN_FILE": "gone.csv", "VALID_FILE": "gone.csv"}
+    module = rec(STAGE="evaluate", EVALUATE_POLICY=policy, **{**gone, **constants})
+    assert module.run_stage(module.RecTrainer) == 0
+    return module
+
+
+def test_scoring_best_and_sft_gives_the_figures_of_the_runs_table_and_changes_none_of_its_files(
+    rec, tmp_path, capsys
+):
+    rec().RecTrainer().train()
+    before = contents(tmp_path / "run")
+    for policy, name in (("best", "grpo"), ("sft", "sft")):
+        module = evaluated(rec, policy)
+        facts = json.loads((tmp_path / f"run/eval_{policy}_test.json").read_text())
+        table = json.loads((tmp_path / "run/eval_test.json").read_text())
+        assert facts["rows"] == table["rows"] == 8
+        for key, interval in table[name]["intervals"].items():
+            figure = facts["figures"][key]
+            assert figure["mean"] == pytest.approx(table[name][key], abs=1e-6)
+            assert [figure["low"], figure["high"]] == pytest.approx(interval, abs=1e-6)
+        for key in ("hr@1", "ndcg@20", "reward/value", "reward/rule"):
+            assert facts["figures"][key]["mean"] == pytest.approx(table[name][key], abs=1e-6)
+    said = capsys.readouterr().out
+    assert "95% interval" in said and f"written to {tmp_path}/run/eval_sft_test.json and .jsonl" in said
+    after = contents(tmp_path / "run")
+    new = {path.name for path in after.keys() - before.keys()}
+    assert new == {f"eval_{policy}_test.{kind}" for policy in ("best", "sft") for kind in ("json", "jsonl")}
+    assert all(after[path] == text for path, text in before.items())
+    assert {"STAGE", "EVALUATE_POLICY"} <= set(module._MAY_CHANGE)
+
+
+def test_a_policy_of_another_folder_is_scored_on_any_file_with_a_record_for_each_row(rec, tmp_path):
+    rec(OUTPUT_DIR=str(tmp_path / "other"), STAGE="sft").RecTrainer().train()
+    (checkpoint,) = (tmp_path / "other").glob("step_*")
+    file = str(tmp_path / "world/valid.csv")
+    module = evaluated(rec, str(checkpoint), TEST_FILE=file, SASREC_FILE="gone.npz")
+    name = f"eval_other_{checkpoint.name}_valid"
+    facts = json.loads((tmp_path / f"run/{name}.json").read_text())
+    assert facts["policy"] == str(checkpoint / "policy") and facts["data"] == file and facts["rows"] == 9
+    records = read(tmp_path / f"run/{name}.jsonl")
+    trainer = module.trainer_to_evaluate(module.RecTrainer, str(checkpoint / "policy"))
+    for record, row in zip(records, trainer.test_rows, strict=True):
+        wanted = every_logprob(trainer, row["ids"])
+        best = sorted(wanted, key=wanted.get, reverse=True)[:10]
+        assert record["items"] == trainer.catalogue.names(best)
+        assert record["target"] == trainer.catalogue.items[row["target"]] and record["id"] == row["id"]
+        assert record["history"] == trainer.catalogue.names(row["history"])
+        gain = 0.0
+        if record["target"] in record["items"]:
+            gain = 1 / math.log2(record["items"].index(record["target"]) + 2)
+        assert record["ndcg@10"] == pytest.approx(gain)
+    for key in ("ndcg@10", "reward"):
+        mean = sum(record[key] for record in records) / 9
+        assert facts["figures"][key]["mean"] == pytest.approx(mean, abs=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["best", "sft", "step_7", "nowhere"])
+def test_without_a_trained_policy_the_evaluation_says_what_to_do(rec, policy):
+    with pytest.raises(Exception, match=f"EVALUATE_POLICY = '{policy}': there is no policy .* train first"):
+        evaluated(rec, policy)
+    with pytest.raises(Exception, match="needs a TEST_FILE"):
+        evaluated(rec, policy, TEST_FILE=None)
+
+
+def test_a_policy_is_neither_scored_nor_trained_further_with_another_catalogue(rec, tmp_path):
+    rec(STAGE="sft").RecTrainer().train()
+    swapped = dict(zip(CODES, [*list(CODES.values())[1:], CODES["10"]]))  # the same codes, of other items
+    (tmp_path / "swapped.json").write_text(json.dumps(swapped))
+    fewer = {item: [f"{code[:-1]}x>" for code in codes] for item, codes in CODES.items()}
+    (tmp_path / "unknown.json").write_text(json.dumps(fewer))
+    for name in ("swapped", "unknown"):
+        with pytest.raises(Exception, match="has learnt the codes of another catalogue"):
+            evaluated(rec, "best", INDEX_FILE=str(tmp_path / f"{name}.json"))
+    with pytest.raises(Exception, match="has learnt the codes of another catalogue"):
+        rec(STAGE="rl", RESUME="no", INDEX_FILE=str(tmp_path / "swapped.json")).RecTrainer()
