@@ -59,7 +59,7 @@ LONG_ITEMS = 1700
 LEAST, MOST = 20, 700  # interactions of a user
 FACTORS = 8
 LONG_SHARPNESS = 6.0
-DRIFT = 0.1  # share of a new direction in a user's taste after each interaction
+DRIFT = 0.04  # how far a taste moves after each interaction
 SEQUEL = 0.15
 NAMES = {
     "kitchen": "pan kettle knife bowl grater",
@@ -152,13 +152,13 @@ def build_long_world(rng):
         kind = int(rng.integers(len(kinds)))
         name = "".join(rng.choice(list("bdfgklmnprst")) + rng.choice(list("aeiou")) for _ in range(3))
         factor = unit(centres[kind] + 0.2 * rng.standard_normal(FACTORS))
-        parts = min(int(rng.choice((1, 2, 3, 5), p=(0.7, 0.1, 0.1, 0.1))), LONG_ITEMS - len(titles))
+        parts = min(int(rng.choice((1, 2, 3, 5), p=(0.85, 0.05, 0.05, 0.05))), LONG_ITEMS - len(titles))
         for part in range(parts):
             item = len(titles)
             factors[item] = factor
             next_part[item] = item + 1 if part + 1 < parts else -1
             titles.append(f"{rng.choice(ADJECTIVES)} {kinds[kind]} {name}, part {part + 1}")
-    return factors, np.exp(1.2 * rng.standard_normal(LONG_ITEMS)), next_part, titles
+    return factors, np.exp(1.4 * rng.standard_normal(LONG_ITEMS)), next_part, titles
 
 
 def make_long_log(rng, factors, popularity, next_part):
