@@ -166,9 +166,15 @@ SASREC_FILE: str | None = f"{ROOT}/data/rec/sasrec.npz"  # data/sasrec.py makes 
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: no limit
 
 # SFT
-SFT_EPOCHS = 20
-SFT_BATCH_SIZE = 64  # histories per optimizer step
+SFT_EPOCHS = 10
+SFT_BATCH_SIZE: int | None = None  # histories per optimizer step; None: those with about 400 items to learn
 SFT_LEARNING_RATE = 3e-3
+SFT_LR_SCHEDULER_TYPE: str | None = (
+    "cosine"  # linear | cosine (both to 0) | plateau (halves) | None: constant
+)
+SFT_WARMUP = 0.05  # share of SFT's steps in which the learning rate rises
+SFT_WEIGHT_DECAY = 0.3
+SFT_EVALUATIONS = 10  # of validation during SFT, equally many steps apart; 0: only before and after it
 SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
@@ -179,9 +185,9 @@ GRADIENT_ACCUMULATION_STEPS = 1  # histories per training step = BATCH_SIZE * th
 GROUP_SIZE = 16  # candidates per history; >= 2, since they are each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and scored
 
-# Optimisation of GRPO (MAX_GRAD_NORM, WEIGHT_DECAY and WARMUP_STEPS: of SFT too)
+# Optimisation of GRPO
 LEARNING_RATE = 5e-4
-MAX_GRAD_NORM = 1.0  # > 0
+MAX_GRAD_NORM = 1.0  # > 0; of SFT too
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0) | plateau (halves)
@@ -207,7 +213,7 @@ EVAL_BEAMS = 50
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 100  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 50  # 0: only before the first and after the last step each stage
+EVAL_EVERY_N_STEPS = 50  # steps of GRPO; 0: only before the first and after the last one
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
@@ -228,16 +234,19 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "GROUP_SIZE": (2, 1e12),
     "EVAL_BEAMS": (20, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "SFT_PATIENCE REFERENCE_SYNC_STEPS LORA_RANK": (0, 2**62),
-    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "SFT_EVALUATIONS SFT_PATIENCE REFERENCE_SYNC_STEPS LORA_RANK": (0, 2**62),
+    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY SFT_WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (
+        0,
+        1e6,
+    ),
     "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY": (0, 1),
-    "VALID_FRACTION": (1e-6, 0.9),
+    "VALID_FRACTION SFT_WARMUP": (1e-6, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH LORA_ALPHA MAX_GRAD_NORM REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-12, 1e12),
     "TEMPERATURE": (1e-3, 1e3),
     "STAGE": ["all", "sft", "rl", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "CANDIDATES": ["beam", "sample"],
-    "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
+    "LR_SCHEDULER_TYPE SFT_LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "LOSS_TYPE": ["dapo", "gspo"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
@@ -354,6 +363,9 @@ class RecTrainer:
         if self.state.cursor and len(self.state.order) != len(rows):
             fault = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
             raise UserError(f"{self.run.checkpoint} {fault}: take TITLE_ROWS ... as before, or RESUME=no")
+        if self.state.stage == "sft":
+            for group in self.optimizers["policy"].param_groups:
+                group["weight_decay"] = SFT_WEIGHT_DECAY
         self.plan_steps()
 
     def load_models(self):
@@ -374,8 +386,7 @@ class RecTrainer:
                 self.reference = load_model(AutoModelForCausalLM, path, "RESUME", self.device)
             self.reference.requires_grad_(False)
             self.models["reference"] = self.reference
-        learning_rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
-        self.optimizers = {"policy": make_optimizer(self.actor, learning_rate)}
+        self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     def load_rewards(self):
         """Loads what compute_rewards() needs: values, vectors, SASRec and the user's functions."""
@@ -417,18 +428,20 @@ class RecTrainer:
                 self.reinforce()
             if not run.stop_signal:
                 self.test()
+                self.compare_with_baselines()
         return run.evaluation
 
     def fine_tune(self):
         """Runs SFT on the logged items, until its last step or until SFT_PATIENCE has run out. Its best
         policy, which the reference keeps, becomes the actor."""
         run = self.run
+        evaluate_every = math.ceil(self.end / SFT_EVALUATIONS) if SFT_EVALUATIONS else 0
         if run.needs_first_evaluation():
             run.log_evaluation(self.evaluate_sft())
         while run.step < self.end and not self.is_out_of_patience() and run.next_step():
-            rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
+            rows = next_rows(self.sft_rows, self.state, self.sft_batch_size)
             self.record_sft(self.sft_update(rows))
-            if run.is_due(EVAL_EVERY_N_STEPS) or run.step == self.end:
+            if run.is_due(evaluate_every) or run.step == self.end:
                 run.log_evaluation(self.evaluate_sft())
             if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
                 run.save()
@@ -476,24 +489,30 @@ class RecTrainer:
             self.end = self.state.begin + MAX_STEPS
             self.run.total_steps = self.end
             return
-        self.end = SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
+        self.sft_batch_size = SFT_BATCH_SIZE or balanced_batch_size(self.sft_rows)
+        self.end = SFT_EPOCHS * math.ceil(len(self.sft_rows) / self.sft_batch_size)
         self.run.total_steps = self.end
         if STAGE != "sft":
             self.run.total_steps += MAX_STEPS
 
-    def set_learning_rates(self, base):
+    def set_learning_rates(self):
         """Sets and returns this step's learning rate; the schedule begins with the stage."""
         run = self.run
         steps_done = max(0, run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
-        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        learning_rate = base * learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
+        if self.state.stage == "sft":
+            warmup = round(SFT_WARMUP * total)
+            learning_rate, schedule = SFT_LEARNING_RATE, SFT_LR_SCHEDULER_TYPE
+        else:
+            warmup = WARMUP_STEPS
+            learning_rate, schedule = LEARNING_RATE, LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        learning_rate *= learning_rate_scale(steps_done, total, warmup, schedule, run.halvings)
         set_learning_rate(self.optimizers["policy"], learning_rate)
         return learning_rate
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
-        learning_rate = self.set_learning_rates(SFT_LEARNING_RATE)
+        learning_rate = self.set_learning_rates()
         with self.run.timed("update"):
             batch = sft_batch(rows, self.trie, self.device)
             weights = batch.learn / batch.learn.sum()
@@ -596,7 +615,7 @@ class RecTrainer:
 
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
-        learning_rate = self.set_learning_rates(LEARNING_RATE)
+        learning_rate = self.set_learning_rates()
         steps = []
         with self.run.timed("update"):
             for _ in range(GROUP_EPOCHS):
@@ -808,6 +827,18 @@ class RecTrainer:
             self.levels[name] = level
             figures = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
             self.run.log(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
+
+    def compare_with_baselines(self):
+        """Says if a baseline is better on validation: than SFT by NDCG@10, than GRPO by reward."""
+        reached = [("SFT", "ndcg@10", self.state.sft_best)]  # -1: SFT was another run's
+        if self.state.stage == "rl":
+            reached.append(("GRPO", "reward", self.run.best_value))
+        for stage, key, value in reached:
+            name = max(self.levels, key=lambda name: self.levels[name][key])
+            best = self.levels[name][key]
+            if 0 <= value < best:
+                told = f"{stage} reached {key} {value:.4f} on validation, the baseline {name!r} {best:.4f}"
+                self.run.log(f"NOTE: a rule wins. {told}: recommend by it, or train longer, or on more rows")
 
     def test(self):
         """Compares the baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json and
@@ -3145,6 +3176,13 @@ def best_items(model, trie, rows, width, pad_id):
     chunk_size = max(1, min(64, 2**28 // (4 * len(trie.ids) * beams)))
     items, _, _ = search_rows(model, trie, rows, beams, pad_id, chunk_size)
     return torch.nn.functional.pad(items.cpu(), (0, width - beams), value=-1)
+
+
+def balanced_batch_size(rows):
+    """Returns how many of SFT's rows have about 400 items to learn: the power of two that is nearest. One
+    optimizer step is then the same amount of data for short and for long histories."""
+    items_per_row = sum(map(sum, column(rows, "learn"))) / len(rows)
+    return 2 ** max(0, round(math.log2(400 / items_per_row)))
 
 
 def item_batch(prompts, items, trie):

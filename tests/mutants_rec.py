@@ -365,13 +365,13 @@ MUTANTS = [
         REC,
         "total = self.end - self.state.begin",
         "total = self.run.total_steps - self.state.begin",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
+        IN_REC + "the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
-        "next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)",
+        "next_rows(self.sft_rows, self.state, self.sft_batch_size)",
         "next_rows(self.sft_rows, self.state, BATCH_SIZE)",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
+        IN_REC + "the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
@@ -513,9 +513,9 @@ MUTANTS = [
     ),
     (
         REC,
-        "SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)",
-        "SFT_EPOCHS * math.ceil(len(self.train_rows) / SFT_BATCH_SIZE)",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
+        "SFT_EPOCHS * math.ceil(len(self.sft_rows) / self.sft_batch_size)",
+        "SFT_EPOCHS * math.ceil(len(self.train_rows) / self.sft_batch_size)",
+        IN_REC + "the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
@@ -753,13 +753,13 @@ MUTANTS = [
         REC,
         "steps_done = max(0, run.step - 1 - self.state.begin)",
         "steps_done = max(0, run.step - 1)",
-        "tests/test_rec.py::test_the_schedule_of_each_stage_runs_over_its_own_steps",
+        "tests/test_rec.py::test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
-        "self.set_learning_rates(SFT_LEARNING_RATE)",
-        "self.set_learning_rates(LEARNING_RATE)",
-        "tests/test_rec.py::test_the_schedule_of_each_stage_runs_over_its_own_steps",
+        "learning_rate, schedule = SFT_LEARNING_RATE, SFT_LR_SCHEDULER_TYPE",
+        "learning_rate, schedule = LEARNING_RATE, SFT_LR_SCHEDULER_TYPE",
+        "tests/test_rec.py::test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
@@ -775,8 +775,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER",
-        'schedule = "linear" if USE_LR_SCHEDULER',
-        "tests/test_rec.py::test_both_ends_of_a_cosine_in_each_stage[sft]",
+        "schedule = LEARNING_RATE, LR_SCHEDULER_TYPE if",
+        'schedule = LEARNING_RATE, "linear" if',
+        "tests/test_rec.py::test_both_ends_of_a_cosine_in_each_stage[rl]",
     ),
 ]

@@ -42,6 +42,7 @@ SMALL = {
     "EVAL_BEAMS": 20,
     "SAVE_EVERY_N_STEPS": 0,
     "EVAL_EVERY_N_STEPS": 0,
+    "SFT_EVALUATIONS": 0,
     "MAX_HISTORY": 5,
 }
 PLACES = [  # uneven: one department has a single item
@@ -631,12 +632,14 @@ def test_how_often_the_clip_acts_is_counted_on_both_sides(rec):
     assert metrics["clip_fraction"] == pytest.approx(3 / 12)  # .85 and .87 where it costs, 1.5 where it earns
 
 
-def test_the_schedule_of_each_stage_runs_over_its_own_steps(rec):
+def test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps(rec):
     module = rec(
         USE_LR_SCHEDULER=True,
-        LR_SCHEDULER_TYPE="linear",
+        LR_SCHEDULER_TYPE="cosine",
         WARMUP_STEPS=2,
         MAX_STEPS=4,
+        SFT_LR_SCHEDULER_TYPE="linear",
+        SFT_WARMUP=0.25,
         SFT_EPOCHS=3,
         SFT_BATCH_SIZE=20,
         SFT_LEARNING_RATE=1e-2,
@@ -644,8 +647,42 @@ def test_the_schedule_of_each_stage_runs_over_its_own_steps(rec):
     )
     rates, asked = rates_of(module)
     assert asked == [20, 20, 8] * 3
-    wanted = [1e-2 * x for x in [1 / 2, 1, *(1 - n / 7 for n in range(7))]]
+    wanted = [1e-2 * x for x in [1 / 2, 1, *(1 - n / 7 for n in range(7))]]  # a quarter of nine: two steps
     assert rates == pytest.approx(wanted + [1e-3 * x for x in (1 / 2, 1, 1, 1 / 2)])
+
+
+def test_each_stage_has_its_own_weight_decay_also_when_it_is_resumed(rec):
+    words = {"WEIGHT_DECAY": 0.01, "SFT_WEIGHT_DECAY": 0.2, "SAVE_EVERY_N_STEPS": 4}
+
+    def decay(trainer):
+        return trainer.optimizers["policy"].param_groups[0]["weight_decay"]
+
+    trainer = rec(**words).RecTrainer()
+    assert decay(trainer) == 0.2
+    trainer.train()
+    assert decay(trainer) == 0.01
+    assert decay(rec(**words, RESUME="yes").RecTrainer()) == 0.01
+    assert decay(rec(**words, RESUME=f"{trainer.run.folder}/step_4").RecTrainer()) == 0.2
+
+
+def test_a_step_of_sft_has_about_400_items_to_learn_however_long_the_histories_are(rec):
+    module = rec(SFT_BATCH_SIZE=None)
+    for length, wanted in ((2, 256), (6, 64), (50, 8), (900, 1)):
+        rows = [{"learn": [False, *[True] * (length + n)]} for n in (-1, 0, 0, 1)]
+        assert module.balanced_batch_size(rows) == wanted
+    trainer = module.RecTrainer()
+    items = sum(sum(row["learn"]) for row in trainer.sft_rows)
+    assert trainer.sft_batch_size == 2 ** round(math.log2(400 * 48 / items)) and trainer.end == 1
+
+
+@pytest.mark.parametrize("number, steps", [(0, [18]), (1, [18]), (3, [6, 12, 18]), (4, [5, 10, 15, 18])])
+def test_evaluations_of_sft_are_equally_far_apart_however_many_steps_it_has(rec, number, steps):
+    module = rec(STAGE="sft", SFT_EPOCHS=3, SFT_EVALUATIONS=number, EVAL_EVERY_N_STEPS=7)
+    trainer = module.RecTrainer()
+    evaluated_at = []
+    trainer.evaluate = lambda: evaluated_at.append(trainer.run.step) or {"ndcg@10": 0.5}
+    trainer.train()
+    assert evaluated_at == [0, *steps]
 
 
 @pytest.mark.parametrize(
@@ -655,6 +692,9 @@ def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience, steps):
     module = rec(
         USE_LR_SCHEDULER=True,
         LR_SCHEDULER_TYPE="plateau",
+        SFT_LR_SCHEDULER_TYPE="plateau",
+        SFT_WARMUP=1e-6,
+        SFT_EVALUATIONS=54,
         PLATEAU_PATIENCE=2,
         SFT_EPOCHS=9,
         MAX_STEPS=3,
@@ -669,22 +709,22 @@ def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience, steps):
 
 
 @pytest.mark.parametrize(
-    "every, patience, better_at, end",
+    "evaluations, patience, better_at, end",
     [
-        (1, 1, [], 6),  # a pass is six steps: none of them ends SFT before it is over
-        (1, 2, [], 12),  # six evaluations of a pass count once
-        (1, 1, [6], 12),
-        (1, 2, [9], 24),  # the best of a pass counts, whatever came before it in the pass
-        (1, 2, [7, 13], 30),
-        (8, 2, [], 18),  # evaluations at 8 and 16, in the second and the third pass
-        (9, 2, [], 18),
-        (20, 1, [], 24),  # a pass without an evaluation does not count
+        (54, 1, [], 6),  # a pass is six steps: none of them ends SFT before it is over
+        (54, 2, [], 12),  # six evaluations of a pass count once
+        (54, 1, [6], 12),
+        (54, 2, [9], 24),  # the best of a pass counts, whatever came before it in the pass
+        (54, 2, [7, 13], 30),
+        (7, 2, [], 18),  # evaluations at 8 and 16, in the second and the third pass
+        (6, 2, [], 18),  # at 9 and 18
+        (3, 2, [], 36),  # a pass without an evaluation does not count
         (0, 1, [], 54),
-        (1, 0, [], 54),
+        (54, 0, [], 54),
     ],
 )
-def test_the_patience_of_sft_counts_passes_through_the_data(rec, every, patience, better_at, end):
-    module = rec(STAGE="sft", SFT_EPOCHS=9, EVAL_EVERY_N_STEPS=every, SFT_PATIENCE=patience)
+def test_the_patience_of_sft_counts_passes_through_the_data(rec, evaluations, patience, better_at, end):
+    module = rec(STAGE="sft", SFT_EPOCHS=9, SFT_EVALUATIONS=evaluations, SFT_PATIENCE=patience)
     trainer = module.RecTrainer()
     assert len(trainer.sft_rows) == 48  # in batches of 8
     trainer.evaluate = lambda: {"ndcg@10": 0.5 + sum(trainer.run.step >= step for step in better_at)}
@@ -1264,14 +1304,15 @@ def test_the_metrics_of_a_step_by_hand(rec):
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_both_ends_of_a_cosine_in_each_stage(rec, stage):
     rates = {"SFT_LEARNING_RATE": 3e-2, "LEARNING_RATE": 7e-3}
-    trainer = rec(USE_LR_SCHEDULER=True, LR_SCHEDULER_TYPE="cosine", MAX_STEPS=5, **rates).RecTrainer()
+    words = {"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "cosine", "SFT_WARMUP": 1e-6}
+    trainer = rec(**words, MAX_STEPS=5, **rates).RecTrainer()
     begin, total, base = (0, 6, 3e-2) if stage == "sft" else (6, 5, 7e-3)
     trainer.state.stage, trainer.state.begin = stage, begin
     trainer.plan_steps()
     found = []
     for n in range(total):
         trainer.run.step = begin + n + 1
-        found.append(trainer.set_learning_rates(base))
+        found.append(trainer.set_learning_rates())
         assert trainer.optimizers["policy"].param_groups[0]["lr"] == found[-1]
     assert found == pytest.approx([base * 0.5 * (1 + math.cos(math.pi * n / total)) for n in range(total)])
 
@@ -1610,7 +1651,7 @@ def test_sft_then_rl_is_all(rec, tmp_path):
 
 
 def test_the_reference_is_the_best_policy_of_sft_and_starts_grpo(rec):
-    module = rec(SFT_EPOCHS=6, EVAL_EVERY_N_STEPS=2, SFT_LEARNING_RATE=3e-2, SFT_PATIENCE=2, MAX_STEPS=1)
+    module = rec(SFT_EPOCHS=6, SFT_EVALUATIONS=18, SFT_LEARNING_RATE=3e-2, SFT_PATIENCE=2, MAX_STEPS=1)
     trainer = module.RecTrainer()
     seen = []
     plain = trainer.evaluate_sft
@@ -1681,6 +1722,7 @@ def words(world, out, **constants):
         "SFT_EPOCHS": 1,
         "SAVE_EVERY_N_STEPS": 2,
         "EVAL_EVERY_N_STEPS": 3,
+        "SFT_EVALUATIONS": 2,
         "RANKING_WEIGHT": 0.5,
         "MINI_BATCHES": 2,
         "CANDIDATES": "sample",
