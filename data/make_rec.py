@@ -57,8 +57,8 @@ NOISE = 0.1
 LONG_USERS = 1000
 LONG_ITEMS = 1700
 LEAST, MOST = 20, 700  # interactions of a user
-FACTORS = 8
-LONG_SHARPNESS = 6.0
+FACTORS = 4
+LONG_SHARPNESS = 10.0
 DRIFT = 0.04  # how far a taste moves after each interaction
 SEQUEL = 0.15
 NAMES = {
@@ -158,7 +158,7 @@ def build_long_world(rng):
             factors[item] = factor
             next_part[item] = item + 1 if part + 1 < parts else -1
             titles.append(f"{rng.choice(ADJECTIVES)} {kinds[kind]} {name}, part {part + 1}")
-    return factors, np.exp(1.4 * rng.standard_normal(LONG_ITEMS)), next_part, titles
+    return factors, np.exp(1.5 * rng.standard_normal(LONG_ITEMS)), next_part, titles
 
 
 def make_long_log(rng, factors, popularity, next_part):
