@@ -13,8 +13,8 @@ asked, as where a recommender is used. SPLIT=last asks for each user's last item
 one before: every user is asked for, but what others did later is trained on. It suits short logs. A user's
 interactions are ordered by time, equal times as in the log.
 
-MAX_HISTORY, which words.txt tells grpo_rec.py, is such that HISTORY_SHARE of the rows that validation asks for
-have no longer history, but 10 to 50. A user's training rows end STRIDE items apart, by default MAX_HISTORY: so
+Histories. words.txt tells grpo_rec.py a MAX_HISTORY of 10 to 50: HISTORY_SHARE of the rows that validation
+asks for have no longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so that
 each item is trained on once, in a window of that length.
 
 Codes. k-means cuts unit vectors of the titles into CODES groups, then what is left of each (vector minus

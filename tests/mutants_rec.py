@@ -620,7 +620,7 @@ MUTANTS = [
     (CODES, "range(max(1, trained), known)", "range(1, known)", BY_TIME),
     (CODES, "range(max(1, known), count)", "range(max(1, trained), count)", BY_TIME),
     (CODES, "(count - 2, count - 1) if count > 2", "(count - 2, count - 1) if count > 1", BY_USER),
-    (CODES, "range(trained, 1, -STRIDE)][::-1]", "range(trained, 1, -STRIDE)]", BY_USER),
+    (CODES, "for end in ends][::-1]", "for end in ends]", BY_USER),
     (CODES, "sorted(some, key=lambda event: event[0])", "sorted(some)", IN_ORDER),
     (CODES, "event: event[0])[-LONGEST:]", "event: event[0])[:LONGEST]", IN_ORDER),
     (CODES, "        rest = rest - centres[group]\n", "", LEVELS),

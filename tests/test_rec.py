@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -673,6 +674,33 @@ def test_a_step_of_sft_has_about_400_items_to_learn_however_long_the_histories_a
     trainer = module.RecTrainer()
     items = sum(sum(row["learn"]) for row in trainer.sft_rows)
     assert trainer.sft_batch_size == 2 ** round(math.log2(400 * 48 / items)) and trainer.end == 1
+
+
+def test_a_baseline_that_wins_on_validation_is_named_in_the_last_lines(rec, capsys):
+    trainer = rec().RecTrainer()
+    trainer.prepare_baselines()
+    trainer.levels = {"markov": {"ndcg@10": 0.3, "reward": 0.1}, "counts": {"ndcg@10": 0.4, "reward": 0.2}}
+
+    def told(stage, ndcg, reward):
+        trainer.state.stage, trainer.state.sft_best, trainer.run.best_value = stage, ndcg, reward
+        capsys.readouterr()
+        trainer.compare_with_baselines()
+        return capsys.readouterr().out
+
+    rule = "NOTE: a rule wins. "
+    wins = "SFT reached ndcg@10 0.3500 on validation, the baseline 'counts' 0.4000"
+    assert rule + wins in told("sft", 0.35, 0.35) and "GRPO" not in told("rl", 0.35, 0.3)
+    assert told("sft", 0.4, 0.4) == told("rl", 0.5, 0.2) == told("rl", -1.0, 0.2) == ""
+    said = told("rl", -1.0, 0.15)
+    assert "GRPO reached reward 0.1500 on validation, the baseline 'counts' 0.2000" in said
+    assert "SFT" not in said, "SFT was another run's"
+    trainer.state.stage, trainer.state.sft_best = "sft", 0.1
+    trainer.fine_tune = trainer.begin_grpo = trainer.reinforce = lambda: None
+    trainer.prepare_baselines = lambda: None
+    trainer.test = lambda: print("the table")
+    trainer.train()
+    table, note, *rest = capsys.readouterr().out.split("the table")[1].split("\n")
+    assert note.startswith(rule) and len(rest) < 5
 
 
 @pytest.mark.parametrize("number, steps", [(0, [18]), (1, [18]), (3, [6, 12, 18]), (4, [5, 10, 15, 18])])
@@ -1879,6 +1907,94 @@ def test_the_log_of_the_made_world_knows_nothing_of_quality_and_shows_what_is_re
     assert sorted(worth / 0.3) == pytest.approx([0.1, *np.linspace(0.2, 1, 9)], abs=1e-3)
     value = make_rec.after(values, [3, 204])
     assert value == pytest.approx((0.5 * values[3].astype(float) + values[204]) / 1.5)
+
+
+@pytest.fixture
+def long_world(monkeypatch):
+    """make_rec.py with a long log of 30 users and 300 items; its constants come back."""
+    monkeypatch.syspath_prepend(ROOT / "data")
+    import make_rec
+
+    for name, value in {"LONG_USERS": 30, "LONG_ITEMS": 300, "MOST": 60}.items():
+        monkeypatch.setattr(make_rec, name, value)
+    return make_rec, partial(monkeypatch.setattr, make_rec)
+
+
+def users_of(log):
+    events = defaultdict(list)
+    for user, item, _, rank in log:
+        events[user].append((item, rank))
+    return list(events.values())
+
+
+def test_in_the_long_log_a_series_goes_on_and_nobody_takes_an_item_twice(long_world):
+    make_rec, change = long_world
+    change("SEQUEL", 1.0)
+    rng = np.random.default_rng(0)
+    factors, popularity, next_part, titles = make_rec.build_long_world(rng)
+    log = make_rec.make_long_log(rng, factors, popularity, next_part)
+    assert [event[2] for event in log] == sorted(event[2] for event in log)
+    followed = 0
+    for events in users_of(log):
+        items = [item for item, _ in events]
+        assert 20 <= len(items) == len(set(items)) <= 60
+        for number, (one, (item, rank)) in enumerate(zip(items, events[1:]), 1):
+            if next_part[one] >= 0 and next_part[one] not in items[:number]:
+                assert item == next_part[one] and rank == 1
+                assert titles[one].split()[1:-1] == titles[item].split()[1:-1], "the parts have one name"
+                followed += 1
+    assert followed > 30
+
+
+def test_without_tastes_and_series_the_long_log_is_drawn_by_popularity(long_world):
+    make_rec, change = long_world
+    change("SEQUEL", 0.0)
+    change("LONG_SHARPNESS", 0.0)
+    rng = np.random.default_rng(0)
+    factors, popularity, next_part, _ = make_rec.build_long_world(rng)
+    log = make_rec.make_long_log(rng, factors, popularity, next_part)
+    for events in users_of(log):
+        taken = set()
+        for item, rank in events:
+            better = np.flatnonzero(popularity > popularity[item])
+            assert rank == 1 + len(set(better.tolist()) - taken)
+            taken.add(item)
+    taken = np.bincount([event[1] for event in log], minlength=300)
+    assert taken[popularity > np.median(popularity)].sum() > 0.7 * len(log)
+
+
+def test_a_users_taste_shows_in_the_long_log_and_drifts(long_world):
+    make_rec, change = long_world
+
+    def likeness(distance):
+        """Mean cosine of items that one user took so many places apart."""
+        rng = np.random.default_rng(0)
+        factors, popularity, next_part, _ = make_rec.build_long_world(rng)
+        found = []
+        for events in users_of(make_rec.make_long_log(rng, factors, popularity, next_part)):
+            items = [item for item, _ in events]
+            for one, other in zip(items, items[distance:]):
+                found.append(factors[one] @ factors[other])
+        return np.mean(found)
+
+    change("DRIFT", 0.3)
+    assert likeness(2) > likeness(12) + 0.1
+    change("DRIFT", 0.0)
+    assert likeness(12) > 0.5
+
+
+def test_make_codes_reads_the_long_log(long_world, tmp_path, monkeypatch, capsys):
+    make_rec, _ = long_world
+    make_rec.make_long(tmp_path)
+    facts = json.loads((tmp_path / "long.json").read_text())
+    assert 0 < facts["possible"]["ndcg@10"] < facts["possible"]["hr@10"] < 1
+    import make_codes
+
+    monkeypatch.chdir(tmp_path)
+    titles = dict(cells for _, *cells in make_codes.read_csv("TITLES", ("item", "title")))
+    assert len(titles) == 300
+    events = make_codes.read_log(titles)
+    assert len(events) == 30 and sum(map(len, events.values())) == facts["interactions"]
 
 
 def test_the_shipped_data_is_what_its_program_makes(tmp_path):
