@@ -14,8 +14,8 @@ one before: every user is asked for, but what others did later is trained on. It
 interactions are ordered by time, equal times as in the log.
 
 Histories. words.txt tells grpo_rec.py a MAX_HISTORY of 10 to 50: HISTORY_SHARE of the rows that validation
-asks for have no longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so that
-each item is trained on once, in a window of that length.
+asks for have no longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so
+that each item is trained on once, in a window of that length.
 
 Codes. k-means cuts unit vectors of the titles into CODES groups, then what is left of each (vector minus
 centre), LEVELS times; items of the same codes get a last one, 0 for what was bought most in training. So
