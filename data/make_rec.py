@@ -150,6 +150,7 @@ def build_long_world(rng):
     titles = []
     while len(titles) < LONG_ITEMS:
         kind = int(rng.integers(len(kinds)))
+        adjective = rng.choice(ADJECTIVES)
         name = "".join(rng.choice(list("bdfgklmnprst")) + rng.choice(list("aeiou")) for _ in range(3))
         factor = unit(centres[kind] + 0.2 * rng.standard_normal(FACTORS))
         parts = min(int(rng.choice((1, 2, 3, 5), p=(0.85, 0.05, 0.05, 0.05))), LONG_ITEMS - len(titles))
@@ -157,7 +158,7 @@ def build_long_world(rng):
             item = len(titles)
             factors[item] = factor
             next_part[item] = item + 1 if part + 1 < parts else -1
-            titles.append(f"{rng.choice(ADJECTIVES)} {kinds[kind]} {name}, part {part + 1}")
+            titles.append(f"{adjective} {kinds[kind]} {name}, part {part + 1}")
     return factors, np.exp(1.5 * rng.standard_normal(LONG_ITEMS)), next_part, titles
 
 

@@ -721,7 +721,7 @@ def test_plateau_and_patience_of_sft_do_not_outlive_it(rec, patience, steps):
         USE_LR_SCHEDULER=True,
         LR_SCHEDULER_TYPE="plateau",
         SFT_LR_SCHEDULER_TYPE="plateau",
-        SFT_WARMUP=1e-6,
+        SFT_WARMUP=0.0,
         SFT_EVALUATIONS=54,
         PLATEAU_PATIENCE=2,
         SFT_EPOCHS=9,
@@ -1332,7 +1332,7 @@ def test_the_metrics_of_a_step_by_hand(rec):
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_both_ends_of_a_cosine_in_each_stage(rec, stage):
     rates = {"SFT_LEARNING_RATE": 3e-2, "LEARNING_RATE": 7e-3}
-    words = {"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "cosine", "SFT_WARMUP": 1e-6}
+    words = {"USE_LR_SCHEDULER": True, "LR_SCHEDULER_TYPE": "cosine", "SFT_WARMUP": 0.0}
     trainer = rec(**words, MAX_STEPS=5, **rates).RecTrainer()
     begin, total, base = (0, 6, 3e-2) if stage == "sft" else (6, 5, 7e-3)
     trainer.state.stage, trainer.state.begin = stage, begin
@@ -1941,7 +1941,7 @@ def test_in_the_long_log_a_series_goes_on_and_nobody_takes_an_item_twice(long_wo
         for number, (one, (item, rank)) in enumerate(zip(items, events[1:]), 1):
             if next_part[one] >= 0 and next_part[one] not in items[:number]:
                 assert item == next_part[one] and rank == 1
-                assert titles[one].split()[1:-1] == titles[item].split()[1:-1], "the parts have one name"
+                assert titles[one].split()[:-1] == titles[item].split()[:-1], "the parts have one name"
                 followed += 1
     assert followed > 30
 
