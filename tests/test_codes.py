@@ -155,6 +155,7 @@ def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, t
     small = {"SFT_EPOCHS": 1, "HIDDEN_SIZE": 8, "LAYERS": 1, "MAX_HISTORY": 3, "EVAL_BEAMS": 20}
     module = load_script("grpo/grpo_rec.py", STAGE="sft", **small)
     module.apply_overrides((tmp_path / "mine/words.txt").read_text().split())
+    assert module.MAX_HISTORY == 10, "the words say so"
     trainer = module.RecTrainer()
     names = trainer.catalogue.items
     assert len(names) == 24 == len(set(trainer.catalogue.codes))
