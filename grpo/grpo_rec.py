@@ -81,7 +81,6 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
 import numpy as np
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import transformers
@@ -167,7 +166,7 @@ REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take;
 
 # SFT
 SFT_EPOCHS = 10
-SFT_BATCH_SIZE: int | None = None  # histories per optimizer step; None: those with about 400 items to learn
+SFT_BATCH_SIZE: int | None = None  # histories per optimizer step; None: those with about 256 items to learn
 SFT_LEARNING_RATE = 3e-3
 SFT_LR_SCHEDULER_TYPE: str | None = (
     "cosine"  # linear | cosine (both to 0) | plateau (halves) | None: constant
@@ -268,11 +267,6 @@ def constrained_logprobs(logits, codes, allowed, temperature):
     scores = logits.float().gather(-1, codes) / temperature
     logprobs = scores.masked_fill(~allowed, -math.inf).log_softmax(-1)
     return logprobs.masked_fill(~allowed, -math.inf)  # also where nothing is allowed: no NaN
-
-
-def sampling_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) without a trie; check_models() tests the model by them."""
-    return full_logprobs(logits, temperature)
 
 
 def group_advantages(scores, group_size, scale):
@@ -1020,28 +1014,29 @@ def disagreement(model, compute):
     return f"values of a token change by {difference:.2g} if other tokens or padding share its batch"
 
 
+# differs: nothing is sampled; the decoder's own logits are compared
 @torch.no_grad()
 def check_models(models_by_constant, rows, pad_id):
-    """Compares the actor's sampling and every model's scoring with unbatched_logits(), on four prompts cut to
+    """Compares the actor's decoding and every model's scoring with unbatched_logits(), on four prompts cut to
     mixed lengths. A model that disagrees is refused. Where the faster ways that share prompts agree, they are
     used from here on. Draws none of the run's random numbers. models_by_constant: {constant: model}, the
     actor first."""
     actor = next(iter(models_by_constant.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
-    prompts_twice = repeat_each(prompts, 2)
-    eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
-    uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size(actor), (8, 10), generator=generator).to(actor.device)
+    batch = make_batch(repeat_each(prompts, 2), tokens.tolist(), actor.device)
 
-    def sampled_and_scored():
-        nonlocal batch
-        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
-        responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
-        batch = make_batch(prompts_twice, responses, actor.device)
-        tokens = batch.response_mask.nonzero(as_tuple=True)
-        wanted = sampling_logprobs(unbatched_logits(actor, batch), 1.5)
-        return logprobs[tokens], wanted.gather(1, ids[tokens][:, None]).squeeze(1)
+    def decoded_and_scored():
+        decoder = Decoder(actor, prompts, 2, pad_id)
+        order = list(range(8))
+        logits = [decoder.logits]
+        for t in range(9):
+            decoder.next(tokens[order, t])
+            order = [*order[2:], *order[:2]]  # as a search does, it continues with other rows
+            decoder.select_rows([2, 3, 4, 5, 6, 7, 0, 1])
+            logits.append(decoder.logits[np.argsort(order).tolist()])
+        return torch.stack(logits, 1).flatten(0, 1), unbatched_logits(actor, batch)
 
     def disagreement_of(model, logits_of):
         def compute():
@@ -1049,15 +1044,15 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
-    # Sampling: with shared prompts where that agrees, else without
+    # Decoding: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "it has no shared prompts"
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
-            fault = disagreement(actor, sampled_and_scored)
+            fault = disagreement(actor, decoded_and_scored)
         if fault:
             _SHARED_DECODING.discard(actor)
-            fault = disagreement(actor, sampled_and_scored)
+            fault = disagreement(actor, decoded_and_scored)
     # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
@@ -1150,15 +1145,6 @@ def micro_batches(model, batch, rows=None):
 
 
 # ---------------------------------------------------------------- sampling
-
-
-def full_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) over all tokens, in float32. A reference model is scored by
-    these, also where sampling_logprobs() is edited."""
-    logits = logits.float()
-    if temperature != 1:
-        logits = logits / temperature
-    return logits.log_softmax(-1)
 
 
 def entropy_of(logprobs):
@@ -1286,59 +1272,6 @@ class Decoder:
         self.positions = self.positions[index]
         self.logits = self.logits[index]
         return index
-
-
-_EOS_CHECK_EVERY = {"cpu": 1}  # decode this many tokens between checks for finished rows; a GPU waits at each
-
-
-@torch.no_grad()
-def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
-    """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
-
-    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
-    max_new_tokens), lengths (rows,), and, in the shape of ids, each id's log-probability in the sampling
-    distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
-    that was cut holds no EOS id."""
-    device = model.device
-    check_every = _EOS_CHECK_EVERY.get(device.type, 16)
-    decoder = Decoder(model, prompts, group_size, pad_id)
-    rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
-    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
-    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
-    finished = torch.zeros_like(rows, dtype=torch.bool)
-    pending = []  # since the last check, of each token: ids, log-probabilities, entropies, (unfinished rows,)
-    for t in progress(range(max_new_tokens), "tokens"):
-        distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
-        probabilities = distribution.exp()
-        if uniform is None:
-            tokens = distribution.argmax(-1)
-        else:
-            tokens = sample_tokens(probabilities, uniform[rows, t])
-        chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
-        is_last = t + 1 == max_new_tokens
-        if (t + 1) % check_every == 0 or is_last:
-            columns = slice(t + 1 - len(pending), t + 1)
-            for result, values in zip((ids, logprobs, entropies), zip(*pending)):
-                result[rows, columns] = torch.stack(values, 1)
-            pending = []
-            if is_last:
-                break
-            finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = np.flatnonzero(finished.cpu().numpy() == 0).tolist()
-            if not unfinished:
-                break
-            if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
-                keep = decoder.select_rows(unfinished)
-                rows = rows[keep]
-                tokens = tokens[keep]
-                finished = finished[keep]
-        decoder.next(tokens)
-    is_eos = torch.isin(ids, eos_ids).long()
-    after_eos = is_eos.cumsum(1) > is_eos
-    logprobs = logprobs.masked_fill(after_eos, 0)
-    entropies = entropies.masked_fill(after_eos, 0)
-    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
@@ -1722,6 +1655,7 @@ def clip_and_step(optimizers, losses, run, prompt_ids):
     return norms
 
 
+# differs: the name of the distribution
 def check_first_ratio(metrics, step):
     """The run's first optimizer step trains the very policy that sampled, so its ratios are 1 but for
     rounding. In float32 no token may differ; bfloat16 moves single tokens, so there the mean counts."""
@@ -1731,7 +1665,7 @@ def check_first_ratio(metrics, step):
     if DTYPE == "float32":
         deviation, bound = metrics["max_ratio_deviation"], 1e-3
     if deviation > bound:
-        hint = f"ACTOR_MODEL, or an edited sampling_logprobs(), differs in training; DTYPE = {DTYPE!r}"
+        hint = f"ACTOR_MODEL, or an edited constrained_logprobs(), differs in training; DTYPE = {DTYPE!r}"
         raise UserError(f"in the first update a ratio differs from 1 by {deviation:.2g}: {hint}")
 
 
@@ -1946,46 +1880,26 @@ def load_optimizer_state(optimizer, saved):
 # ---------------------------------------------------------------- records
 
 
-def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set; for a csv record, the number of its last line."""
+# differs: csv alone
+def read_records(path, where):
+    """Yields (number of its last line, record) of a csv file."""
     try:
-        if spec["type"] == "jsonl":
-            records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
-        elif spec["type"] == "csv":
-            text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
-            # strict: otherwise an unclosed quote swallows the rest of the file
-            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-            for name in reader.fieldnames or []:
-                if name and reader.fieldnames.count(name) > 1:
-                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
-            records = [(reader.line_num, record) for record in reader]
-        elif spec["type"] == "parquet":
-            records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
-        elif spec["type"] != "hub":
-            raise ValueError("the types are jsonl, csv, parquet and hub")
-        else:
-            import datasets  # slow
-
-            split = spec.get("split", "train")
-            records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
-    except Exception as error:  # the libraries raise many types
+        # strict: otherwise an unclosed quote swallows the rest of the file
+        reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+        for name in reader.fieldnames or []:
+            if name and reader.fieldnames.count(name) > 1:
+                raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
+        records = [(reader.line_num, record) for record in reader]
+    except Exception as error:  # such as csv.Error, UnicodeError, OSError
         line = ""
         if isinstance(error, csv.Error):
             line = f" line {reader.reader.line_num}"
-        raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
+        raise UserError(f"{where}{line}: cannot be read as csv ({first_line(error)})") from None
     for number, record in records:
-        if spec["type"] == "csv":
-            if None in (*record, *record.values()):
-                fault = "its number of fields differs from the first line's: quote commas"
-                raise UserError(f"{where} line {number}: {fault}")
-            record = {key: text or None for key, text in record.items()}
-        try:
-            if not isinstance(record, bytes):
-                yield number, record
-            elif record.strip():
-                yield number, dict(json.loads(record.decode("utf-8-sig")))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
+        if None in (*record, *record.values()):
+            fault = "its number of fields differs from the first line's: quote commas"
+            raise UserError(f"{where} line {number}: {fault}")
+        yield number, record
 
 
 def repeat_each(rows, count):
@@ -3180,10 +3094,10 @@ def best_items(model, trie, rows, width, pad_id):
 
 
 def balanced_batch_size(rows):
-    """Returns how many of SFT's rows have about 400 items to learn: the power of two that is nearest. One
+    """Returns how many of SFT's rows have about 256 items to learn: the power of two that is nearest. One
     optimizer step is then the same amount of data for short and for long histories."""
     items_per_row = sum(map(sum, column(rows, "learn"))) / len(rows)
-    return 2 ** max(0, round(math.log2(400 / items_per_row)))
+    return 2 ** max(0, round(math.log2(256 / items_per_row)))
 
 
 def item_batch(prompts, items, trie):
@@ -3340,11 +3254,11 @@ def read_rows(path, constant, catalogue):
     target."""
     where = f"{constant} = {str(path)!r}"
     rows = []
-    for line, record in read_records({"path": path, "type": "csv"}, where):
+    for line, record in read_records(path, where):
         for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
             if name not in record:
                 raise UserError(f"{where}: there is no column {name!r}; it has {list(record)}")
-            if not (record[name] or "").strip():
+            if not record[name].strip():
                 raise UserError(f"{where} line {line}: its {name} is empty: mend or delete it")
         text = record[HISTORY_COLUMN]
         items = None

@@ -666,14 +666,14 @@ def test_each_stage_has_its_own_weight_decay_also_when_it_is_resumed(rec):
     assert decay(rec(**words, RESUME=f"{trainer.run.folder}/step_4").RecTrainer()) == 0.2
 
 
-def test_a_step_of_sft_has_about_400_items_to_learn_however_long_the_histories_are(rec):
+def test_a_step_of_sft_has_about_256_items_to_learn_however_long_the_histories_are(rec):
     module = rec(SFT_BATCH_SIZE=None)
-    for length, wanted in ((2, 256), (6, 64), (50, 8), (900, 1)):
+    for length, wanted in ((2, 128), (6, 32), (33, 8), (900, 1)):
         rows = [{"learn": [False, *[True] * (length + n)]} for n in (-1, 0, 0, 1)]
         assert module.balanced_batch_size(rows) == wanted
     trainer = module.RecTrainer()
     items = sum(sum(row["learn"]) for row in trainer.sft_rows)
-    assert trainer.sft_batch_size == 2 ** round(math.log2(400 * 48 / items)) and trainer.end == 1
+    assert trainer.sft_batch_size == 2 ** round(math.log2(256 * 48 / items)) and trainer.end == 1
 
 
 def test_a_baseline_that_wins_on_validation_is_named_in_the_last_lines(rec, capsys):
