@@ -172,7 +172,7 @@ SFT_LR_SCHEDULER_TYPE: str | None = (
     "cosine"  # linear | cosine (both to 0) | plateau (halves) | None: constant
 )
 SFT_WARMUP = 0.05  # share of SFT's steps in which the learning rate rises
-SFT_WEIGHT_DECAY = 0.3
+SFT_WEIGHT_DECAY = 0.05  # share of the weights that a pass takes away at the full learning rate
 SFT_EVALUATIONS = 10  # of validation during SFT, equally many steps apart; 0: only before and after it
 SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
 
@@ -234,11 +234,9 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "EVAL_BEAMS": (20, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
     "SFT_EVALUATIONS SFT_PATIENCE REFERENCE_SYNC_STEPS LORA_RANK": (0, 2**62),
-    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY SFT_WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (
-        0,
-        1e6,
-    ),
-    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY": (0, 1),
+    "LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "SFT_LEARNING_RATE": (1e-12, 1e6),
+    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY SFT_WEIGHT_DECAY": (0, 1),
     "VALID_FRACTION": (1e-6, 0.9),
     "SFT_WARMUP": (0, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH LORA_ALPHA MAX_GRAD_NORM REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-12, 1e12),
@@ -358,10 +356,12 @@ class RecTrainer:
         if self.state.cursor and len(self.state.order) != len(rows):
             fault = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
             raise UserError(f"{self.run.checkpoint} {fault}: take TITLE_ROWS ... as before, or RESUME=no")
-        if self.state.stage == "sft":
-            for group in self.optimizers["policy"].param_groups:
-                group["weight_decay"] = SFT_WEIGHT_DECAY
         self.plan_steps()
+        if self.state.stage == "sft":
+            # AdamW takes learning rate * weight decay away in each step, and a long log has more of them
+            steps_per_pass = self.end / SFT_EPOCHS
+            for group in self.optimizers["policy"].param_groups:
+                group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * steps_per_pass)
 
     def load_models(self):
         """Loads actor and reference, from the checkpoint if there is one. In SFT the reference keeps the best

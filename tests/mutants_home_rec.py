@@ -72,11 +72,11 @@ MUTANTS = [
     ),
     # SFT of logs of any shape
     (REC, "warmup = round(SFT_WARMUP * total)", "warmup = WARMUP_STEPS", SCHEDULE),
-    (REC, 'group["weight_decay"] = SFT_WEIGHT_DECAY', 'group["weight_decay"] = WEIGHT_DECAY', DECAY),
+    (REC, "SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * steps_per_pass)", "SFT_WEIGHT_DECAY", DECAY),
     (
         REC,
-        '        if self.state.stage == "sft":\n            for group in',
-        '        if STAGE != "rl":\n            for group in',
+        '        if self.state.stage == "sft":\n            # AdamW',
+        '        if STAGE != "rl":\n            # AdamW',
         DECAY,
     ),
     (REC, 'sum(map(sum, column(rows, "learn")))', 'sum(map(len, column(rows, "learn")))', BATCH),

@@ -653,17 +653,20 @@ def test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps(rec):
 
 
 def test_each_stage_has_its_own_weight_decay_also_when_it_is_resumed(rec):
-    words = {"WEIGHT_DECAY": 0.01, "SFT_WEIGHT_DECAY": 0.2, "SAVE_EVERY_N_STEPS": 4}
+    """SFT's is what six steps of a pass take away together."""
+    words = {"WEIGHT_DECAY": 0.01, "SFT_WEIGHT_DECAY": 0.06, "SAVE_EVERY_N_STEPS": 4}
+    words |= {"SFT_LEARNING_RATE": 0.05, "SFT_EPOCHS": 2, "KEEP_LAST_N_CHECKPOINTS": 9}
 
     def decay(trainer):
         return trainer.optimizers["policy"].param_groups[0]["weight_decay"]
 
     trainer = rec(**words).RecTrainer()
-    assert decay(trainer) == 0.2
+    assert decay(trainer) == pytest.approx(0.06 / 6 / 0.05)
     trainer.train()
     assert decay(trainer) == 0.01
     assert decay(rec(**words, RESUME="yes").RecTrainer()) == 0.01
-    assert decay(rec(**words, RESUME=f"{trainer.run.folder}/step_4").RecTrainer()) == 0.2
+    resumed = rec(**words, RESUME=f"{trainer.run.folder}/step_4").RecTrainer()
+    assert decay(resumed) == pytest.approx(0.06 / 6 / 0.05)
 
 
 def test_a_step_of_sft_has_about_256_items_to_learn_however_long_the_histories_are(rec):
