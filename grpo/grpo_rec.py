@@ -201,7 +201,7 @@ SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advant
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 4.0  # weight of the KL in the loss
+KL_COEF = 2.5  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
