@@ -339,6 +339,7 @@ def test_advantages_of_large_scores_keep_their_digits(scale, offset):
 def test_a_constant_reward_moves_no_weight(rec):
     for value in (0.7, 1000.7):
         module = rec(GROUP_SIZE=8, KL_COEF=0.0, CANDIDATES="sample", MINI_BATCHES=3, LEARNING_RATE=0.1)
+        module.SFT_WEIGHT_DECAY = 0.0
         trainer = trainer_of(module)
         trainer.compute_rewards = lambda histories, items, targets: [value] * len(items)
         before = [p.detach().clone() for p in trainer.actor.parameters()]
