@@ -25,7 +25,7 @@ Samples raise what a *sample* earns, and with it the few likeliest items; beams 
 which is what is shown to a user (docs/grpo_rec.md has both).
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
-    python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
+    python grpo/grpo_rec.py STAGE=sft, then STAGE=rl, and STAGE=evaluate: scores a policy on TEST_FILE
     python grpo/grpo_rec.py TRAIN_FILE=train.csv VALID_FILE=None TEST_FILE=test.csv INDEX_FILE=index.json \\
         ITEM_FILE=info.txt VALUES_FILE=None VALUE_WEIGHT=0 RULE_WEIGHT=1
 
