@@ -1232,7 +1232,8 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     wanted = figures_by_hand(tmp_path / "world", held_out, last, module)
     assert {key: seen[-1][key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
     best = trainer.recommend([10, 13], 3)
-    assert best == recommended(trainer, trainer.reference) != recommended(trainer, trainer.actor)
+    assert_same_lists(best, recommended(trainer, trainer.reference))  # which decodes in another way
+    assert best != recommended(trainer, trainer.actor)
     figures = json.loads((tmp_path / "run/eval_test.json").read_text())
     counts = Counter()
     after = Counter()
@@ -1361,6 +1362,13 @@ def recommended(trainer, model):
     found = trainer.recommend([10, 13], 3)
     del trainer.best_policy
     return found
+
+
+def assert_same_lists(one, other):
+    """The same items; their probabilities but for rounding."""
+    for a, b in zip(one, other, strict=True):
+        assert {**a, "probability": 0} == {**b, "probability": 0}
+        assert a["probability"] == pytest.approx(b["probability"], rel=1e-5)
 
 
 def test_bootstrap_intervals_cover_the_mean(rec):
@@ -1808,6 +1816,7 @@ def test_a_run_killed_in_both_stages_equals_an_unbroken_one_to_the_byte(tmp_path
 def test_a_run_goes_on_in_another_folder_with_all_that_is_its_own(rec, tmp_path, rank):
     """best/ and sft/ of the checkpoint's folder; what stood in the other folder is moved aside."""
     rates = {"LEARNING_RATE": 0.05, "EVAL_EVERY_N_STEPS": 1, "KL_COEF": 0.0, "SAVE_EVERY_N_STEPS": 1}
+    rates |= {"SFT_LR_SCHEDULER_TYPE": None, "SFT_WARMUP": 0.0, "SFT_WEIGHT_DECAY": 0.0}
     first = {**rates, "OUTPUT_DIR": str(tmp_path / "first"), "KEEP_LAST_N_CHECKPOINTS": 9, "MAX_STEPS": 3}
     if rank:
         rec(**{**first, "STAGE": "sft", "LEARNING_RATE": 1e-3}).RecTrainer("no").train()
