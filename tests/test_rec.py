@@ -2052,7 +2052,7 @@ def test_scoring_best_and_sft_gives_the_figures_of_the_runs_table_and_changes_no
             figure = facts["figures"][key]
             assert figure["mean"] == pytest.approx(table[name][key], abs=1e-6)
             assert [figure["low"], figure["high"]] == pytest.approx(interval, abs=1e-6)
-        for key in ("hr@1", "ndcg@20", "reward/value", "reward/rule"):
+        for key in ("hr@1", "ndcg@1", "ndcg@3", "ndcg@20", "reward/value", "reward/rule"):
             assert facts["figures"][key]["mean"] == pytest.approx(table[name][key], abs=1e-6)
     said = capsys.readouterr().out
     assert "95% interval" in said and f"written to {tmp_path}/run/eval_sft_test.json and .jsonl" in said
