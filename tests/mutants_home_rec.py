@@ -49,7 +49,7 @@ MUTANTS = [
     (REC, '    if (policy / "policy").exists():\n        policy = policy / "policy"\n', "", RECORDS),
     (REC, "lists[i, :10].tolist() if item >= 0]", "lists[0, :10].tolist() if item >= 0]", RECORDS),
     (REC, 'names(row["history"]), "target"', 'names(row["history"][:1]), "target"', RECORDS),
-    (REC, 'by_row["ndcg@10"][i].item()', 'by_row["ndcg@20"][i].item()', RECORDS),
+    (REC, 'by_row["ndcg@10"][i].item()', 'by_row["ndcg@3"][i].item()', RECORDS),
     (REC, '    if not (policy / "config.json").exists():\n', "    if False:\n", NO_POLICY),
     (REC, "    if not TEST_FILE:\n", "    if False:\n", NO_POLICY),
     (
