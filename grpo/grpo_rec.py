@@ -361,6 +361,7 @@ class RecTrainer:
             # AdamW takes learning rate * weight decay away in each step, and a long log has more of them
             steps_per_pass = self.end / SFT_EPOCHS
             for group in self.optimizers["policy"].param_groups:
+                group["lr"] = SFT_LEARNING_RATE
                 group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * steps_per_pass)
 
     def load_models(self):
