@@ -120,8 +120,8 @@ MUTANTS = [
         IN_REC + "each_constant_of_the_loss_is_handed_to_its_place",
     ),
     # rows, files and constants of grpo_rec
-    (REC, 'if not (record[name] or "").strip():', "if False:", BAD_DATA),
-    (REC, 'if not (record[name] or "").strip():', "if not record[name]:", BAD_DATA),
+    (REC, "if not record[name].strip():", "if False:", BAD_DATA),
+    (REC, "if not record[name].strip():", "if not record[name]:", BAD_DATA),
     (REC, "if not isinstance(items, (list, tuple)) or not items:", "if not items:", BAD_DATA),
     (REC, "if len(fields) < 3 or item not in number:", "if item not in number:", BAD_DATA),
     (REC, "        item = fields[-1].strip()\n", "        item = fields[2].strip()\n", BAD_DATA),
