@@ -1,5 +1,6 @@
-"""The loss of each LOSS_TYPE on the same float64 tensors, ours and trl 1.16.0's. Needs trl, in an environment
-of its own:
+"""The loss of each LOSS_TYPE of GRPO on the same float64 tensors, ours and trl 1.16.0's; then the loss and
+the moves of the weights in one optimizer step of SFT, reward model and DPO on the same rows. Needs trl, in an
+environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r bench/requirements-trl.txt
@@ -7,6 +8,7 @@ of its own:
 """
 
 import importlib.util
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -15,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LOW = 0.2  # CLIP_RANGE
 HIGH = 0.3  # CLIP_RANGE_HIGH
 LENGTH = 20  # MAX_NEW_TOKENS
+ROWS = 8  # of the optimizer step
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def load_grpo():
-    spec = importlib.util.spec_from_file_location("grpo_script", ROOT / "grpo/grpo.py")
+def load_script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -65,7 +68,7 @@ def make_trl(loss_type, dual, rows):
 
 
 def compare_losses():
-    grpo = load_grpo()
+    grpo = load_script("grpo/grpo.py")
     import torch
     from transformers.utils import logging
 
@@ -111,5 +114,128 @@ def compare_losses():
             assert difference < 1e-6, loss_type
 
 
+def read_rows(name):
+    lines = (ROOT / "data/tiny" / name).read_text().splitlines()[:ROWS]
+    return [json.loads(line) for line in lines]
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def trl_settings(config_class, **more):
+    """One step on all rows by AdamW, as ours."""
+    return config_class(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=ROWS,
+        max_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        bf16=False,
+        use_cpu=True,
+        max_length=512,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        **more,
+    )
+
+
+def our_step(path, name, trainer_class, **constants):
+    """Loss and weights of one step of a trainer of ours."""
+    script = load_script(path)
+    settings = {"BATCH_SIZE": 4, "GRADIENT_ACCUMULATION_STEPS": ROWS // 4, "LEARNING_RATE": 1e-3}
+    settings |= {"USE_LR_SCHEDULER": False, "WARMUP_STEPS": 0, "EVAL_DATASETS": [], "RESUME": "no"}
+    settings |= {"OUTPUT_DIR": tempfile.mkdtemp(), name: ROWS, **constants}
+    for key, value in settings.items():
+        assert key in script.constants(), key
+        setattr(script, key, value)
+    trainer = getattr(script, trainer_class)()
+    (model,) = trainer.models.values()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    loss = trainer.update(trainer.train_rows)["loss"]
+    return loss, before, model.state_dict()
+
+
+def compare_step(label, ours, trl):
+    """Compares our step with that of a trainer of trl. The moves of the weights are compared by their
+    distance in parts of their length: AdamW's first step is near the sign of a gradient, also of one near
+    0."""
+    import torch
+
+    trl.train()
+    theirs = trl.state.log_history[0]["loss"]
+    loss, before, after = ours
+    other = trl.model.state_dict()
+    moves = torch.cat([(after[key] - before[key]).flatten() for key in before])
+    their_moves = torch.cat([(other[key].cpu() - before[key]).flatten() for key in before])
+    distance = ((moves - their_moves).norm() / their_moves.norm()).item()
+    print(f"{label:>20} {loss:11.7f} {theirs:11.7f}    {abs(loss - theirs):.1e}   {distance:.1e}")
+    assert abs(loss - theirs) < 1e-5 and distance < 1e-3, label
+
+
+def compare_steps():
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    policy = str(ROOT / "data/tiny/policy")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    print("one step of              ours         trl   difference  distance of moves")
+    demonstrations = read_rows("demonstrations.jsonl")
+    records = [{"prompt": user(r["problem"]), "completion": assistant(r["solution"])} for r in demonstrations]
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    options = {"train_dataset": Dataset.from_list(records), "processing_class": tokenizer}
+    trl = SFTTrainer(model, trl_settings(SFTConfig), **options)
+    compare_step("SFT", our_step("ppo/sft.py", "MAX_TRAIN_PROMPTS", "SFTTrainer"), trl)
+
+    margins = [0.5 * (i % 3) for i in range(ROWS)]
+    records = [{**r, "margin": m} for r, m in zip(read_rows("pairs.jsonl"), margins)]
+    folder = Path(tempfile.mkdtemp())
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    names = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    data = {"path": str(folder / "pairs.jsonl"), "type": "jsonl", **names}
+    chats = []
+    for r in records:
+        answers = {key: assistant(r[key]) for key in ("chosen", "rejected")}
+        chats.append({"prompt": user(r["prompt"]), **answers, "margin": r["margin"]})
+    base = str(ROOT / "data/tiny/reward_model")
+    constants = {"TRAIN_DATASETS": [{**data, "margin": "margin"}], "BASE_MODEL": base, "CENTER_COEF": 0.01}
+    ours = our_step("ppo/reward_model.py", "MAX_TRAIN_PAIRS", "RewardModelTrainer", **constants)
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    options = {"train_dataset": Dataset.from_list(chats), "processing_class": tokenizer}
+    trl = RewardTrainer(model, trl_settings(RewardConfig, center_rewards_coefficient=0.01), **options)
+    compare_step("reward model", ours, trl)
+
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_pretrained(policy)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    reference.save_pretrained(folder / "reference")
+    for chat in chats:
+        del chat["margin"]
+    for loss_type, kind in (("dpo", "sigmoid"), ("ipo", "ipo")):  # trl has no label smoothing of "sigmoid"
+        constants = {"TRAIN_DATASETS": [data], "REFERENCE_MODEL": str(folder / "reference")}
+        constants |= {"LOSS_TYPE": loss_type, "BETA": 0.1, "ACCURACY_FUNCTION": None}
+        ours = our_step("rce/dpo.py", "MAX_TRAIN_PAIRS", "DPOTrainer", **constants)
+        model = AutoModelForCausalLM.from_pretrained(policy)
+        reference = AutoModelForCausalLM.from_pretrained(folder / "reference")
+        settings = trl_settings(DPOConfig, loss_type=[kind], beta=0.1)
+        options = {"train_dataset": Dataset.from_list(chats), "processing_class": tokenizer}
+        compare_step(loss_type.upper(), ours, DPOTrainer(model, reference, settings, **options))
+
+
 if __name__ == "__main__":
     compare_losses()
+    compare_steps()

@@ -81,7 +81,7 @@ def compare(constant, words):
             low, high = gain["interval"]
             print(f"  gain over {name:14}{gain['gain']:+.3f} ({low:+.3f} to {high:+.3f})", flush=True)
     print(f"{'test reward':16}" + "  ".join(f"{value:>5}" for value in values) + "   mean")
-    for name in [name for name in results[0] if name != "gains"]:
+    for name in [name for name in results[0] if name not in ("gains", "actions")]:
         rewards = [found[name]["reward"] for found in results]
         print(f"{name:16}" + "  ".join(f"{x:.3f}" for x in rewards) + f"  {statistics.mean(rewards):.3f}")
 

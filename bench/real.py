@@ -153,6 +153,7 @@ RUNS = {  # name: (trainer, its constants)
             "SFT_EPOCHS=1",
             "SFT_BATCH_SIZE=16",
             "SFT_LEARNING_RATE=2e-4",
+            "SFT_WEIGHT_DECAY=0",
             "WARMUP_STEPS=5",
             "EVAL_BEAMS=20",
             "BATCH_SIZE=8",

@@ -13,6 +13,10 @@ asked, as where a recommender is used. SPLIT=last asks for each user's last item
 one before: every user is asked for, but what others did later is trained on. It suits short logs. A user's
 interactions are ordered by time, equal times as in the log.
 
+Histories. words.txt tells grpo_rec.py a MAX_HISTORY of 10 to 50: HISTORY_SHARE of the rows that validation
+asks for have no longer history. A user's training rows end STRIDE items apart, by default MAX_HISTORY, so
+that each item is trained on once, in a window of that length.
+
 Codes. k-means cuts unit vectors of the titles into CODES groups, then what is left of each (vector minus
 centre), LEVELS times; items of the same codes get a last one, 0 for what was bought most in training. So
 items of a group are alike, and what is learnt of one is learnt of the others. Vectors: SVD of the TF-IDF of
@@ -39,7 +43,9 @@ SPLIT = "time"  # time | last
 VALID_SHARE = 0.1
 TEST_SHARE = 0.1
 LONGEST = 200  # of a user's interactions, the latest
-STRIDE = 5  # a user's training rows end so many items apart: at most grpo_rec.py's MAX_HISTORY
+STRIDE = 0  # a user's training rows end so many items apart; 0: MAX_HISTORY
+MAX_HISTORY = 0  # items of a history that grpo_rec.py reads; 0: chosen from the log
+HISTORY_SHARE = 0.75
 LEVELS = 3
 CODES = 0  # groups of a level; 0: the square root of the number of items
 MODEL = ""  # "": TF-IDF
@@ -117,10 +123,12 @@ def read_log(titles):
 
 
 def split_rows(events):
-    """{split: [(user, history with the item that came next at its end)]}."""
+    """Returns {split: [(user, history with the item that came next at its end)]} and the MAX_HISTORY to train
+    with."""
     seconds = sorted(second for some in events.values() for second, _ in some)
     begins = [seconds[int(len(seconds) * (1 - share))] for share in (VALID_SHARE + TEST_SHARE, TEST_SHARE)]
     rows = {"train": [], "valid": [], "test": []}
+    trained_items = {}
     for user, some in events.items():
         items = [item for _, item in some]
         count = len(items)
@@ -128,15 +136,27 @@ def split_rows(events):
             trained, known = (bisect_left(some, (begin,)) for begin in begins)
         else:
             trained, known = (count - 2, count - 1) if count > 2 else (count, count)
-        rows["train"] += [(user, items[:end]) for end in range(trained, 1, -STRIDE)][::-1]
+        trained_items[user] = items[:trained]
         rows["valid"] += [(user, items[: at + 1]) for at in range(max(1, trained), known)]
         rows["test"] += [(user, items[: at + 1]) for at in range(max(1, known), count)]
+    longest = MAX_HISTORY or suitable_history([len(items) - 1 for _, items in rows["valid"]])
+    for user, items in trained_items.items():
+        ends = range(len(items), 1, -(STRIDE or longest))
+        rows["train"] += [(user, items[:end]) for end in ends][::-1]
     if not all(rows.values()):
         found = ", ".join(f"{len(some)} for {name}" for name, some in rows.items())
         last = "of three interactions or more" if SPLIT == "last" else "that returned, or SPLIT=last"
         few = f"{len(seconds)} interactions of {len(events)} users give rows {found}"
         raise UserError(f"LOG = {LOG!r}: {few}, and it takes one of each: more users {last}")
-    return rows
+    return rows, longest
+
+
+def suitable_history(lengths):
+    """Returns the length, 10 to 50, that HISTORY_SHARE of the histories' lengths do not exceed."""
+    if not lengths:
+        return 10
+    lengths = sorted(lengths)
+    return min(50, max(10, lengths[math.ceil(HISTORY_SHARE * len(lengths)) - 1]))
 
 
 def tfidf_vectors(texts):
@@ -215,7 +235,7 @@ def make_codes(items, vectors, bought):
     return {item: codes[item] for item in items}
 
 
-def write(folder, rows, titles, codes, vectors):
+def write(folder, rows, longest, titles, codes, vectors):
     folder.mkdir(parents=True, exist_ok=True)
     for name, some in rows.items():
         with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
@@ -227,6 +247,7 @@ def write(folder, rows, titles, codes, vectors):
     (folder / "items.txt").write_text("".join(lines), encoding="utf-8")
     np.save(folder / "vectors.npy", vectors.astype(np.float32))
     words = [f"{key}={folder / name}" for key, name in WORDS.items()] + ["VALUES_FILE=None", "VALUE_WEIGHT=0"]
+    words.append(f"MAX_HISTORY={longest}")
     if len(titles) < 16:  # grpo_rec.py's GROUP_SIZE
         words.append(f"GROUP_SIZE={len(titles)}")
     (folder / "words.txt").write_text("\n".join(words) + "\n")
@@ -246,8 +267,15 @@ def apply_words(words):
     if not 0 < VALID_SHARE < 1 - TEST_SHARE < 1:
         shares = f"VALID_SHARE = {VALID_SHARE} and TEST_SHARE = {TEST_SHARE}"
         raise UserError(f"{shares} must be above 0, their sum below 1")
-    if not 1 <= LEVELS <= 11 or min(STRIDE, LONGEST, WIDTH) < 1 or min(CODES, SEED) < 0:
-        raise UserError("LEVELS is 1 to 11; STRIDE, LONGEST, WIDTH are 1 or more, CODES and SEED 0 or more")
+    if not 1 <= LEVELS <= 11 or min(LONGEST, WIDTH) < 1 or min(STRIDE, MAX_HISTORY, CODES, SEED) < 0:
+        others = "LONGEST, WIDTH are 1 or more, STRIDE, MAX_HISTORY, CODES and SEED 0 or more"
+        raise UserError(f"LEVELS is 1 to 11; {others}")
+    if not 0 < HISTORY_SHARE <= 1:
+        raise UserError(f"HISTORY_SHARE = {HISTORY_SHARE} must be above 0 and at most 1")
+    if MAX_HISTORY and STRIDE > MAX_HISTORY:
+        raise UserError(
+            f"STRIDE = {STRIDE} is above MAX_HISTORY = {MAX_HISTORY}: items between are not trained on"
+        )
 
 
 def main(words):
@@ -260,20 +288,20 @@ def main(words):
     titles = dict(cells for _, *cells in read_csv("TITLES", (ITEM, TITLE)))
     if len(titles) < 2:
         raise UserError(f"TITLES = {TITLES!r} has one item: there is nothing to choose")
-    rows = split_rows(read_log(titles))
+    rows, longest = split_rows(read_log(titles))
     vectors = (model_vectors if MODEL else tfidf_vectors)(list(titles.values()))
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
     bought = Counter()
     for items in dict(rows["train"]).values():  # a user's last row has all of the others
         bought.update(items)
     codes = make_codes(list(titles), vectors, bought)
-    write(folder, rows, titles, codes, vectors)
+    write(folder, rows, longest, titles, codes, vectors)
     unseen = sum(items[-1] not in bought for _, items in rows["test"])
     alike = len(titles) - len({tuple(some[:LEVELS]) for some in codes.values()})
     counts = ", ".join(f"{len(some)} in {name}.csv" for name, some in rows.items())
     print(
         f"{len(titles)} items, {alike} told apart by their last code alone; rows: {counts}; "
-        f"{unseen} of the test's items were never bought in training\n"
+        f"{unseen} of the test's items were never bought in training; MAX_HISTORY={longest}\n"
         f"python {ROOT}/grpo/grpo_rec.py STAGE=sft $(cat {folder}/words.txt)"
     )
 

@@ -615,8 +615,8 @@ def write_lines(path, rows):
 def main():
     for word in sys.argv[1:]:
         key, _, value = word.partition("=")
-        if key not in ("SEED", "OUT", "READER_STEPS"):
-            sys.exit(f"make_rag.py takes SEED=, OUT= and READER_STEPS=, not {word!r}")
+        if key not in ("SEED", "OUT", "READER_STEPS") or (key != "OUT" and not value.isdecimal()):
+            sys.exit(f"make_rag.py takes SEED=number, OUT=folder and READER_STEPS=number, not {word!r}")
         globals()[key] = value if key == "OUT" else int(value)
     out = Path(OUT)
     out.mkdir(parents=True, exist_ok=True)

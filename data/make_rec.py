@@ -1,10 +1,12 @@
 """Rebuilds data/rec/, the catalogue and histories of grpo/grpo_rec.py's default run, from a seed.
 
-    python data/make_rec.py [folder]
+    python data/make_rec.py [folder]                # the shop
+    python data/make_rec.py long checkpoints/long   # log.csv and titles.csv of long histories
 
-A world small enough to know what is possible in it. 500 items stand on 50 shelves of 10 departments; an
-item's codes are department, shelf, place. A shelf fits after a few others (a Markov chain over shelves); an
-item has a quality, which shows after the purchase. What a user with the history h *values* next, 0 to 1, is
+The shop is a world small enough to know what is possible in it. 500 items stand on 50 shelves of 10
+departments; an item's codes are department, shelf, place. A shelf fits after a few others (a Markov chain of
+shelves); an item has a quality, which shows after the purchase. What a user with the history h *values* next,
+0 to 1, is
 
     value(h, i) = sum_j w_j fit[shelf of h_j, shelf of i] * quality_i
 
@@ -20,6 +22,15 @@ other items are good; what is rewarded by value can.
 Files: train.csv, valid.csv, test.csv (a row a user; users are in one of them alone), index.json {item:
 codes}, items.txt (codes, title and item, tab between), values.npy (V, in the order of index.json), facts.json
 (the figures that are possible, printed too).
+
+The long log has LONG_USERS users with 20 to 700 interactions each, 80 on average, for data/make_codes.py.
+An item has latent factors near those of its kind and a popularity. Some items are parts of a series. A user's
+taste drifts. Nobody takes an item twice:
+
+    P(next part) = SEQUEL, if the last item has a next part that was not taken
+    P(next i)    ~ popularity_i exp(LONG_SHARPNESS taste . factors_i) over the items that were not taken
+
+long.json has the figures of this distribution itself, on the last tenth of the log: what is possible.
 """
 
 import csv
@@ -43,6 +54,13 @@ PROMOTION = 16.0
 REGRETTED = 0.1  # the quality of what is advertised; the others' is 0.2 to 1
 SHARPNESS = 7.0
 NOISE = 0.1
+LONG_USERS = 1000
+LONG_ITEMS = 1700
+LEAST, MOST = 20, 700  # interactions of a user
+FACTORS = 4
+LONG_SHARPNESS = 10.0
+DRIFT = 0.04  # how far a taste moves after each interaction
+SEQUEL = 0.15
 NAMES = {
     "kitchen": "pan kettle knife bowl grater",
     "garden": "spade hose seed pot rake",
@@ -117,6 +135,77 @@ def figures(rows, fits, values, exposure):
     return found
 
 
+def unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def build_long_world(rng):
+    """Returns of each item: its factors, its popularity, the next part of its series (-1: none) and its
+    title."""
+    kinds = [f"{name} {kind}" for name, kinds in NAMES.items() for kind in kinds.split()]
+    departments = np.repeat(unit(rng.standard_normal((DEPARTMENTS, FACTORS))), SHELVES, 0)
+    centres = unit(departments + 0.25 * rng.standard_normal(departments.shape))
+    factors = np.zeros((LONG_ITEMS, FACTORS))
+    next_part = np.full(LONG_ITEMS, -1)
+    titles = []
+    while len(titles) < LONG_ITEMS:
+        kind = int(rng.integers(len(kinds)))
+        adjective = rng.choice(ADJECTIVES)
+        name = "".join(rng.choice(list("bdfgklmnprst")) + rng.choice(list("aeiou")) for _ in range(3))
+        factor = unit(centres[kind] + 0.2 * rng.standard_normal(FACTORS))
+        parts = min(int(rng.choice((1, 2, 3, 5), p=(0.85, 0.05, 0.05, 0.05))), LONG_ITEMS - len(titles))
+        for part in range(parts):
+            item = len(titles)
+            factors[item] = factor
+            next_part[item] = item + 1 if part + 1 < parts else -1
+            titles.append(f"{adjective} {kinds[kind]} {name}, part {part + 1}")
+    return factors, np.exp(1.5 * rng.standard_normal(LONG_ITEMS)), next_part, titles
+
+
+def make_long_log(rng, factors, popularity, next_part):
+    """Returns [(user, item, time, rank of the item in the distribution that it was drawn from)] by time."""
+    log = []
+    for user in range(LONG_USERS):
+        count = int(np.clip(np.exp(rng.normal(3.95, 0.9)), LEAST, MOST))
+        begin = rng.uniform(0, 0.85)
+        times = np.sort(begin + (1 - begin) * rng.beta(1, rng.uniform(1, 4), count))
+        taste = unit(rng.standard_normal(FACTORS))
+        worth = popularity.copy()  # 0 for what the user has taken
+        last = -1
+        for time in times:
+            chances = worth * np.exp(LONG_SHARPNESS * factors @ taste)
+            chances /= chances.sum()
+            sequel = next_part[last] if last >= 0 else -1
+            if sequel >= 0 and worth[sequel] > 0:
+                chances *= 1 - SEQUEL
+                chances[sequel] += SEQUEL
+            last = int(rng.choice(LONG_ITEMS, p=chances))
+            log.append((user, last, round(1e8 * time), int((chances > chances[last]).sum()) + 1))
+            worth[last] = 0
+            taste = unit(taste + DRIFT * rng.standard_normal(FACTORS))
+    return sorted(log, key=lambda event: event[2])
+
+
+def make_long(folder):
+    rng = np.random.default_rng(SEED)
+    factors, popularity, next_part, titles = build_long_world(rng)
+    log = make_long_log(rng, factors, popularity, next_part)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "titles.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("item", "title"), *enumerate(titles)])
+    with open(folder / "log.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("user", "item", "time"), *(event[:3] for event in log)])
+    ranks = np.array([event[3] for event in log[-len(log) // 10 :]])
+    gains = np.where(ranks <= 10, 1 / np.log2(ranks + 1), 0)
+    facts = {"seed": SEED, "interactions": len(log), "items": LONG_ITEMS, "users": LONG_USERS}
+    facts["possible"] = {
+        "hr@10": round(float(np.mean(ranks <= 10)), 4),
+        "ndcg@10": round(float(gains.mean()), 4),
+    }
+    (folder / "long.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"{len(log)} interactions; possible on the last tenth: {facts['possible']}")
+
+
 def main(folder):
     rng = np.random.default_rng(SEED)
     fits, values, exposure = build_world(rng)
@@ -147,4 +236,7 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "rec")
+    if sys.argv[1:2] == ["long"]:
+        make_long(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "rec")

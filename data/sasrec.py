@@ -96,12 +96,14 @@ def train(rec, train_rows, valid_rows, items):
         targets.append(torch.tensor([x if at in asked else -100 for at, x in enumerate(sequence)][1:]))
     targets = pad_right(targets, -100)
     histories = [row["history"] for row in valid_rows]
+    # 128 sequences of the shipped rows; fewer where they are longer
+    batch_size = 4 * rec.balanced_batch_size([{"learn": [True] * len(asked)} for _, asked in sequences])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     best = -1.0
     waited = 0
     for _ in range(EPOCHS):
         model.train()
-        for chunk in torch.randperm(len(inputs)).split(128):
+        for chunk in torch.randperm(len(inputs)).split(batch_size):
             logits = model(inputs[chunk]) @ model.items.weight[:-1].T
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[chunk].flatten())
             optimizer.zero_grad()

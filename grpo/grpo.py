@@ -2276,7 +2276,10 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+        fault = f"there is no value for column {path!r}"
+        if path.split(".")[0] not in record:
+            fault += f"; the row has {sorted(record)}"
+        raise UserError(f"{where}: {fault}")
     return value
 
 
@@ -3228,7 +3231,8 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
+        hint = "lower " + " or ".join(name for name in sizes if name in constants())
         if "MICRO_BATCH_ROWS" in constants():
             hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
             hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"

@@ -25,7 +25,7 @@ Samples raise what a *sample* earns, and with it the few likeliest items; beams 
 which is what is shown to a user (docs/grpo_rec.md has both).
 
     python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
-    python grpo/grpo_rec.py STAGE=sft, then STAGE=rl
+    python grpo/grpo_rec.py STAGE=sft, then STAGE=rl, and STAGE=evaluate: scores a policy on TEST_FILE
     python grpo/grpo_rec.py TRAIN_FILE=train.csv VALID_FILE=None TEST_FILE=test.csv INDEX_FILE=index.json \\
         ITEM_FILE=info.txt VALUES_FILE=None VALUE_WEIGHT=0 RULE_WEIGHT=1
 
@@ -81,7 +81,6 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print(f"{Path(__file__).name} loads torch, models and data", flush=True)
 import filelock
 import numpy as np
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import transformers
@@ -113,7 +112,10 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | sft | rl: rl starts from SFT's best policy, or from ACTOR_MODEL
+STAGE = (
+    "all"  # all | sft | rl (from SFT's best policy, or ACTOR_MODEL) | evaluate (EVALUATE_POLICY on TEST_FILE)
+)
+EVALUATE_POLICY = "best"  # best, sft, or step_N, of OUTPUT_DIR; or the folder of another run's policy
 
 # Models: a folder or a hub name, whose tokenizer gains the codes; None: a small Llama that knows only codes
 ACTOR_MODEL: str | None = None
@@ -163,9 +165,15 @@ SASREC_FILE: str | None = f"{ROOT}/data/rec/sasrec.npz"  # data/sasrec.py makes 
 REWARD_TIMEOUT: float | None = 600.0  # seconds that scoring one batch may take; None: no limit
 
 # SFT
-SFT_EPOCHS = 20
-SFT_BATCH_SIZE = 64  # histories per optimizer step
+SFT_EPOCHS = 10
+SFT_BATCH_SIZE: int | None = None  # histories per optimizer step; None: those with about 256 items to learn
 SFT_LEARNING_RATE = 3e-3
+SFT_LR_SCHEDULER_TYPE: str | None = (
+    "cosine"  # linear | cosine (both to 0) | plateau (halves) | None: constant
+)
+SFT_WARMUP = 0.05  # share of SFT's steps in which the learning rate rises
+SFT_WEIGHT_DECAY = 0.05  # share of the weights that a pass takes away at the full learning rate
+SFT_EVALUATIONS = 10  # of validation during SFT, equally many steps apart; 0: only before and after it
 SFT_PATIENCE = 3  # passes through the data without a better NDCG@10 before SFT ends; 0: never
 
 # Rollout
@@ -176,9 +184,9 @@ GRADIENT_ACCUMULATION_STEPS = 1  # histories per training step = BATCH_SIZE * th
 GROUP_SIZE = 16  # candidates per history; >= 2, since they are each other's baseline
 TEMPERATURE = 1.0  # > 0; of the distribution that is sampled and scored
 
-# Optimisation of GRPO (MAX_GRAD_NORM, WEIGHT_DECAY and WARMUP_STEPS: of SFT too)
+# Optimisation of GRPO
 LEARNING_RATE = 5e-4
-MAX_GRAD_NORM = 1.0  # > 0
+MAX_GRAD_NORM = 1.0  # > 0; of SFT too
 WEIGHT_DECAY = 0.0
 USE_LR_SCHEDULER = False
 LR_SCHEDULER_TYPE = "linear"  # linear | cosine (both to 0) | plateau (halves)
@@ -193,7 +201,7 @@ SCALE_REWARDS = "group"  # group | batch | none: whose standard deviation advant
 CLIP_RANGE = 0.2  # > 0; gspo wants about 3e-4
 CLIP_RANGE_HIGH = 0.2  # > 0; DAPO's clip-higher: 0.28
 ENTROPY_COEF = 0.0
-KL_COEF = 4.0  # weight of the KL in the loss
+KL_COEF = 2.5  # weight of the KL in the loss
 REFERENCE_SYNC_STEPS = 0  # steps between moves of the reference towards the actor (2404.09656); 0: never
 REFERENCE_SYNC_ALPHA = 0.6  # reference = ALPHA * actor + (1 - ALPHA) * reference; 0 to 1
 MAX_STEPS = 150  # of GRPO
@@ -204,7 +212,7 @@ EVAL_BEAMS = 50
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 100  # 0: only at the end
 KEEP_LAST_N_CHECKPOINTS = 3
-EVAL_EVERY_N_STEPS = 50  # 0: only before the first and after the last step each stage
+EVAL_EVERY_N_STEPS = 50  # steps of GRPO; 0: only before the first and after the last one
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward (SFT: NDCG@10) that end a stage; 0: never
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
 LOG_SAMPLES = 4  # candidates per step written to samples.jsonl
@@ -225,16 +233,18 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "GROUP_SIZE": (2, 1e12),
     "EVAL_BEAMS": (20, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES SEED": (0, 2**62),
-    "SFT_PATIENCE REFERENCE_SYNC_STEPS LORA_RANK": (0, 2**62),
-    "LEARNING_RATE SFT_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
-    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY": (0, 1),
+    "SFT_EVALUATIONS SFT_PATIENCE REFERENCE_SYNC_STEPS LORA_RANK": (0, 2**62),
+    "LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
+    "SFT_LEARNING_RATE": (1e-12, 1e6),
+    "REFERENCE_SYNC_ALPHA TITLE_HISTORY_ROWS TITLE_ROWS VALUE_DECAY SFT_WEIGHT_DECAY": (0, 1),
     "VALID_FRACTION": (1e-6, 0.9),
+    "SFT_WARMUP": (0, 0.9),
     "CLIP_RANGE CLIP_RANGE_HIGH LORA_ALPHA MAX_GRAD_NORM REWARD_TIMEOUT PROCESS_TIMEOUT": (1e-12, 1e12),
     "TEMPERATURE": (1e-3, 1e3),
-    "STAGE": ["all", "sft", "rl"],
+    "STAGE": ["all", "sft", "rl", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "CANDIDATES": ["beam", "sample"],
-    "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
+    "LR_SCHEDULER_TYPE SFT_LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "LOSS_TYPE": ["dapo", "gspo"],
     "SCALE_REWARDS": ["group", "batch", "none"],
 }
@@ -243,7 +253,7 @@ _SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts with back-off: the best p
 _DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
 
 # ================================================================ the maths of GRPO over items
 
@@ -255,11 +265,6 @@ def constrained_logprobs(logits, codes, allowed, temperature):
     scores = logits.float().gather(-1, codes) / temperature
     logprobs = scores.masked_fill(~allowed, -math.inf).log_softmax(-1)
     return logprobs.masked_fill(~allowed, -math.inf)  # also where nothing is allowed: no NaN
-
-
-def sampling_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) without a trie; check_models() tests the model by them."""
-    return full_logprobs(logits, temperature)
 
 
 def group_advantages(scores, group_size, scale):
@@ -307,7 +312,7 @@ class RecTrainer:
         self.run.title = f"GRPO for recommendation, {Path(TRAIN_FILE).parent.name}, seed {SEED}"
         self.run.best_by = ["reward", "ndcg@10"]  # evaluations of SFT have no reward
         self.run.old_files.append("rec_learning.png")
-        if STAGE != "rl":  # STAGE=rl starts from sft/ and must not move it aside
+        if STAGE != "rl":  # which starts from sft/ and must not move it aside
             self.run.old_files.append("sft")
         # Drawn in grpo_rec_metrics_with_entropy.png; training_metrics_detailed.png has all metrics
         names = "ndcg@10 hr@10 reward reward_sampled entropy policy_loss grad_norm kl clip_fraction"
@@ -321,11 +326,12 @@ class RecTrainer:
         for row in self.train_rows + self.valid_rows + self.test_rows:
             row["ids"] = self.prompter.ids(row["history"])
         self.sft_rows, self.rl_rows = self.prompter.rows_of_stages(self.train_rows, self.run.log)
-        check_models({"ACTOR_MODEL": self.actor}, self.train_rows, self.pad_id)
-        check_head(self.actor, self.trie, self.train_rows[0]["ids"])
+        some_rows = self.train_rows or self.test_rows
+        check_models({"ACTOR_MODEL": self.actor}, some_rows, self.pad_id)
+        check_head(self.actor, self.trie, some_rows[0]["ids"])
         if self.actor in _SHARED_SCORING:
             _SHARED_SCORING.add(self.reference)
-        targets = torch.tensor(column(self.train_rows, "target"))
+        targets = torch.tensor(column(self.train_rows, "target"), dtype=torch.long)
         self.popularity = targets.bincount(minlength=len(self.catalogue.items))  # how often each is a target
         self.load_rewards()
 
@@ -335,7 +341,7 @@ class RecTrainer:
             cursor=0,
             prompts=len(self.train_rows),
             begin=0,  # the step at which the stage began
-            stage="rl" if STAGE == "rl" else "sft",
+            stage="rl" if STAGE in ("rl", "evaluate") else "sft",
             sft_best=-1.0,
             sft_waited=0,
             sft_judged=0,
@@ -351,6 +357,12 @@ class RecTrainer:
             fault = f"stands within a pass over {len(self.state.order)} rows, there are {len(rows)}"
             raise UserError(f"{self.run.checkpoint} {fault}: take TITLE_ROWS ... as before, or RESUME=no")
         self.plan_steps()
+        if self.state.stage == "sft":
+            # AdamW takes learning rate * weight decay away in each step, and a long log has more of them
+            steps_per_pass = self.end / SFT_EPOCHS
+            for group in self.optimizers["policy"].param_groups:
+                group["lr"] = SFT_LEARNING_RATE
+                group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * steps_per_pass)
 
     def load_models(self):
         """Loads actor and reference, from the checkpoint if there is one. In SFT the reference keeps the best
@@ -363,15 +375,14 @@ class RecTrainer:
         self.trie = Trie(self.prompter.codes, self.device)
         self.models = {"policy": self.actor}  # models to save, keyed by checkpoint folder
         self.reference = self.actor  # with LORA_RANK: its adapter is switched off
-        if not LORA_RANK:
+        if not LORA_RANK and STAGE != "evaluate":
             self.reference = copy.deepcopy(self.actor)
             if checkpoint:
                 path = checkpoint / "reference"
                 self.reference = load_model(AutoModelForCausalLM, path, "RESUME", self.device)
             self.reference.requires_grad_(False)
             self.models["reference"] = self.reference
-        learning_rate = LEARNING_RATE if STAGE == "rl" else SFT_LEARNING_RATE
-        self.optimizers = {"policy": make_optimizer(self.actor, learning_rate)}
+        self.optimizers = {"policy": make_optimizer(self.actor, LEARNING_RATE)}
 
     def load_rewards(self):
         """Loads what compute_rewards() needs: values, vectors, SASRec and the user's functions."""
@@ -382,7 +393,9 @@ class RecTrainer:
         scored_rows = self.valid_rows + self.test_rows
         if COLLABORATIVE_WEIGHT:
             scored_rows = scored_rows + self.train_rows
-        self.sasrec = read_sasrec(self.train_rows, scored_rows, self.run.log)
+        self.sasrec = None
+        if STAGE != "evaluate" or COLLABORATIVE_WEIGHT:
+            self.sasrec = read_sasrec(self.train_rows, scored_rows, self.run.log)
         if COLLABORATIVE_WEIGHT and not self.sasrec:
             raise UserError("COLLABORATIVE_WEIGHT needs a SASREC_FILE of these rows: data/sasrec.py makes it")
         self.rewards = resolve_rewards(REWARD_FUNCTIONS, "REWARD_FUNCTIONS")
@@ -411,18 +424,20 @@ class RecTrainer:
                 self.reinforce()
             if not run.stop_signal:
                 self.test()
+                self.compare_with_baselines()
         return run.evaluation
 
     def fine_tune(self):
         """Runs SFT on the logged items, until its last step or until SFT_PATIENCE has run out. Its best
         policy, which the reference keeps, becomes the actor."""
         run = self.run
+        evaluate_every = math.ceil(self.end / SFT_EVALUATIONS) if SFT_EVALUATIONS else 0
         if run.needs_first_evaluation():
             run.log_evaluation(self.evaluate_sft())
         while run.step < self.end and not self.is_out_of_patience() and run.next_step():
-            rows = next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)
+            rows = next_rows(self.sft_rows, self.state, self.sft_batch_size)
             self.record_sft(self.sft_update(rows))
-            if run.is_due(EVAL_EVERY_N_STEPS) or run.step == self.end:
+            if run.is_due(evaluate_every) or run.step == self.end:
                 run.log_evaluation(self.evaluate_sft())
             if run.is_due(SAVE_EVERY_N_STEPS) and run.step < self.end:
                 run.save()
@@ -470,24 +485,30 @@ class RecTrainer:
             self.end = self.state.begin + MAX_STEPS
             self.run.total_steps = self.end
             return
-        self.end = SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)
+        self.sft_batch_size = SFT_BATCH_SIZE or balanced_batch_size(self.sft_rows)
+        self.end = SFT_EPOCHS * math.ceil(len(self.sft_rows) / self.sft_batch_size)
         self.run.total_steps = self.end
         if STAGE != "sft":
             self.run.total_steps += MAX_STEPS
 
-    def set_learning_rates(self, base):
+    def set_learning_rates(self):
         """Sets and returns this step's learning rate; the schedule begins with the stage."""
         run = self.run
         steps_done = max(0, run.step - 1 - self.state.begin)
         total = self.end - self.state.begin
-        schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(steps_done, total, WARMUP_STEPS, schedule, run.halvings)
+        if self.state.stage == "sft":
+            warmup = round(SFT_WARMUP * total)
+            learning_rate, schedule = SFT_LEARNING_RATE, SFT_LR_SCHEDULER_TYPE
+        else:
+            warmup = WARMUP_STEPS
+            learning_rate, schedule = LEARNING_RATE, LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
+        scale = learning_rate_scale(steps_done, total, warmup, schedule, run.halvings)
         scale_learning_rate(self.optimizers["policy"], scale)
-        return base * scale
+        return learning_rate * scale
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
-        learning_rate = self.set_learning_rates(SFT_LEARNING_RATE)
+        learning_rate = self.set_learning_rates()
         with self.run.timed("update"):
             batch = sft_batch(rows, self.trie, self.device)
             weights = batch.learn / batch.learn.sum()
@@ -590,7 +611,7 @@ class RecTrainer:
 
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
-        learning_rate = self.set_learning_rates(LEARNING_RATE)
+        learning_rate = self.set_learning_rates()
         steps = []
         with self.run.timed("update"):
             for _ in range(GROUP_EPOCHS):
@@ -803,6 +824,18 @@ class RecTrainer:
             figures = f"HR@10 {level['hr@10']:.4f}, NDCG@10 {level['ndcg@10']:.4f}"
             self.run.log(f"{name:10} on validation: {figures}, reward {level['reward']:.4f}")
 
+    def compare_with_baselines(self):
+        """Says if a baseline is better on validation: than SFT by NDCG@10, than GRPO by reward."""
+        reached = [("SFT", "ndcg@10", self.state.sft_best)]  # -1: SFT was another run's
+        if self.state.stage == "rl":
+            reached.append(("GRPO", "reward", self.run.best_value))
+        for stage, key, value in reached:
+            name = max(self.levels, key=lambda name: self.levels[name][key])
+            best = self.levels[name][key]
+            if 0 <= value < best:
+                told = f"{stage} reached {key} {value:.4f} on validation, the baseline {name!r} {best:.4f}"
+                self.run.log(f"NOTE: a rule wins. {told}: recommend by it, or train longer, or on more rows")
+
     def test(self):
         """Compares the baselines, SFT's best policy and GRPO's on the test rows: a table, eval_test.json and
         rec_learning.png."""
@@ -982,28 +1015,29 @@ def disagreement(model, compute):
     return f"values of a token change by {difference:.2g} if other tokens or padding share its batch"
 
 
+# differs: nothing is sampled; the decoder's own logits are compared
 @torch.no_grad()
 def check_models(models_by_constant, rows, pad_id):
-    """Compares the actor's sampling and every model's scoring with unbatched_logits(), on four prompts cut to
+    """Compares the actor's decoding and every model's scoring with unbatched_logits(), on four prompts cut to
     mixed lengths. A model that disagrees is refused. Where the faster ways that share prompts agree, they are
     used from here on. Draws none of the run's random numbers. models_by_constant: {constant: model}, the
     actor first."""
     actor = next(iter(models_by_constant.values()))
     prompts = [rows[i % len(rows)]["ids"][:length] for i, length in enumerate((32, 3, 17, 8))]
-    prompts_twice = repeat_each(prompts, 2)
-    eos_ids = torch.arange(0, vocab_size(actor), 7, device=actor.device)  # rows finish at different times
-    uniform = torch.rand(8, 10, generator=torch.Generator().manual_seed(0)).to(actor.device)
-    batch = None  # what sampled_and_scored() sampled; the models' scores of it are compared below
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size(actor), (8, 10), generator=generator).to(actor.device)
+    batch = make_batch(repeat_each(prompts, 2), tokens.tolist(), actor.device)
 
-    def sampled_and_scored():
-        nonlocal batch
-        settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
-        responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
-        batch = make_batch(prompts_twice, responses, actor.device)
-        tokens = batch.response_mask.nonzero(as_tuple=True)
-        wanted = sampling_logprobs(unbatched_logits(actor, batch), 1.5)
-        return logprobs[tokens], wanted.gather(1, ids[tokens][:, None]).squeeze(1)
+    def decoded_and_scored():
+        decoder = Decoder(actor, prompts, 2, pad_id)
+        order = list(range(8))
+        logits = [decoder.logits]
+        for t in range(9):
+            decoder.next(tokens[order, t])
+            order = [*order[2:], *order[:2]]  # as a search does, it continues with other rows
+            decoder.select_rows([2, 3, 4, 5, 6, 7, 0, 1])
+            logits.append(decoder.logits[np.argsort(order).tolist()])
+        return torch.stack(logits, 1).flatten(0, 1), unbatched_logits(actor, batch)
 
     def disagreement_of(model, logits_of):
         def compute():
@@ -1011,15 +1045,15 @@ def check_models(models_by_constant, rows, pad_id):
 
         return disagreement(model, compute)
 
-    # Sampling: with shared prompts where that agrees, else without
+    # Decoding: with shared prompts where that agrees, else without
     with full_parameters(actor):
         fault = "not tried"  # "": the model agrees
         if actor.config._attn_implementation == "shared_prompts":
             _SHARED_DECODING.add(actor)
-            fault = disagreement(actor, sampled_and_scored)
+            fault = disagreement(actor, decoded_and_scored)
         if fault:
             _SHARED_DECODING.discard(actor)
-            fault = disagreement(actor, sampled_and_scored)
+            fault = disagreement(actor, decoded_and_scored)
     # Scoring, of every model
     for constant, model in models_by_constant.items():
         precision = nullcontext()
@@ -1113,15 +1147,6 @@ def micro_batches(model, batch, rows=None):
 
 
 # ---------------------------------------------------------------- sampling
-
-
-def full_logprobs(logits, temperature):
-    """Returns log-probabilities (..., vocabulary) over all tokens, in float32. A reference model is scored by
-    these, also where sampling_logprobs() is edited."""
-    logits = logits.float()
-    if temperature != 1:
-        logits = logits / temperature
-    return logits.log_softmax(-1)
 
 
 def entropy_of(logprobs):
@@ -1249,61 +1274,6 @@ class Decoder:
         self.positions = self.positions[index]
         self.logits = self.logits[index]
         return index
-
-
-# Number of tokens between checks for finished rows, because a GPU must wait at each check
-_EOS_CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 16}
-
-
-@torch.no_grad()
-def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, eos_ids, pad_id):
-    """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
-
-    uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
-    max_new_tokens), lengths (rows,), and, in the shape of ids, each id's log-probability in the sampling
-    distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
-    that was cut holds no EOS id."""
-    device = model.device
-    check_every = _EOS_CHECK_EVERY[device.type]
-    decoder = Decoder(model, prompts, group_size, pad_id)
-    rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
-    ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
-    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
-    finished = torch.zeros_like(rows, dtype=torch.bool)
-    pending = []  # since the last check, of each token: ids, log-probabilities, entropies, (unfinished rows,)
-    for t in progress(range(max_new_tokens), "tokens"):
-        distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
-        probabilities = distribution.exp()
-        if uniform is None:
-            tokens = distribution.argmax(-1)
-        else:
-            tokens = sample_tokens(probabilities, uniform[rows, t])
-        chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
-        is_last = t + 1 == max_new_tokens
-        # Every check_every tokens: store what is pending, then drop the rows that are finished
-        if (t + 1) % check_every == 0 or is_last:
-            columns = slice(t + 1 - len(pending), t + 1)
-            for result, values in zip((ids, logprobs, entropies), zip(*pending)):
-                result[rows, columns] = torch.stack(values, 1)
-            pending = []
-            if is_last:
-                break
-            finished |= torch.isin(ids[rows, columns], eos_ids).any(1)
-            unfinished = np.flatnonzero(finished.cpu().numpy() == 0).tolist()
-            if not unfinished:
-                break
-            if len(unfinished) <= 0.75 * len(rows):  # dropping rows copies the cache: not for each one
-                keep = decoder.select_rows(unfinished)
-                rows = rows[keep]
-                tokens = tokens[keep]
-                finished = finished[keep]
-        decoder.next(tokens)
-    is_eos = torch.isin(ids, eos_ids).long()
-    after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
-    logprobs = logprobs.masked_fill(after_eos, 0)
-    entropies = entropies.masked_fill(after_eos, 0)
-    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
@@ -1689,6 +1659,7 @@ def clip_and_step(optimizers, total_loss, run, row_names):
     return norms
 
 
+# differs: the name of the distribution
 def check_first_ratio(metrics, step):
     """The run's first optimizer step trains the very policy that sampled, so its ratios are 1 but for
     rounding. In float32 no token may differ; bfloat16 moves single tokens, so there the mean counts."""
@@ -1698,7 +1669,7 @@ def check_first_ratio(metrics, step):
     if DTYPE == "float32":
         deviation, bound = metrics["max_ratio_deviation"], 1e-3
     if deviation > bound:
-        hint = f"ACTOR_MODEL, or an edited sampling_logprobs(), differs in training; DTYPE = {DTYPE!r}"
+        hint = f"ACTOR_MODEL, or an edited constrained_logprobs(), differs in training; DTYPE = {DTYPE!r}"
         raise UserError(f"in the first update a ratio differs from 1 by {deviation:.2g}: {hint}")
 
 
@@ -1712,6 +1683,82 @@ def parameter_counts(model):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         text += f", of which {trained:,} are trained,"
     return text
+
+
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+# differs: the data and the figures of this trainer
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY on TEST_FILE without training, by its EVAL_BEAMS best items of each row. Writes
+    OUTPUT_DIR/eval_<policy>_<data>.json, and the ten best items of every row to a .jsonl of that name; a run
+    in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low", "high"}}."""
+    folder = Path(OUTPUT_DIR)
+    policy = Path(EVALUATE_POLICY)
+    if not TEST_FILE:
+        raise UserError("STAGE = 'evaluate' needs a TEST_FILE")
+    if EVALUATE_POLICY in ("best", "sft") or EVALUATE_POLICY.startswith("step_"):
+        policy = folder / EVALUATE_POLICY
+    if (policy / "policy").exists():
+        policy = policy / "policy"
+    if not (policy / "config.json").exists():
+        hint = "train first, or give the folder of a policy"
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no policy in {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, str(policy))
+    by_row, records = policy_scores(trainer, trainer.test_rows)
+    figures = {}
+    for figure, values in by_row.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:16} {mean:.4f}   95% interval {low:.4f} to {high:.4f}")
+    facts = {"policy": str(policy), "data": TEST_FILE, "rows": len(records), "figures": figures}
+    facts |= {"max_history": MAX_HISTORY, "eval_beams": EVAL_BEAMS, "group_size": GROUP_SIZE}
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], Path(TEST_FILE).stem]
+    name = re.sub(r"[^\w.-]+", "", "_".join(names))
+    if rank() == 0:
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+        write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    trainer.run.log(f"{len(records)} rows; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+# differs: load_splits() leaves out the data to train on
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy as its actor. No data to train on are loaded."""
+    global ACTOR_MODEL, LORA_RANK
+    ACTOR_MODEL, LORA_RANK = policy, 0
+    return trainer_class(resume_from_checkpoint="no")
+
+
+# differs: the figures of this trainer
+def policy_scores(trainer, rows):
+    """Returns {figure: its value for each row, (rows,)} of the actor's best items, and a record of each row
+    with the first ten. The rewards are means over the GROUP_SIZE best items, as in the table of a run."""
+    lists = best_items(trainer.actor, trainer.trie, rows, EVAL_BEAMS, trainer.pad_id)
+    by_row = {}
+    for k in _KS:
+        by_row |= {f"hr@{k}": hits(lists, rows, k), f"ndcg@{k}": gains(lists, rows, k)}
+    rewarded = lists[:, :GROUP_SIZE].flatten()
+    scores, reward_parts = trainer.score_responses(repeat_each(rows, GROUP_SIZE), rewarded)
+    by_row["reward"] = scores.view(-1, GROUP_SIZE).mean(1).cpu()
+    for name, values in reward_parts.items():
+        by_row[f"reward/{name}"] = values.view(-1, GROUP_SIZE).mean(1).cpu()
+    names = trainer.catalogue.names
+    records = []
+    for i, row in enumerate(rows):
+        best = [item for item in lists[i, :10].tolist() if item >= 0]
+        record = {"id": row["id"], "history": names(row["history"]), "target": names([row["target"]])[0]}
+        record |= {"items": names(best), "ndcg@10": by_row["ndcg@10"][i].item()}
+        records.append({**record, "reward": by_row["reward"][i].item()})
+    return by_row, records
+
+
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 # ---------------------------------------------------------------- LoRA
@@ -1837,46 +1884,26 @@ def load_optimizer_state(optimizer, saved):
 # ---------------------------------------------------------------- records
 
 
-def read_records(spec, where):
-    """Yields (line number from 1, record) of one data set; for a csv record, the number of its last line."""
+# differs: csv alone
+def read_records(path, where):
+    """Yields (number of its last line, record) of a csv file."""
     try:
-        if spec["type"] == "jsonl":
-            records = enumerate(Path(spec["path"]).read_bytes().split(b"\n"), 1)
-        elif spec["type"] == "csv":
-            text = Path(spec["path"]).read_bytes().decode("utf-8-sig")
-            # strict: otherwise an unclosed quote swallows the rest of the file
-            reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-            for name in reader.fieldnames or []:
-                if name and reader.fieldnames.count(name) > 1:
-                    raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
-            records = [(reader.line_num, record) for record in reader]
-        elif spec["type"] == "parquet":
-            records = enumerate(pyarrow.parquet.read_table(spec["path"]).to_pylist(), 1)
-        elif spec["type"] != "hub":
-            raise ValueError("the types are jsonl, csv, parquet and hub")
-        else:
-            import datasets  # slow
-
-            split = spec.get("split", "train")
-            records = enumerate(datasets.load_dataset(spec["path"], spec.get("name"), split=split), 1)
-    except Exception as error:  # the libraries raise many types
+        # strict: otherwise an unclosed quote swallows the rest of the file
+        reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+        for name in reader.fieldnames or []:
+            if name and reader.fieldnames.count(name) > 1:
+                raise ValueError(f"its first line has the column {name!r} twice: rename one of them")
+        records = [(reader.line_num, record) for record in reader]
+    except Exception as error:  # such as csv.Error, UnicodeError, OSError
         line = ""
         if isinstance(error, csv.Error):
             line = f" line {reader.reader.line_num}"
-        raise UserError(f"{where}{line}: cannot be read as {spec['type']} ({first_line(error)})") from None
+        raise UserError(f"{where}{line}: cannot be read as csv ({first_line(error)})") from None
     for number, record in records:
-        if spec["type"] == "csv":
-            if None in (*record, *record.values()):
-                fault = "its number of fields differs from the first line's: quote commas"
-                raise UserError(f"{where} line {number}: {fault}")
-            record = {key: text or None for key, text in record.items()}
-        try:
-            if not isinstance(record, bytes):
-                yield number, record
-            elif record.strip():
-                yield number, dict(json.loads(record.decode("utf-8-sig")))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where} line {number}: not a JSON object ({error}); correct it") from None
+        if None in (*record, *record.values()):
+            fault = "its number of fields differs from the first line's: quote commas"
+            raise UserError(f"{where} line {number}: {fault}")
+        yield number, record
 
 
 def repeat_each(rows, count):
@@ -2787,9 +2814,12 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
-# differs: there are other stages
 def run_stage(trainer_class):
-    """Trains. Returns the exit code."""
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
     trainer = trainer_class()
     trainer.train()
     return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
@@ -2808,7 +2838,8 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
+        hint = "lower " + " or ".join(name for name in sizes if name in constants())
         if "MICRO_BATCH_ROWS" in constants():
             hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
             hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
@@ -3076,6 +3107,13 @@ def best_items(model, trie, rows, width, pad_id):
     return torch.nn.functional.pad(items.cpu(), (0, width - beams), value=-1)
 
 
+def balanced_batch_size(rows):
+    """Returns how many of SFT's rows have about 256 items to learn: the power of two that is nearest. One
+    optimizer step is then the same amount of data for short and for long histories."""
+    items_per_row = sum(map(sum, column(rows, "learn"))) / len(rows)
+    return 2 ** max(0, round(math.log2(256 / items_per_row)))
+
+
 def item_batch(prompts, items, trie):
     """Returns a batch of prompts (lists of ids) and of the items, a list of numbers each, that follow."""
     device = trie.codes.device
@@ -3158,6 +3196,8 @@ class Catalogue:
         if len(self.items) < GROUP_SIZE:  # the list that evaluation rewards is a group of distinct items
             count = f"{len(self.items)}, as many items as there are"
             raise UserError(f"GROUP_SIZE = {GROUP_SIZE} is above {count}")
+        codes_of_items = json.dumps(sorted(zip(self.items, self.codes)))
+        self.digest = hashlib.sha256(codes_of_items.encode()).hexdigest()[:16]  # of items and their codes
         self.titles = [""] * len(self.items)
         if ITEM_FILE:
             self.titles = read_titles(self.number, len(self.items))
@@ -3228,11 +3268,11 @@ def read_rows(path, constant, catalogue):
     target."""
     where = f"{constant} = {str(path)!r}"
     rows = []
-    for line, record in read_records({"path": path, "type": "csv"}, where):
+    for line, record in read_records(path, where):
         for name in (USER_COLUMN, HISTORY_COLUMN, TARGET_COLUMN):
             if name not in record:
                 raise UserError(f"{where}: there is no column {name!r}; it has {list(record)}")
-            if not (record[name] or "").strip():
+            if not record[name].strip():
                 raise UserError(f"{where} line {line}: its {name} is empty: mend or delete it")
         text = record[HISTORY_COLUMN]
         items = None
@@ -3295,15 +3335,17 @@ def hold_out_users(rows):
 def load_splits(catalogue, log):
     """Returns training, validation and test rows. What validation or test ask for is not trained on: the same
     user and target after the same history, whatever file it stands in and wherever its history is cut."""
+    test = []
+    if TEST_FILE:
+        test = transitions(read_rows(TEST_FILE, "TEST_FILE", catalogue), False, log, "test")
+    if STAGE == "evaluate":
+        return [], [], test
     rows = read_rows(TRAIN_FILE, "TRAIN_FILE", catalogue)[:MAX_TRAIN_ROWS]
     if VALID_FILE is None:
         rows, valid = hold_out_users(rows)
     else:
         valid = read_rows(VALID_FILE, "VALID_FILE", catalogue)
     valid = transitions(valid, False, log, "validation")
-    test = []
-    if TEST_FILE:
-        test = transitions(read_rows(TEST_FILE, "TEST_FILE", catalogue), False, log, "test")
     if MAX_EVAL_ROWS and len(valid) > MAX_EVAL_ROWS:
         valid = [valid[i] for i in torch.linspace(0, len(valid) - 1, MAX_EVAL_ROWS).long().tolist()]
     asked = defaultdict(list)  # {(user, last item, target): histories, as the files have them}
@@ -3467,12 +3509,18 @@ def load_actor(checkpoint, catalogue, device):
             tokenizer.init_kwargs.pop(key, None)
         model = load_trained(AutoModelForCausalLM, path, "ACTOR_MODEL", torch.device("cpu"), checkpoint)
     codes = sorted(set().union(*catalogue.codes))
+    known = getattr(
+        model.config, "catalogue", catalogue.digest
+    )  # a model of another program has no catalogue
+    if known != catalogue.digest and (STAGE in ("rl", "evaluate") or checkpoint):
+        raise UserError(f"INDEX_FILE = {INDEX_FILE!r}: {path} has learnt the codes of another catalogue")
+    model.config.update({"catalogue": catalogue.digest})  # saved in the policy's config.json
     new = sorted(set(codes).difference(tokenizer.get_vocab()))
     tokenizer.add_tokens(new)
     for code in codes:
         if tokenizer(code, add_special_tokens=False)["input_ids"] != [tokenizer.convert_tokens_to_ids(code)]:
             raise UserError(f"INDEX_FILE: the tokenizer splits the code {code!r}: take codes such as <a_7>")
-    if new and (STAGE == "rl" or checkpoint):
+    if new and (STAGE in ("rl", "evaluate") or checkpoint):
         lacks = f"{len(new)} of INDEX_FILE's codes are new to {path}, such as {new[0]}"
         raise UserError(f"{lacks}: run STAGE=sft first")
     if len(tokenizer) > vocab_size(model):
@@ -3595,7 +3643,7 @@ def read_sasrec(train_rows, scored_rows, log):
         histories = [row[row >= 0].tolist() for row in arrays["histories"]]  # without the padding, -1
         model = SASRec(histories, torch.from_numpy(arrays["users"]), torch.from_numpy(arrays["items"]))
         is_known = model.row_of.keys() >= set(map(tuple, column(scored_rows, "history")))
-        if is_known and str(arrays["trained_on"]) == rows_digest(train_rows):
+        if is_known and (STAGE == "evaluate" or str(arrays["trained_on"]) == rows_digest(train_rows)):
             return model
     log(
         f"SASREC_FILE = {SASREC_FILE!r}: {fault}: no SASRec beside the policy (data/sasrec.py makes the file)"
@@ -3665,14 +3713,6 @@ def list_metrics(lists, rows, popularity):
     metrics["coverage@10"] = len(top.unique()) / len(popularity)
     metrics["popularity@10"] = less_popular[top].mean().item()
     return metrics
-
-
-# differs: the figures of this trainer
-def bootstrap_interval(values):
-    """95% interval of the mean of values (rows,), resampling rows."""
-    generator = np.random.default_rng(0)
-    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
-    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 def best_value(values, rows, count):

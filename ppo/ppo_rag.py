@@ -20,13 +20,15 @@ Deliberate deviations:
 
     python ppo/ppo_rag.py                                 # edit the constants below, or override: KEY=VALUE
     python ppo/ppo_rag.py BASELINE_ONLY=True              # the table of all actions, without training
+    python ppo/ppo_rag.py STAGE=evaluate                  # best/ on the test questions, without training
     python ppo/ppo_rag.py GENERATOR=google/flan-t5-small RERANKER=cross-encoder/ms-marco-MiniLM-L-6-v2 \\
         'DATASET={"path": "hotpot_dev_distractor_v1.json", "type": "hotpotqa"}' 'TOP_KS=(5, 10, 20, 50)' \\
         'TEMPERATURES=(0.0, 0.3, 0.7, 1.0)' 'FIXED_ACTION=(20, 0.7, 0)' COST_TOKENS=1000
 
 It writes into OUTPUT_DIR: eval_baseline_*.json, logs/ (metrics.jsonl, samples.jsonl, training_*.log), step_N/
-checkpoints, best/policy/, eval_test.json, and the plots rag_learning.png, training_metrics_detailed.png
-and ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and observation.
+checkpoints, best/policy/, eval_test.json, and the plots rag_learning.png, rag_actions.png,
+training_metrics_detailed.png and ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and
+observation.
 
 To change         see
 the loss          policy_loss, value_loss, update       the data    DATASET; load_questions
@@ -93,13 +95,17 @@ import rewards
 
 # ================================================================ constants
 
-# Data. folder: has corpus.jsonl {title, text} and questions.jsonl {question, answer, gold, type}; hotpotqa:
-# HotpotQA's JSON file (distractor format); hub: such as {"path": "hotpotqa/hotpot_qa", "type": "hub",
-# "name": "distractor", "split": "validation"}
+STAGE = "train"  # train | evaluate: score EVALUATE_POLICY on EVAL_DATASET, write eval_<name>.json, and end
+EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or such a folder of another run
+EVAL_DATASET: dict | None = None  # for STAGE=evaluate: all its questions; None: DATASET's test questions
+
+# Data. folder: has corpus {title, text} and questions {question, answer, gold, type}, each a .jsonl, .csv or
+# .parquet file, or corpus/ with .txt and .md files; hotpotqa: HotpotQA's JSON file (distractor format); hub:
+# such as {"path": "hotpotqa/hotpot_qa", "type": "hub", "name": "distractor", "split": "validation"}
 DATASET = {"path": f"{ROOT}/data/rag", "type": "folder"}  # type: folder | hotpotqa | hub
 SAMPLE: int | None = None  # number of questions drawn from it; None: all
-VALIDATION_QUESTIONS = 200  # for best/ and early stopping
-TEST_QUESTIONS = 400  # used once, at the end
+VALIDATION_QUESTIONS: int | None = None  # for best/ and early stopping; None: 2 of 15, at most 200
+TEST_QUESTIONS: int | None = None  # used once, at the end; None: 4 of 15, at most 400
 SPLIT_SEED = 0  # decides which questions are drawn, and their splits; SEED does not
 
 # The QA system. Models are folders or hub names; each part is a class below that you may replace
@@ -117,7 +123,7 @@ MAX_PROMPT_TOKENS = 4096  # paragraphs beyond this or the generator's own limit 
 MAX_NEW_TOKENS = 16
 DTYPE = "float32"  # float32 | bfloat16, of generator and reranker
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
-QUESTIONS_AT_ONCE = 16  # answered in one batch; if the program is killed, only these are lost
+QUESTIONS_AT_ONCE = 16  # answered in one batch (not if COST = "seconds"); a kill loses only these
 CACHE_DIR = f"{ROOT}/checkpoints/ppo_rag_cache"
 
 # Actions: all combinations
@@ -131,7 +137,7 @@ EM_WEIGHT = 1.0
 F1_WEIGHT = 0.5
 ROUGE_WEIGHT = 0.0
 COST_WEIGHT = 0.05
-COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: measured, varies
+COST = "read"  # read: tokens / COST_TOKENS + reranked pairs / COST_PAIRS | seconds: of each question alone
 COST_TOKENS = 100.0  # tokens, read or written by the generator, that cost 1
 COST_PAIRS = 4.0  # question-paragraph pairs, read by the reranker, that cost 1
 REWARD_CLIP = 100.0  # rewards are clipped to the range from -REWARD_CLIP to REWARD_CLIP
@@ -168,7 +174,7 @@ KEEP_LAST_N_CHECKPOINTS = 3
 EVAL_EVERY_N_STEPS = 10  # 0: only before the first and after the last step
 EARLY_STOPPING_PATIENCE = 0  # evaluations without a better reward before the run ends; 0: never ends
 EARLY_STOPPING_THRESHOLD = 0.0  # smallest gain that resets patience; best/ keeps the highest reward
-LOG_SAMPLES = 4  # episodes per update written to samples.jsonl; N_STEPS: all of them
+LOG_SAMPLES: int | None = None  # episodes per update written to samples.jsonl; None: all
 RESUME = "ask"  # ask | yes | no | a checkpoint's path
 OUTPUT_DIR = f"{ROOT}/checkpoints/ppo_rag"
 SEED = 1
@@ -183,13 +189,14 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "SPLIT_SEED TITLE_WEIGHT": (0, 2**62),
     "LEARNING_RATE WEIGHT_DECAY VALUE_LOSS_COEF VALUE_CLIP_RANGE EARLY_STOPPING_THRESHOLD": (0, 1e6),
     "COST_TOKENS COST_PAIRS REWARD_CLIP CLIP_RANGE MAX_GRAD_NORM REWARD_TIMEOUT": (1e-12, 1e12),
+    "STAGE": ["train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "COST": ["read", "seconds"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
 }
 
 _RENAMED = {}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY EVAL_DATASET".split()  # when resuming
 
 # ================================================================ the maths of PPO, one step an episode
 
@@ -328,14 +335,20 @@ class RAGTrainer:
         self.run = Run("ppo_rag", resume_from_checkpoint, self.device)
         self.run.old_files.append("rag_*.png")
         self.reward_parts = {}  # what compute_rewards() leaves to be logged, {name: (rows,)}
-        self.run.title = f"PPO over retrieval, {Path(DATASET['path']).name}, seed {SEED}"
+        self.run.title = f"PPO over retrieval, {Path(data_to_read()['path']).name}, seed {SEED}"
         names = "reward em f1 cost entropy policy_loss value_loss explained_variance approx_kl clip_fraction"
         self.run.panels = [(name, [name]) for name in (*names.split(), *ACTION)]
+        self.policy = self.load_policy()
         questions, corpus = load_questions(self.run.log)
+        if STAGE == "evaluate":
+            questions = questions_to_evaluate(questions, self.policy)
         self.qa = QASystem(corpus, self.device)
         self.table = fill_table(questions, self.qa, self.run.log)
         self.score()
-        self.load_policy()
+        if self.policy is None:
+            self.policy = self.new_policy()
+        weights = self.policy.parameters()
+        self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         # What a checkpoint keeps beside weights, optimizer and generators; order is this epoch's permutation
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=len(self.table.splits["train"]))
         self.run.register(self.state, {"policy": self.policy}, {"policy": self.optimizer}, tokenizer=None)
@@ -343,23 +356,36 @@ class RAGTrainer:
         self.run.total_steps = MAX_STEPS
 
     def load_policy(self):
-        """Loads the policy of the checkpoint, or makes one that scales by the training observations."""
-        checkpoint = self.run.checkpoint
-        actions = list(map(list, self.table.actions))  # as JSON has them
-        if checkpoint:
-            self.policy = load_pretrained(Policy, str(checkpoint / "policy"), "RESUME")
-            config = self.policy.config
-            if (config.inputs, config.actions) != (len(OBSERVATION), actions):
-                trained = f"was trained with {config.inputs} observed numbers and actions {config.actions}"
-                raise UserError(f"{checkpoint} {trained}: take those, or RESUME=no")
+        """Returns the policy of the checkpoint, or EVALUATE_POLICY with STAGE = "evaluate"; else None."""
+        if STAGE == "evaluate":
+            folder = policy_to_evaluate()
+            policy = load_pretrained(Policy, folder, "EVALUATE_POLICY")
+            what_to_do = "take those"
+        elif self.run.checkpoint:
+            folder = self.run.checkpoint
+            policy = load_pretrained(Policy, str(folder / "policy"), "RESUME")
+            what_to_do = "take those, or RESUME=no"
         else:
-            sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
-            self.policy = Policy(PretrainedConfig(**sizes, actions=actions))
-            observations = self.table.observations[self.table.splits["train"]]
-            self.policy.mean.copy_(observations.mean(0))
-            self.policy.scale.copy_(observations.std(0, unbiased=False) + 1e-3)
-        weights = self.policy.parameters()
-        self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+            return None
+        actions = list(map(list, all_actions()))  # as JSON has them
+        if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):
+            names = ("TOP_KS", "TEMPERATURES", "RERANKS")
+            trained = f"{policy.config.inputs} observed numbers and actions"
+            for name, values in zip(names, zip(*policy.config.actions)):
+                trained += f" {name} = {tuple(dict.fromkeys(values))}"
+            raise UserError(f"{folder} was trained with {trained}: {what_to_do}")
+        return policy
+
+    def new_policy(self):
+        """Returns a policy that scales by the training observations, and remembers what it learns from."""
+        sizes = {"inputs": len(OBSERVATION), "hidden_size": HIDDEN_SIZE}
+        learns_from = questions_digest(self.table.questions)
+        actions = list(map(list, self.table.actions))
+        policy = Policy(PretrainedConfig(**sizes, actions=actions, learns_from=learns_from))
+        observations = self.table.observations[self.table.splits["train"]]
+        policy.mean.copy_(observations.mean(0))
+        policy.scale.copy_(observations.std(0, unbiased=False) + 1e-3)
+        return policy
 
     def load_best(self, last_step):
         """Returns the policy of best/ beside the checkpoint; None if there is none up to last_step."""
@@ -439,6 +465,9 @@ class RAGTrainer:
                 raise UserError(f"compute_rewards: reward_parts: {taken}: give the part another name")
             values = check_scores(f"reward_parts[{name!r}]", values, len(responses))
             reward_parts[name] = values.view(shape)
+            if name == "em" and not values.any():
+                example = f"{responses[0][:60]!r} where {answers[0]!r} is right"
+                self.run.log(f"WARNING: em is 0 for all {len(values)} answers, such as {example}: see PROMPT")
         cost = table.seconds if COST == "seconds" else table.read
         scores = scores.view(shape) - COST_WEIGHT * cost
         self.table.rewards = scores.clamp(-REWARD_CLIP, REWARD_CLIP)
@@ -553,12 +582,14 @@ class RAGTrainer:
             "wall_seconds": time.perf_counter() - self.run.clock[0],  # since this start of the run
         }
         samples = []
+        scores = {name: values.tolist() for name, values in batch.metrics.items()}
         for n, row in enumerate(batch.rows[:LOG_SAMPLES].tolist()):
             question = self.table.questions[row]
             sample = {"id": question["id"], "question": question["question"], "answer": question["answer"]}
             sample["response"] = self.table.responses[row][batch.actions[n]][batch.draws[n]]
-            scores = {name: round(values[n].item(), 6) for name, values in batch.metrics.items()}
-            samples.append({**sample, **scores})
+            for name, values in scores.items():
+                sample[name] = round(values[n], 6)
+            samples.append(sample)
         short_names = {"reward": "R", "em": "EM", "f1": "F1"}
         line = ""
         for name in self.table.shown:
@@ -590,7 +621,9 @@ class RAGTrainer:
             self.run.log(f"{question['question']}  [{chosen}]  {response!r}, right: {question['answer']!r}")
         figures = {"policy": self.measure(rows, actions)}
         figures |= test_figures(self.table, rows, actions, self.figures)
+        figures["actions"] = action_shares(self.table, rows, actions)
         write_json(self.run.folder / "eval_test.json", figures)
+        draw_actions(self.run.folder, self.run.title, figures["actions"])
         for text in test_lines(self.table, figures):
             self.run.log(text)
 
@@ -675,7 +708,10 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+        fault = f"there is no value for column {path!r}"
+        if path.split(".")[0] not in record:
+            fault += f"; the row has {sorted(record)}"
+        raise UserError(f"{where}: {fault}")
     return value
 
 
@@ -1496,9 +1532,12 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
-# differs: there are other stages
 def run_stage(trainer_class):
-    """Trains. Returns the exit code."""
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
     trainer = trainer_class()
     trainer.train()
     return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
@@ -1517,7 +1556,8 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
+        hint = "lower " + " or ".join(name for name in sizes if name in constants())
         if "MICRO_BATCH_ROWS" in constants():
             hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
             hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
@@ -1801,9 +1841,10 @@ def check_choices():
         raise UserError(f"RERANKS = {RERANKS}: it takes 0 and, where RERANKER is not None, 1")
     if tuple(FIXED_ACTION) not in all_actions():
         raise UserError(f"FIXED_ACTION = {FIXED_ACTION!r} is none of TOP_KS x TEMPERATURES x RERANKS")
-    if not isinstance(DATASET.get("path"), str) or DATASET.get("type") not in ("folder", "hotpotqa", "hub"):
+    data = data_to_read()
+    if not isinstance(data.get("path"), str) or data.get("type") not in ("folder", "hotpotqa", "hub"):
         takes = "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' | 'hub'}, and for the hub name, split"
-        raise UserError(f"DATASET = {DATASET!r}: {takes}")
+        raise UserError(f"{data_constant()} = {data!r}: {takes}")
     for key, pattern, required, optional in (
         ("PROMPT", PROMPT, ["contexts", "question"], []),
         ("PARAGRAPH", PARAGRAPH, ["text"], ["n", "title"]),
@@ -1857,43 +1898,89 @@ def from_hotpot(records, where):
     return questions, corpus
 
 
+def folder_records(folder, name):
+    """Yields (place, record) of the folder's file `name`.jsonl, .csv or .parquet, or of the texts in
+    corpus/."""
+    where = f"{data_constant()}: {folder}"
+    takes = [f"{name}.jsonl", f"{name}.csv", f"{name}.parquet"]
+    if name == "corpus":
+        takes.append("corpus/ with .txt or .md files")
+    files = [file for file in takes if Path(folder, file.split(" ")[0]).exists()]
+    if not files:
+        raise UserError(f"{where}: it takes {' or '.join(takes)}")
+    if len(files) > 1:
+        raise UserError(f"{where}: there are {' and '.join(files)}: keep one")
+    file = files[0]
+    if file not in takes[:3]:
+        yield from text_paragraphs(f"{folder}/corpus")
+        return
+    where += f"/{file}"
+    for number, record in read_records({"path": f"{folder}/{file}", "type": file.split(".")[1]}, where):
+        yield f"{where} line {number}", record
+
+
+def text_paragraphs(folder):
+    """Yields (place, {"title", "text"}) of .txt and .md files. Blank lines end a paragraph; its title is the
+    file's name, or the last heading that stands alone (# Fines)."""
+    for path in sorted(Path(folder).rglob("*")):
+        if path.suffix not in (".txt", ".md"):
+            continue
+        where = f"{data_constant()}: {path}"
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where}: cannot be read ({first_line(error)})") from None
+        title = path.stem
+        for block in re.split(r"\n\s*\n", text.strip()):
+            if re.fullmatch(r"#+ .*", block):
+                title = block.strip("# ")
+            elif block:
+                yield where, {"title": title, "text": block}
+
+
 def from_folder(folder):
-    """Returns (questions, {(title, text): paragraph id}) of corpus.jsonl and questions.jsonl."""
-
-    def read_lines(name):
-        where = f"DATASET: {folder}/{name}"
-        for number, record in read_records({"path": f"{folder}/{name}", "type": "jsonl"}, where):
-            yield f"{where} line {number}", record
-
+    """Returns (questions, {(title, text): paragraph id}) of a folder's corpus and questions."""
+    if not Path(folder).is_dir():
+        raise UserError(f"{data_constant()}: there is no folder {folder}")
     corpus = {}
     ids_by_title = defaultdict(set)
-    for line, record in read_lines("corpus.jsonl"):
-        title = cell_text(look_up(record, "title", line), f"{line}: 'title'")
-        text = cell_text(look_up(record, "text", line), f"{line}: 'text'")
+    for place, record in folder_records(folder, "corpus"):
+        title = cell_text(look_up(record, "title", place), f"{place}: 'title'")
+        text = cell_text(look_up(record, "text", place), f"{place}: 'text'")
         ids_by_title[title].add(corpus.setdefault((title, text), len(corpus)))
     questions = []
-    for line, record in read_lines("questions.jsonl"):
+    for place, record in folder_records(folder, "questions"):
         titles = []
         if record.get("gold"):
-            titles = cell_texts(record["gold"], f"{line}: 'gold'")
+            titles = cell_texts(record["gold"], f"{place}: 'gold'")
         gold = set()
         for title in titles:
             if title not in ids_by_title:
-                raise UserError(f"{line}: its gold paragraph {title!r} is not in corpus.jsonl")
+                raise UserError(f"{place}: its gold paragraph {title!r} is not in the corpus")
             gold |= ids_by_title[title]
-        questions.append({**read_question(record, line), "gold_docs": sorted(gold)})
+        questions.append({**read_question(record, place), "gold_docs": sorted(gold)})
     return questions, corpus
 
 
+def data_constant():
+    """Returns the name of the constant whose data set is read."""
+    return "EVAL_DATASET" if STAGE == "evaluate" and EVAL_DATASET else "DATASET"
+
+
+def data_to_read():
+    return EVAL_DATASET if data_constant() == "EVAL_DATASET" else DATASET
+
+
 def load_questions(log):
-    """Returns (questions with their split, corpus) of DATASET. A question asked twice counts once, so that no
-    test question is trained on."""
-    path = DATASET["path"]
-    where = f"DATASET: {path}"
-    if DATASET["type"] == "folder":
+    """Returns (questions with their split, test questions first; corpus) of the data set. A question asked
+    twice counts once, so that no test question is trained on."""
+    data = data_to_read()
+    path = data["path"]
+    where = f"{data_constant()}: {path}"
+    if data["type"] == "folder":
         questions, corpus = from_folder(path)
-    elif DATASET["type"] == "hub":
-        questions, corpus = from_hotpot(read_records(DATASET, where), where)
+    elif data["type"] == "hub":
+        questions, corpus = from_hotpot(read_records(data, where), where)
     else:
         try:
             records = json.loads(Path(path).read_text())
@@ -1905,19 +1992,44 @@ def load_questions(log):
     for text in itertools.chain(map(itemgetter("question"), questions), *corpus):
         if text != text.encode(errors="ignore").decode():
             raise UserError(f"{where}: {text[:60]!r} has half a surrogate: correct or delete it")
+    for number, name in ((len(questions), "question"), (len(corpus), "paragraph")):
+        if number == 0:
+            raise UserError(f"{where} has no {name}")
     unique = {}
     for row in reversed(questions):
         unique[" ".join(words_of(row["question"])) or row["question"]] = row
     questions = list(unique.values())[::-1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(questions))[:SAMPLE]
-    splits = ["test"] * TEST_QUESTIONS + ["validation"] * VALIDATION_QUESTIONS
-    if len(order) <= len(splits):
-        held_out = f"the {len(splits)} of VALIDATION_QUESTIONS and TEST_QUESTIONS"
-        raise UserError(f"{len(order)} questions leave none to train on beside {held_out}")
-    splits += ["train"] * (len(order) - len(splits))
+    splits = split_names(len(order))
     questions = [{**questions[i], "split": split} for i, split in zip(order, splits)]
-    log(f"{len(questions)} questions of {path}, {len(corpus)} paragraphs")
+    sizes = ", ".join(f"{splits.count(name)} {name}" for name in dict.fromkeys(splits))
+    log(f"{len(questions)} questions of {path} ({sizes}), {len(corpus)} paragraphs")
+    if len(corpus) < max(TOP_KS):
+        count = len(corpus)
+        log(f"WARNING: TOP_KS = {TOP_KS}: from {count} on, all read the whole corpus and do the same")
     return questions, [{"title": title, "text": text} for title, text in corpus]
+
+
+def split_names(count):
+    """Returns the split of each of `count` questions, (count,)."""
+    if data_constant() == "EVAL_DATASET":
+        return ["test"] * count
+    test, validation = TEST_QUESTIONS, VALIDATION_QUESTIONS
+    if test is None:
+        test = min(400, max(1, count * 4 // 15))
+    if validation is None:
+        validation = min(200, max(1, count * 2 // 15))
+    if count <= test + validation:
+        held_out = f"TEST_QUESTIONS = {test} and VALIDATION_QUESTIONS = {validation}"
+        fault = f"{count} questions leave none to train on beside {held_out}"
+        raise UserError(f"DATASET: {fault}: lower these, or add questions")
+    return ["test"] * test + ["validation"] * validation + ["train"] * (count - test - validation)
+
+
+def questions_digest(questions):
+    """Returns a digest of the questions that training and best/ see: all but the test questions."""
+    texts = sorted(row["question"] for row in questions if row["split"] != "test")
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- the table: every question x action x draw
@@ -1953,9 +2065,16 @@ def cache_path(qa):
     prompt = [PROMPT, PARAGRAPH, CHAT_TEMPLATE, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS]
     components = [qa, qa.retriever, qa.generator, getattr(qa, "reranker", None)]
     sources = list(map(source_of, components))
-    facts = json.dumps([models, prompt, qa.corpus, TITLE_WEIGHT, RERANK_DEPTH, sources])
-    digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    facts = [models, prompt, qa.corpus, TITLE_WEIGHT, RERANK_DEPTH, sources]
+    if COST == "seconds":  # those that were measured in batches are no question's own
+        facts.append(COST)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Path(CACHE_DIR) / f"answers_{digest}.jsonl"
+
+
+def block_size():
+    """Returns how many questions are answered at once: one, where a question's own seconds count."""
+    return 1 if COST == "seconds" else QUESTIONS_AT_ONCE
 
 
 KEYS = ("question", *ACTION, "draw")
@@ -2017,7 +2136,7 @@ def warn_of_unknown_words(questions, qa, log):
     tokens = np.concatenate(tokenizer(texts, add_special_tokens=False)["input_ids"])
     unknown = np.count_nonzero(tokens == tokenizer.unk_token_id) / max(1, len(tokens))
     if unknown > 0.01:
-        words = f"{unknown:.0%} of the words of DATASET (data/rag/reader is for data/rag alone)"
+        words = f"{unknown:.0%} of the words of {data_constant()} (data/rag/reader is for data/rag alone)"
         log(f"WARNING: GENERATOR = {GENERATOR!r} reads {tokenizer.unk_token} in place of {words}")
 
 
@@ -2031,8 +2150,8 @@ def fill_table(questions, qa, log):
     wanted = [key for key in wanted if key[1] > 0 or key[3] == 0]  # at temperature 0 all draws are equal
     texts = list(map(itemgetter("question"), questions))
     blocks = []
-    for n in range(0, len(texts), QUESTIONS_AT_ONCE):
-        block = texts[n : n + QUESTIONS_AT_ONCE]
+    for n in range(0, len(texts), block_size()):
+        block = texts[n : n + block_size()]
         missing = []
         for key in wanted:
             if any((text, *key) not in known for text in block):
@@ -2042,7 +2161,7 @@ def fill_table(questions, qa, log):
     if blocks:
         for text in texts:  # raises for one that is too long, before hours of answers
             qa.generator.prompt(text, [])
-        log(f"Answering {len(texts)} questions, {len(wanted)} times each, once; kept in {path}")
+        log(f"Answering {len(texts)} questions, {len(wanted)} answers each; they are kept in {path}")
     for block, missing in progress(blocks, "blocks"):
         records = answer_block(qa, block, missing)
         if not any(map(itemgetter("response"), records)):
@@ -2196,7 +2315,6 @@ def table_lines(table, figures, names):
     return lines
 
 
-# differs: the figures of this trainer
 def bootstrap_interval(values):
     """95% interval of the mean of values (rows,), resampling rows."""
     generator = np.random.default_rng(0)
@@ -2228,6 +2346,18 @@ def test_lines(table, figures):
         yield f"  {rule}, gain over it {gain['gain']:+.3f} (95% interval {interval})"
 
 
+def action_shares(table, rows, actions):
+    """Returns [{"top_k", "temperature", "rerank", "chosen", "oracle"}], one for each action: the fraction of
+    the questions (rows,) for which the actions (rows,) choose it, and for which it is the best."""
+    best = table.rewards.double().mean(2)[rows].argmax(1)
+    shares = []
+    for a, action in enumerate(table.actions):
+        chosen = (actions == a).double().mean().item()
+        oracle = (best == a).double().mean().item()
+        shares.append({**dict(zip(ACTION, action)), "chosen": chosen, "oracle": oracle})
+    return shares
+
+
 def write_json(path, value):
     write_atomically(path, lambda tmp: tmp.write_text(json.dumps(value, indent=1) + "\n"))
 
@@ -2256,6 +2386,139 @@ def draw_learning(folder, title, table, figures):
     last.legend()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     write_atomically(folder / "rag_learning.png", partial(figure.savefig, format="png", dpi=100))
+
+
+def sampled_actions(samples, actions):
+    """Returns [(update, number of the action in actions)] of the samples, as samples.jsonl has them."""
+    numbers = {}
+    for number, action in enumerate(actions):
+        numbers[tuple(torch.tensor(action).double().round(decimals=6).tolist())] = number
+    sampled = []
+    for sample in samples:
+        number = numbers.get(tuple(map(sample.get, ACTION)))
+        if number is not None:
+            sampled.append((sample["step"], number))
+    return sampled
+
+
+def draw_actions(folder, title, shares):
+    """Draws rag_actions.png: how often each action was sampled in the episodes of samples.jsonl, over the
+    updates; and how often it is chosen on the test questions, and is the best there."""
+    actions = list(map(itemgetter(*ACTION), shares))
+    sampled = sampled_actions(read_metrics(folder / "logs/samples.jsonl"), actions)
+    figure = Figure(figsize=(16, 2 + 0.4 * len(shares)), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2, sharey=True)
+    if sampled:
+        updates, numbers = np.array(sampled).T
+        edges = np.linspace(0.5, updates.max() + 0.5, min(30, updates.max()) + 1)
+        rows = np.arange(-0.5, len(shares))
+        counts, _, _ = np.histogram2d(numbers, updates, (rows, edges))
+        fractions = counts / counts.sum(0).clip(1)
+        left.pcolormesh(edges, rows, fractions, cmap="Blues", vmin=0)
+        left.set(title=f"sampled episodes: white 0%, darkest {fractions.max():.0%}")
+    names = ["k={}, T={}, rerank {}".format(*action) for action in actions]
+    left.set(xlabel="update", yticks=range(len(shares)), yticklabels=names)
+    for offset, key, label in ((-0.2, "chosen", "chosen by the policy"), (0.2, "oracle", "best, afterwards")):
+        heights = np.arange(len(shares)) + offset
+        right.barh(heights, list(map(itemgetter(key), shares)), 0.4, label=label)
+    right.set(xlabel="fraction of the test questions")
+    right.grid(alpha=0.3)
+    right.legend()
+    write_atomically(folder / "rag_actions.png", partial(figure.savefig, format="png", dpi=100))
+
+
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+def policy_to_evaluate():
+    """Returns the folder with the weights of EVALUATE_POLICY."""
+    folder = Path(EVALUATE_POLICY)
+    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
+        folder = Path(OUTPUT_DIR) / EVALUATE_POLICY
+    if (folder / "policy").is_dir():
+        folder /= "policy"
+    config = folder / "config.json"
+    if not config.exists() or '"actions"' not in config.read_text():
+        fault = f"there is no policy of this trainer in {folder}"
+        hint = "train first, or give the folder best or step_N of a run"
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: {fault}: {hint}")
+    return folder
+
+
+def questions_to_evaluate(questions, policy):
+    """Returns the test questions, and what completes their last block, on which sampled answers depend.
+    Refuses a policy that has learnt from others than the rest, because they may be among the test
+    questions."""
+    learnt_from = getattr(policy.config, "learns_from", None)  # older policies do not tell
+    if not EVAL_DATASET and learnt_from not in (None, questions_digest(questions)):
+        fault = "has perhaps learnt from these test questions: its training questions were not all the others"
+        hint = "set DATASET, SAMPLE, SPLIT_SEED and TEST_QUESTIONS as in its training_config.json"
+        hint += ", or name a data set that is new to it by EVAL_DATASET"
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r} {fault}: {hint}")
+    number = sum(row["split"] == "test" for row in questions)
+    return questions[: math.ceil(number / block_size()) * block_size()]
+
+
+# differs: what is scored
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY, without training, on all questions of EVAL_DATASET or, without one, on the test
+    questions of DATASET. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and each question with its action and
+    answer to a .jsonl of that name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low",
+    "high"}}."""
+    folder = Path(OUTPUT_DIR)
+    trainer = trainer_class(resume_from_checkpoint="no")
+    by_question, records, shares = policy_scores(trainer)
+    figures = {}
+    for figure, values in by_question.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values.numpy())
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:22} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
+    facts = {"policy": str(policy_to_evaluate()), "dataset": data_to_read(), "questions": len(records)}
+    facts |= {"figures": figures, "actions": shares, "settings": {}}
+    settings = "SPLIT_SEED GENERATOR RERANKER FIXED_ACTION EM_WEIGHT F1_WEIGHT ROUGE_WEIGHT COST_WEIGHT COST"
+    for key in settings.split():
+        facts["settings"][key] = constants()[key]
+    names = ["eval", *Path(EVALUATE_POLICY).parts[-2:], Path(data_to_read()["path"]).stem]
+    name = re.sub(r"[^\w.-]+", "", "_".join(names))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+    write_json(folder / f"{name}.json", facts)
+    trainer.run.log(f"{len(records)} questions; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+# differs: what is scored
+def policy_scores(trainer):
+    """Returns {figure: its value for each test question, (questions,)}, a record of each question with its
+    action and answers, and action_shares()."""
+    table = trainer.table
+    rows = table.splits["test"]
+    with torch.no_grad():
+        logprobs, _ = trainer.policy(table.observations[rows])
+    actions = logprobs.argmax(1)
+    by_question = {}
+    for name, values in table.metrics.items():
+        by_question[name] = values[rows, actions].double().mean(1)
+    rewards_of_actions = table.rewards.double().mean(2)[rows]  # (questions, actions)
+    by_question["expected_reward"] = (logprobs.double().exp() * rewards_of_actions).sum(1)
+    fixed = rewards_of_actions[:, table.actions.index(tuple(FIXED_ACTION))]
+    best_action = rewards_of_actions[:, rewards_of_actions.mean(0).argmax()]
+    by_question |= {"fixed_reward": fixed, "best_action_reward": best_action}
+    by_question["oracle_reward"] = rewards_of_actions.amax(1)
+    by_question["gain_over_fixed"] = by_question["reward"] - fixed
+    by_question["gain_over_best_action"] = by_question["reward"] - best_action
+    records = []
+    for n, (row, action) in enumerate(zip(rows, actions.tolist())):
+        question = table.questions[row]
+        top_k, _, rerank = table.actions[action]
+        titles = [trainer.qa.corpus[i]["title"] for i in question[f"ranked_{rerank}"][:top_k]]
+        record = {key: question[key] for key in ("id", "question", "answer", "type")}
+        record |= {"responses": table.responses[row][action], "paragraphs": titles}
+        for name, values in by_question.items():
+            record[name] = round(values[n].item(), 6)
+        records.append(record)
+    return by_question, records, action_shares(table, rows, actions)
 
 
 def train_main():

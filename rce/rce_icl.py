@@ -2,12 +2,14 @@
 
 For a query x it chooses SHOTS demonstrations d_1 .. d_S out of a pool, in order, so that a reader that sees
 them answers x best. A pointer network (Vinyals et al. 2015, arXiv 1506.03134) chooses one after the other, by
-similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
+a rule, similarity, a classifier p of answers and what it learns of the candidate's answer a_j:
 
     h_0 = MLP(x)   k_j = a_j projected   h_{t+1} = g h_t + (1 - g) k_{d_t},   g = sigmoid(W [h_t; k_{d_t}])
-    score of j = u_t cos(x, j) + c_t log p(a_j | x) + v_t cos(h_t, k_j) + s_j (w_t + z_t cos(x, j))
-    s_j = a_j's share of the similarity that is shown already     at the start u_t = 1, others 0: similarity
-    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE
+    score of j = u cos(x, j) + c log p(a_j | x) + v cos(h_t, k_j) + b [the rule shows j next]
+               + s_j (w + z cos(x, j))               s_j = a_j's share of the similarity that is shown already
+    pi(j | d_<t, x) = softmax_j score / POINTER_TEMPERATURE          u .. z: for t = 1 and t > 1, and t = S
+    At the start b outweighs u and the others are 0: the rule. It is the best on validation of similarity,
+    nearest neighbours, the classifier, and the classifier with fillers.
 
     1. mine      lists from the policy's beams and samples, from retrieval and at random; members of the best
                  by gt_prob (the probability the reader gives to the gold answers) are asked alone, the right
@@ -23,10 +25,11 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
-- mined lists are recombined ("local"); best/ leaves similarity for a clear gain. More: docs/rce_icl.md.
+- mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/rce_icl.md.
 
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
+    python rce/rce_icl.py STAGE=evaluate                 # best/ on the test questions, beside the rules
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
@@ -37,6 +40,7 @@ the losses     rce_loss, grpo_loss, update           the reader     READER; load
 the network    Pointer                               the embedding  EMBEDDING; make_embedder
 the reward     REWARD_MODE; shaped_rewards           the data       TRAIN_DATASET; load_examples
 what is mined  propose, recombine, choose_kept       a plot         self.run.panels; draw_results
+the rules      choose_rules, Corpus.rule_order       the test       test_policies, policy_scores
 """
 
 import ast
@@ -78,9 +82,9 @@ import numpy as np
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from matplotlib.figure import Figure
+from torch.nn.functional import normalize, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
@@ -94,11 +98,13 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | mine | train
+STAGE = "all"  # all | mine | train | evaluate (EVALUATE_POLICY)
+EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or the folder of a policy of this program
 CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), instead of mining
 
 # Data: {"path", "type": "csv" | "jsonl" | "parquet" | "hub", "input", "output"}, perhaps "image" (a column of
-# paths). The output is a gold answer or a list of them, which GOLDS says how to read
+# paths) and "vectors" (a .npy file of an array with one vector per row, instead of EMBEDDING's). The output
+# is a gold answer or a list of them, which GOLDS says how to read
 TRAIN_DATASET = {"path": f"{ROOT}/data/banking77/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "text", "output": "category"}
 # None: a fifth of TRAIN_DATASET is held out
@@ -108,11 +114,15 @@ VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonst
 TEST_QUERIES: int | None = None  # use only the first N rows; None: all
 SPLIT_SEED = 0  # which rows validate, and the pools of validation and test, whatever SEED is
 
-EMBEDDING = "tfidf"  # truncated SVD of TF-IDF of the demonstrations; or a sentence model's folder or hub name
+# "tfidf": truncated SVD of TF-IDF of the demonstrations; or the folder or hub name of a sentence model, or of
+# CLIP or SigLIP, which read images, too
+EMBEDDING = "tfidf"
+IMAGE_VECTORS = "both"  # of CLIP and SigLIP: both (one after the other) | mean | text | image
 EMBEDDING_SIZE = 400  # of tfidf
 EMBED_ANSWERS = True  # the network reads a candidate's answer; False: its text
 
-# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model
+# Reader: "votes" (class prior and votes by similarity), or a folder or hub name of a causal language model or
+# of an image-text-to-text model, which sees the images of the data
 READER = "votes"
 PRIOR_STRENGTH = 0.2  # votes: weight of the class prior; a demonstration of similarity 1 has weight 1
 INSTRUCTION: str | None = None  # what a language model reads first
@@ -121,6 +131,7 @@ QUERY = "Question: {text}\nAnswer:"
 CHAT_TEMPLATE = True  # use the language model's chat template if it has one; False: plain text
 MAX_ANSWER_TOKENS = 16
 READER_BATCH_SIZE = 16  # prompts that a language model reads at once
+MAX_IMAGE_PIXELS = 512 * 512  # of an image-text model's images: larger ones are made smaller
 DTYPE = "float32"  # float32 | bfloat16, of hub models
 DEVICE = "auto"  # auto | cpu | cuda | cuda:1 | mps
 
@@ -132,7 +143,7 @@ MINE_QUERIES: int | None = None  # None: all training queries
 BEAMS = 5  # of the policy's beam search
 SAMPLES = 4  # sampled lists per temperature of SAMPLE_TEMPERATURES
 SAMPLE_TEMPERATURES = [0.5, 1.0, 2.0]
-RETRIEVED = 4  # lists cut from the ranking by similarity
+RETRIEVED = 4  # lists cut from the ranking by similarity; from the rule's as many, forwards and backwards
 RANDOM = 64  # lists cut from permutations of the pool, so that each candidate is tried
 LOCAL_TOP = 6  # number of best lists by gt_prob whose members are asked alone
 LOCAL = 24  # number of lists that begin with members that are right alone and end at random; 0: none
@@ -183,7 +194,6 @@ FREEZE = True  # train only attention, norms, gate and weights of terms
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
-BOOTSTRAP = 2000  # resamples of the paired intervals
 
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
@@ -204,8 +214,9 @@ _MODES = (
 ).split()
 _VALID_RANGES = {  # least and greatest value of each number, or the words that a constant takes
     "VALIDATION_QUERIES TEST_QUERIES EMBEDDING_SIZE MAX_ANSWER_TOKENS READER_BATCH_SIZE SHOTS": (1, 1e12),
+    "MAX_IMAGE_PIXELS": (1, 1e12),
     "POOL_SIZE MINE_QUERIES KEEP_TOP MINE_BATCH_SIZE HIDDEN_SIZE HEADS RCE_EPOCHS BATCH_SIZE": (1, 1e12),
-    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS BOOTSTRAP": (1, 1e12),
+    "PLATEAU_PATIENCE KEEP_LAST_N_CHECKPOINTS": (1, 1e12),
     "GROUP_SIZE": (2, 1e12),
     "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
@@ -216,8 +227,9 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "DROPOUT": (0, 0.9),
     "WEIGHT_QUERIES": (1e-6, 1),
     "MAX_GRAD_NORM": (1e-12, 1e12),
-    "STAGE": ["all", "mine", "train"],
+    "STAGE": ["all", "mine", "train", "evaluate"],
     "GOLDS": ["aliases", "annotators"],
+    "IMAGE_VECTORS": ["both", "mean", "text", "image"],
     "POOL": ["random", "similarity"],
     "DTYPE": ["float32", "bfloat16"],
     "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
@@ -227,7 +239,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
 }
 
 _RENAMED = {}  # old names of constants, accepted as arguments
-_MAY_CHANGE = ("RESUME", "OUTPUT_DIR", "STAGE")  # a resumed run does not report these
+_MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
 
 # ================================================================ the maths of RCE and GRPO
 
@@ -286,6 +298,8 @@ def shaped_rewards(candidates):
 class PointerConfig(PretrainedConfig):
     model_type = "rce_icl_pointer"
     query_size = candidate_size = hidden_size = layers = heads = 1
+    vectors = ""  # digest of what the vectors that it reads depend on; "": not known
+    rule = ("similarity", 0)  # name and setting of the rule that it starts as
     dropout = 0.0
     pointer_temperature = 1.0
 
@@ -313,19 +327,19 @@ class Pointer(PreTrainedModel):
         )
         self.attention_norm = torch.nn.ModuleList(torch.nn.LayerNorm(hidden) for _ in range(config.layers))
         self.gate = torch.nn.Linear(2 * hidden, hidden)
-        # What similarity, the classifier, the network's cosine, the share shown and its similarity weigh at
-        # the first choice and at later ones, in units that the network's rate moves fast enough. A new policy
-        # is similarity
-        self.choice_weights = torch.nn.Parameter(torch.tensor([[1 / 30, 0, 0, 0, 0]] * 2))
+        # What similarity, the classifier, the network's cosine, the rule, the share shown and its similarity
+        # weigh, in units that the network's rate moves fast enough: (the first choice or a later one, others
+        # follow or it is the list's last, 6). A new policy is the rule, since cosines differ by 2 at most
+        self.choice_weights = torch.nn.Parameter(torch.tensor([[[0.5 / 30, 0, 0, 1.1 / 30, 0, 0]] * 2] * 2))
         self.post_init()
 
     def _init_weights(self, module):
         """torch's own initialisation stays."""
 
     def encode(self, queries, vectors, pool, known, held_out=None):
-        """Returns state (queries, 1, H) and candidates: keys (queries, pool, H), known (queries, 2, pool:
-        similarity, classifier), rows (queries, 1, pool), held_out. Queries are (queries, d); pools, (queries,
-        pool), hold rows of `vectors` (rows, d'), -1 after their ends."""
+        """Returns state (queries, 1, H) and candidates: keys (queries, pool, H), known (queries, 3, pool:
+        similarity, classifier, place by the rule), rows (queries, 1, pool), held_out. Queries are (queries,
+        d); pools, (queries, pool), hold rows of `vectors` (rows, d'), -1 after their ends."""
         rows, where = torch.unique(pool.clamp(min=0), return_inverse=True)
         keys = self.candidate_norm(self.candidate_projection(vectors[rows]))[where]
         state = self.query_norm(self.query_projection(5 * queries))[:, None]
@@ -334,23 +348,26 @@ class Pointer(PreTrainedModel):
             state = norm(state + seen)
         return state, (keys, known, torch.where(pool < 0, -1, where)[:, None], held_out)
 
-    def choice_logprobs(self, state, candidates, taken, count):
+    def choice_logprobs(self, state, candidates, taken, count, is_last):
         """Returns log-probabilities (queries, lists, pool) of the next choice after `count`; taken ones are
-        -1e9. In RCE the terms' weights learn from the queries held out, (queries,), and the network from the
-        others, with weight 1 and without the classifier: otherwise the weights would trust what the network
-        has memorised, and the network would leave everything to the classifier."""
+        -1e9. is_last, (queries or 1, lists or 1): whether it is the list's last choice. In RCE the terms'
+        weights learn from the queries held out, (queries,), and the network from the others, with weight 1
+        and without classifier and rule: otherwise the weights would trust what the network has memorised, and
+        the network would leave everything to the classifier."""
         keys, known, rows, held_out = candidates
-        similarity, classifier = known[:, :1], known[:, 1:]
-        cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
-        weights = 30 * self.choice_weights[min(count, 1)][:, None, None, None]
+        similarity, classifier, place = known.split(1, 1)
+        place = place.masked_fill(taken, math.inf)
+        by_rule = (place == place.amin(-1, keepdim=True)).to(known.dtype)  # what the rule shows next
+        cosines = normalize(state, dim=-1) @ normalize(keys, dim=-1).transpose(1, 2)
+        weights = 30 * self.choice_weights[min(count, 1)][is_last.long()]  # (queries, lists, 6)
         if held_out is not None:
             held_out = held_out[:, None, None]
             cosines = torch.where(held_out, cosines.detach(), cosines)
             of_others = weights.detach().clone()
-            of_others[1] = 0.0
-            of_others[2] = 1.0
+            of_others[..., [1, 3]] = 0.0
+            of_others[..., 2] = 1.0
             weights = torch.where(held_out, weights, of_others)
-        terms = [similarity, classifier, cosines]
+        terms = [similarity, classifier, cosines, by_rule]
         if count:  # answers, rows of `vectors`, by the similarity that is shown of each; a filler has none
             answers = rows.clamp(min=0).expand_as(taken)
             votes = (similarity.clamp(min=0) + 1e-3) * (taken & (rows >= 0))
@@ -358,7 +375,8 @@ class Pointer(PreTrainedModel):
             shown = shown.scatter_add(2, answers, votes).gather(2, answers)
             shown = shown / votes.sum(-1, keepdim=True).clamp(min=1e-3)  # none where only padding is taken
             terms += [shown, shown * similarity]
-        scores = sum(w * term for w, term in zip(weights, terms)) / self.config.pointer_temperature
+        scores = sum(w[..., None] * term for w, term in zip(weights.unbind(-1), terms))
+        scores = scores / self.config.pointer_temperature
         return scores.masked_fill(taken, -1e9).log_softmax(-1)
 
     def advance(self, state, candidates, choice):
@@ -374,7 +392,8 @@ class Pointer(PreTrainedModel):
         state, candidates = self.encode(queries, vectors, pool, known, held_out)
         lists = pointers.shape[1]
         taken = (pool < 0)[:, None]
-        steps = [self.choice_logprobs(state, candidates, taken, 0).expand(-1, lists, -1)]  # all begin alike
+        lengths = (pointers >= 0).sum(-1)
+        steps = [self.choice_logprobs(state, candidates, taken, 0, lengths == 1)]
         state = state.expand(-1, lists, -1)
         taken = taken.expand(-1, lists, -1)
         for count in range(1, pointers.shape[2]):
@@ -382,8 +401,9 @@ class Pointer(PreTrainedModel):
             choice = pointers[:, :most, count - 1].clamp(min=0)
             taken = taken[:, :most].scatter(2, choice[..., None], True)
             state = self.advance(state[:, :most], candidates, choice)
-            logprobs = self.choice_logprobs(state, candidates, taken, count)
-            steps.append(F.pad(logprobs, (0, 0, 0, lists - most)))
+            is_last = lengths[:, :most] == count + 1
+            logprobs = self.choice_logprobs(state, candidates, taken, count, is_last)
+            steps.append(pad(logprobs, (0, 0, 0, lists - most)))
         return torch.stack(steps, 2)
 
     def search(self, queries, vectors, pool, known, shots, beams=1, encoded=None):
@@ -397,7 +417,8 @@ class Pointer(PreTrainedModel):
         lists = torch.zeros(len(pool), 1, 0, dtype=torch.long, device=pool.device)
         scores = torch.zeros(len(pool), 1, device=pool.device)
         for count in range(shots):
-            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            is_last = torch.tensor([[count + 1 == shots]], device=pool.device)
+            logprobs = self.choice_logprobs(state, candidates, taken, count, is_last)
             totals = scores[..., None] + logprobs  # (queries, beams, pool)
             scores, best = totals.flatten(1).topk(min(beams, totals[0].numel()), 1)
             parents, choice = (queries_of, best // size), best % size
@@ -415,7 +436,8 @@ class Pointer(PreTrainedModel):
         taken = (pool < 0)[:, None].expand(-1, uniform.shape[1], -1)
         lists = []
         for count, numbers in enumerate(uniform.unbind(2)):
-            logprobs = self.choice_logprobs(state, candidates, taken, count)
+            is_last = torch.tensor([[count + 1 == uniform.shape[2]]], device=pool.device)
+            logprobs = self.choice_logprobs(state, candidates, taken, count, is_last)
             gumbels = -(-numbers.clamp(min=1e-9).log()).log()
             choice = (logprobs / temperature + gumbels).argmax(-1)
             lists.append(choice)
@@ -446,7 +468,8 @@ class ICLTrainer:
         self.run.panels += [(name, [name]) for name in names.split()]
         self.splits, self.demos = load_splits(self.run.log)
         self.resumed_from = self.run.checkpoint
-        embed_splits(self.splits, self.demos, self.device, self.run.log, self.resumed_from is None)
+        afresh = self.resumed_from is None and STAGE != "evaluate"
+        embed_splits(self.splits, self.demos, self.device, self.run.log, afresh)
         self.corpus = Corpus(self.demos, self.device)
         self.reader = self.load_reader()
         self.answered = {}  # (query's id, demonstrations' numbers): the reader's answer
@@ -469,7 +492,14 @@ class ICLTrainer:
 
     def load_reader(self):
         """Returns the reader. Override for one of your own: it needs answers() and gold_probabilities()."""
-        return VoteReader(self.demos) if READER == "votes" else LanguageReader(READER, self.device)
+        if READER == "votes":
+            return VoteReader(self.demos)
+        if reads_images(READER):
+            return VisionReader(READER, self.device)
+        if with_images := [demo for demo in self.demos if demo["image"]]:
+            fault = f"reads no images, but {with_images[0]['id']} has one"
+            raise UserError(f"READER = {READER!r} {fault}: take an image-text model, or leave out 'image'")
+        return LanguageReader(READER, self.device)
 
     def load_policy(self):
         """Loads policy and reference (where GRPO starts): the checkpoint's, else POINTER_POLICY, else new."""
@@ -478,6 +508,33 @@ class ICLTrainer:
         self.policy = load_pointer(folder, sizes).to(self.device)
         folder = checkpoint / "reference" if checkpoint else POINTER_POLICY
         self.reference = load_pointer(folder, sizes).to(self.device).eval().requires_grad_(False)
+        vectors = vectors_digest(self.demos)
+        if self.policy.config.vectors not in ("", vectors):
+            todo = (
+                "give the TRAIN_DATASET, CANDIDATES, VALIDATION_QUERIES, SPLIT_SEED and EMBEDDING of its run"
+            )
+            raise UserError(f"{folder} was trained on other demonstrations, or other vectors of them: {todo}")
+        self.policy.config.vectors = self.reference.config.vectors = vectors
+        self.corpus.rule = self.policy.config.rule
+
+    def begin_with_a_rule(self):
+        """Makes a new policy the rule that is the best on validation, mean over 1 .. SHOTS; of equal ones the
+        later, which knows more."""
+        queries = self.splits["validation"]
+        accuracies = {}
+        try:
+            for rule in choose_rules(self).items():
+                lists_of = partial(rule_lists, self, queries, *rule)
+                accuracies[rule] = self.mean_accuracy(queries, lists_of).mean()
+        except UserError:
+            raise
+        except Exception as error:  # a reader may raise anything
+            self.run.log(f"WARNING: the reader failed ({first_line(error)}): the policy starts as similarity")
+            return
+        self.corpus.rule = max(reversed(accuracies), key=accuracies.get)
+        self.policy.config.rule = self.reference.config.rule = self.corpus.rule
+        found = ", ".join(f"{name} {accuracy:.3f}" for (name, _), accuracy in accuracies.items())
+        self.run.log(f"Rules on validation: {found}; the policy starts as {self.corpus.rule[0]}")
 
     def make_optimizer(self, rate):
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
@@ -490,6 +547,8 @@ class ICLTrainer:
                 self.find_candidates()
             if self.state.stage == "grpo" and not (run.folder / "rce").exists():
                 self.keep_rce_policy()  # the run continues in another folder
+            if not run.checkpoint and not POINTER_POLICY:
+                self.begin_with_a_rule()
             run.save()  # candidates are mined from it
             if self.prepare() and STAGE != "mine":
                 self.train_stage()
@@ -762,34 +821,30 @@ class ICLTrainer:
         texts = map(self.answered.get, keys)
         return np.array(list(map(answer_accuracy, texts, column(queries, "golds"))))
 
-    def mean_accuracy(self, queries, lists):
-        """Returns the mean accuracy over the first 1 .. SHOTS demonstrations of each list, (queries,)."""
-        by_shots = []
-        for shots in range(1, SHOTS + 1):
-            by_shots.append(self.accuracy_of(queries, [numbers[:shots] for numbers in lists]))
-        return np.mean(by_shots, 0)
+    def mean_accuracy(self, queries, lists_of):
+        """Returns the mean accuracy over 1 .. SHOTS demonstrations, (queries,), of lists_of(shots)."""
+        return np.mean([self.accuracy_of(queries, lists_of(shots)) for shots in range(1, SHOTS + 1)], 0)
 
     def evaluate(self):
         """Returns metrics of the greedy pick on the validation queries, means over 1 .. SHOTS. best/ follows
-        clear_gain, the gain over similarity less one standard error of the paired difference (0 at step 0):
+        clear_gain, the gain over the rule less two standard errors of the paired difference (0 at step 0):
         a few queries' noise does not choose a policy. Override to add yours."""
         with self.run.timed("evaluate"):
             queries = self.splits["validation"]
-            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]
-            baseline = self.mean_accuracy(queries, similar)
-            accuracy = self.mean_accuracy(queries, self.pick(queries, SHOTS))
+            baseline = self.mean_accuracy(queries, partial(rule_lists, self, queries, *self.corpus.rule))
+            accuracy = self.mean_accuracy(queries, partial(self.pick, queries))
             gain = accuracy - baseline
-            clear_gain = gain.mean() - gain.std() / len(gain) ** 0.5
+            clear_gain = gain.mean() - 2 * gain.std() / len(gain) ** 0.5
             metrics = {"pick_accuracy": float(accuracy.mean()), "clear_gain": float(clear_gain)}
             if math.isfinite(self.oracle):
                 metrics["oracle_accuracy"] = self.oracle
             return metrics
 
-    def select(self, query, shots=SHOTS):
+    def select(self, query, shots=SHOTS, image=None):
         """Returns the demonstrations, out of all, that this run's best policy (if there is none, the current
-        one) picks for a query text."""
-        query = {"id": f"select {query}", "text": query, "image": None, "golds": [], "split": "select"}
-        query["vector"] = self.corpus.embed_query(query["text"])
+        one) picks for a query, a text and perhaps the path of an image."""
+        query = {"id": f"select {query}", "text": query, "image": image, "golds": [], "split": "select"}
+        query["vector"] = self.corpus.embed_query(query)
         best = self.run.folder / "best/policy"
         policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else self.policy
         return self.corpus.examples(self.pick([query], shots, policy)[0])
@@ -891,7 +946,10 @@ def look_up(record, path, where):
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        raise UserError(f"{where}: there is no value for column {path!r}; the row has {sorted(record)}")
+        fault = f"there is no value for column {path!r}"
+        if path.split(".")[0] not in record:
+            fault += f"; the row has {sorted(record)}"
+        raise UserError(f"{where}: {fault}")
     return value
 
 
@@ -1417,9 +1475,8 @@ class Run:
             self.best_value = value
             self.save_best(metrics)
 
-    # differs: of equal values the later policy is kept
     def is_best(self, value):
-        return value >= self.best_value
+        return value > self.best_value
 
     def write_metrics(self, phase, metrics):
         # JSON has no NaN
@@ -1657,9 +1714,12 @@ def run_main(trainer_class):
     sys.exit(code)
 
 
-# differs: there are other stages
 def run_stage(trainer_class):
-    """Trains. Returns the exit code."""
+    """Trains or, with STAGE = "evaluate", scores a policy. Returns the exit code."""
+    if STAGE == "evaluate":
+        check_constants()
+        evaluate_policy(trainer_class)
+        return 0
     trainer = trainer_class()
     trainer.train()
     return 128 + trainer.run.stop_signal if trainer.run.stop_signal else 0
@@ -1678,7 +1738,8 @@ def user_message(error):
     if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # gloo has no type for it
         return f"another process of this run ended or did not answer ({first_line(error)})"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        hint = "lower BATCH_SIZE, GROUP_SIZE or MAX_NEW_TOKENS"
+        sizes = ["BATCH_SIZE", "GROUP_SIZE", "MAX_NEW_TOKENS", "QUESTIONS_AT_ONCE", "READER_BATCH_SIZE"]
+        hint = "lower " + " or ".join(name for name in sizes if name in constants())
         if "MICRO_BATCH_ROWS" in constants():
             hint = "set MICRO_BATCH_ROWS=1 and GRADIENT_CHECKPOINTING=True, or halve BATCH_SIZE and double "
             hint += "GRADIENT_ACCUMULATION_STEPS: the training stays as it is"
@@ -1949,8 +2010,8 @@ def load_examples(spec, constant, split, limit=None):
     from 0; answer, the gold named most often, is what a demonstration shows."""
     keys = {"path", "type", "input", "output"}
     is_texts = isinstance(spec, dict) and set(map(type, (*spec, *spec.values()))) == {str}
-    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split"}:
-        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split"
+    if not is_texts or not keys <= set(spec) <= keys | {"image", "name", "split", "vectors"}:
+        takes = "a dict of texts: path, type, input, output and, if you like, image, name, split, vectors"
         raise UserError(f"{constant} = {spec!r}: it takes {takes}")
     where = f"{constant}: {spec['path']}"
     examples = []
@@ -1973,7 +2034,22 @@ def load_examples(spec, constant, split, limit=None):
             break
     if not examples:
         raise UserError(f"{where}: the data set is empty")
+    if spec.get("vectors"):
+        take_vectors(examples, spec["vectors"], constant)
     return examples
+
+
+def take_vectors(examples, path, constant):
+    """Gives the examples their rows of the array in a .npy file, scaled, as "given_vector"."""
+    try:
+        array = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{constant}: {path} cannot be read as .npy ({first_line(error)})") from None
+    if array.ndim != 2 or len(array) < len(examples) or not np.isfinite(array).all():
+        fault = f"is an array of {array.shape}: it needs one vector of finite numbers"
+        raise UserError(f"{constant}: {path} {fault} for each of {len(examples)} rows")
+    for example, vector in zip(examples, scaled(array)):
+        example["given_vector"] = vector
 
 
 # differs: the data of this trainer
@@ -1984,6 +2060,10 @@ def load_splits(say):
     rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
     if TEST_DATASET is not None:
         test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
+        sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
+        if sizes[0] != sizes[1]:
+            what = "the vectors of TRAIN_DATASET and TEST_DATASET must be of one size"
+            raise UserError(f"{what}, not {sizes[0]} and {sizes[1]} numbers")
         if Path(TEST_DATASET["path"]).name == Path(TRAIN_DATASET["path"]).name:
             for row in test:  # two files of one name, or two splits of the hub: ids must differ
                 row["id"] = f"test {row['id']}"
@@ -2060,9 +2140,56 @@ class HubEmbedder:
         return torch.cat(means).float().cpu().numpy()
 
 
+class ImageEmbedder:
+    """CLIP or SigLIP: vectors of texts and of images, each of length 1, joined by IMAGE_VECTORS. A row
+    without an image has zeros for it, or with "mean" its text's vector."""
+
+    def __init__(self, name, device):
+        from transformers import AutoModel, AutoProcessor
+
+        self.processor = load_pretrained(AutoProcessor, name, "EMBEDDING")
+        self.model = load_pretrained(AutoModel, name, "EMBEDDING", dtype=torch.float32).to(device).eval()
+
+    def features(self, rows):
+        """Returns vectors of the rows' texts and images, two (rows, d)."""
+        texts = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        inputs = self.processor(text=column(rows, "text"), **texts).to(self.model.device)
+        text = self.model.get_text_features(**inputs)
+        text = scaled(getattr(text, "pooler_output", text).cpu().numpy())
+        image = np.zeros_like(text)
+        places = [i for i, row in enumerate(rows) if row["image"]]
+        if places:
+            images = [read_image(rows[i]) for i in places]
+            inputs = self.processor(images=images, return_tensors="pt").to(self.model.device)
+            features = self.model.get_image_features(**inputs)
+            image[places] = scaled(getattr(features, "pooler_output", features).cpu().numpy())
+        return text, image
+
+    @torch.no_grad()
+    def vectors(self, rows):
+        joined = []
+        for start in range(0, len(rows), READER_BATCH_SIZE):
+            text, image = self.features(rows[start : start + READER_BATCH_SIZE])
+            ways = {"text": text, "image": image, "mean": text + image}
+            joined.append(np.hstack([text, image]) if IMAGE_VECTORS == "both" else ways[IMAGE_VECTORS])
+        return np.concatenate(joined)
+
+
 def make_embedder(demos, device):
     """Returns an object with vectors(rows), (rows, d), of rows with "text" and "image". Replace it."""
-    return TfidfEmbedder(demos) if EMBEDDING == "tfidf" else HubEmbedder(EMBEDDING, device)
+    if EMBEDDING == "tfidf":
+        return TfidfEmbedder(demos)
+    if is_image_embedder(EMBEDDING):
+        return ImageEmbedder(EMBEDDING, device)
+    return HubEmbedder(EMBEDDING, device)
+
+
+def is_image_embedder(name):
+    """Returns whether a folder or hub name is a model of texts and images such as CLIP, by its config."""
+    from transformers import AutoConfig
+
+    config = load_pretrained(AutoConfig, name, "EMBEDDING")
+    return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
 def scaled(vectors):
@@ -2098,7 +2225,7 @@ def source_of(thing):
 def embedder_facts():
     """Returns what vectors depend on beside the rows: the source of make_embedder and of the functions and
     classes that it names, the plain values that it names, and the files of a model's folder."""
-    facts = [EMBEDDING, EMBEDDING_SIZE, name_of(make_embedder), source_of(make_embedder)]
+    facts = [EMBEDDING, EMBEDDING_SIZE, IMAGE_VECTORS, name_of(make_embedder), source_of(make_embedder)]
     if inspect.isfunction(make_embedder):
         named = inspect.getclosurevars(make_embedder)
         for name, value in sorted({**named.globals, **named.nonlocals}.items()):
@@ -2110,6 +2237,17 @@ def embedder_facts():
         if path.is_file():
             facts.append([str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]])
     return facts
+
+
+def vectors_digest(demos):
+    """Returns a digest of what the numbers that a policy reads depend on. TF-IDF is fitted on the texts, and
+    the answers' vectors are decorrelated together."""
+    facts = [Path(EMBEDDING).name, EMBEDDING_SIZE, EMBED_ANSWERS, name_of(make_embedder)]
+    if EMBEDDING == "tfidf":
+        facts += column(demos, "text")
+    if EMBED_ANSWERS:
+        facts += sorted(set(column(demos, "answer")))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def embed_splits(splits, demos, device, say, afresh):
@@ -2140,7 +2278,7 @@ def embed_splits(splits, demos, device, say, afresh):
     with np.load(path) as file:
         vectors, answer_vectors = file["arr_0"], dict(zip(answers, file["arr_1"]))
     for example, vector in zip(examples, vectors):
-        example["vector"] = vector
+        example["vector"] = example.get("given_vector", vector)
     for demo in demos:
         demo["candidate_vector"] = answer_vectors[demo["answer"]] if EMBED_ANSWERS else demo["vector"]
 
@@ -2234,10 +2372,10 @@ class LanguageReader:
     """A causal language model: greedy answers, and the probability of the golds after the prompt."""
 
     def __init__(self, name, device):
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig
 
-        self.tokenizer = tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
-        model = load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
+        model = self.load(name)  # sets self.tokenizer, and self.processor, which has the chat template
+        tokenizer = self.tokenizer
         self.model = model.to(device).eval()
         config = model.generation_config
         # The model may have one id, several or none
@@ -2255,8 +2393,15 @@ class LanguageReader:
         self.ends = ends[ends < model.config.get_text_config().vocab_size]
         if not len(self.ends):
             raise UserError(f"READER = {name!r} has no token that ends an answer, neither EOS nor a newline")
-        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)
-        self.limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)
+        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+    def load(self, name):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = load_pretrained(AutoTokenizer, name, "READER", padding_side="left")
+        self.processor = self.tokenizer
+        return load_pretrained(AutoModelForCausalLM, name, "READER", dtype=getattr(torch, DTYPE))
 
     def prompt(self, query, demonstrations):
         """Returns what the model reads. A space at its end is cut: tokens of the answer begin with theirs."""
@@ -2277,16 +2422,22 @@ class LanguageReader:
                 row.pop()  # some tokenizers end every text
         return ids
 
-    def padded(self, rows, room):
-        """Returns ids of prompts, left-padded, (prompts, P), and their mask."""
-        longest = max(map(len, rows))
-        if longest + room > self.limit:
-            fault = f"reads {self.limit} tokens, a prompt and its answer have {longest + room}"
-            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
+    def inputs(self, texts, asked):
+        """Returns what the model reads of texts, left-padded: input_ids and attention_mask, (texts, P)."""
+        rows = self.ids_of(texts)
         ids = pad_rows(rows, self.pad_id, "left")
         lengths = torch.tensor(list(map(len, rows)))
-        mask = torch.arange(longest) >= longest - lengths[:, None]
-        return ids.to(self.model.device), mask.long().to(self.model.device)
+        mask = torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]
+        device = self.model.device
+        return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+
+    def position_ids(self, mask):
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+    def check_length(self, length):
+        if length > self.limit:
+            fault = f"reads {self.limit} tokens, a prompt and its answer have {length}"
+            raise UserError(f"READER = {READER!r} {fault}: lower SHOTS or EVAL_SHOTS, or leave long rows out")
 
     @torch.no_grad()
     def answers(self, asked, **sampling):
@@ -2294,10 +2445,12 @@ class LanguageReader:
         answers = []
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": MAX_ANSWER_TOKENS, **sampling}
         for start in range(0, len(asked), READER_BATCH_SIZE):
-            prompts = list(starmap(self.prompt, asked[start : start + READER_BATCH_SIZE]))
-            ids, mask = self.padded(self.ids_of(prompts), MAX_ANSWER_TOKENS)
-            out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
-            texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+            chunk = asked[start : start + READER_BATCH_SIZE]
+            inputs = self.inputs(list(starmap(self.prompt, chunk)), chunk)
+            prompt_length = inputs["input_ids"].shape[1]
+            self.check_length(prompt_length + MAX_ANSWER_TOKENS)
+            out = self.model.generate(**inputs, **options)
+            texts = self.tokenizer.batch_decode(out[:, prompt_length:], skip_special_tokens=True)
             answers += [text.strip().partition("\n")[0].strip() for text in texts]  # up to a line's end
         return answers
 
@@ -2312,26 +2465,91 @@ class LanguageReader:
         probabilities = np.zeros(len(asked))
         for start in range(0, len(golds), READER_BATCH_SIZE):
             numbers, prompts, texts, weights = zip(*golds[start : start + READER_BATCH_SIZE])
-            rows = self.ids_of(list(texts))
             lengths = []  # of answers, with a token that merges the prompt's end with the answer's beginning
-            for row, prompt_ids in zip(rows, self.ids_of(list(prompts))):
+            for row, prompt_ids in zip(self.ids_of(list(texts)), self.ids_of(list(prompts))):
                 lengths.append(len(row) - len(os.path.commonprefix([row, prompt_ids])))
-            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(rows, lengths)):
+            inputs = self.inputs(list(texts), [asked[number] for number in numbers])
+            for number, weight, logprob in zip(numbers, weights, self.answer_logprobs(inputs, lengths)):
                 probabilities[number] += weight * math.exp(logprob)
         return probabilities.clip(max=1.0).tolist()
 
-    def answer_logprobs(self, rows, lengths):
+    def answer_logprobs(self, inputs, lengths):
         """Returns the log-probability of each row's last `lengths` tokens and an end after them, a list."""
-        ids, mask = self.padded(rows, 0)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ids = inputs["input_ids"]
+        self.check_length(ids.shape[1])
         kept = max(lengths) + 1
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=kept)
+        positions = self.position_ids(inputs["attention_mask"])
+        out = self.model(**inputs, **positions, logits_to_keep=kept)
         logprobs = out.logits[:, -kept:].float().log_softmax(-1)
         chosen = logprobs[:, :-1].gather(2, ids[:, 1 - kept :, None])[..., 0].double()  # (rows, kept - 1)
         places = torch.arange(1 - kept, 0, device=ids.device)
         in_answer = places >= -torch.tensor(lengths, device=ids.device)[:, None]
         ends = logprobs[:, -1, self.ends].double().logsumexp(-1)
         return ((chosen * in_answer).sum(1) + ends).tolist()
+
+
+def reads_images(name):
+    """Returns whether a folder or hub name is an image-text-to-text model, by its config."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    return load_pretrained(AutoConfig, name, "READER").model_type in NAMES
+
+
+def read_image(example):
+    """Returns an example's image as RGB, made smaller if it has more than MAX_IMAGE_PIXELS."""
+    from PIL import Image
+
+    try:
+        image = Image.open(example["image"]).convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises each for a bad file
+        raise UserError(f"{example['id']}: {example['image']} is no image ({first_line(error)})") from None
+    scale = math.sqrt(MAX_IMAGE_PIXELS / (image.width * image.height))
+    if scale < 1:
+        return image.resize([max(1, int(side * scale)) for side in image.size], Image.Resampling.BICUBIC)
+    return image
+
+
+class VisionReader(LanguageReader):
+    """An image-text-to-text model, such as Qwen2.5-VL, SmolVLM or LLaVA. One message has the demonstrations
+    and the query in turn, the image of each before its text."""
+
+    def load(self, name):
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.processor = load_pretrained(AutoProcessor, name, "READER", padding_side="left")
+        self.tokenizer = self.processor.tokenizer
+        return load_pretrained(AutoModelForImageTextToText, name, "READER", dtype=getattr(torch, DTYPE))
+
+    def prompt(self, query, demonstrations):
+        content = [{"type": "text", "text": INSTRUCTION or ""}]
+        texts = [DEMONSTRATION.format(text=demo["text"], answer=demo["answer"]) for demo in demonstrations]
+        texts.append(QUERY.format(text=query["text"]).rstrip(" "))
+        for example, text in zip((*demonstrations, query), texts):
+            if self.processor.image_token in text:
+                fault = f"has the text {self.processor.image_token!r}, which stands for an image"
+                raise UserError(f"{example['id']} {fault} in READER = {READER!r}")
+            if example["image"]:
+                content.append({"type": "image", "text": self.processor.image_token})
+            content.append({"type": "text", "text": text})
+        if not self.chats:
+            return "".join(column(content, "text"))
+        messages = [{"role": "user", "content": [part for part in content if part["text"]]}]
+        return self.processor.apply_chat_template(messages, add_generation_prompt=True)
+
+    def inputs(self, texts, asked):
+        """Returns what the model reads of texts with the images of demonstrations and queries: input_ids and
+        attention_mask, (texts, P), where P counts the tokens of the images, and their pixels."""
+        images = []  # of each text
+        for query, demonstrations in asked:
+            images.append([read_image(row) for row in (*demonstrations, query) if row["image"]])
+        options = {"padding": True, "return_tensors": "pt", "add_special_tokens": not self.chats}
+        if any(images):
+            options["images"] = images
+        return self.processor(text=texts, **options).to(self.model.device, self.model.dtype)
+
+    def position_ids(self, mask):
+        return {}  # Qwen's have three axes, which it works out itself; the others' are relative
 
 
 # ---------------------------------------------------------------- pools and mining
@@ -2355,17 +2573,20 @@ class Corpus:
         self.sizes = self.demo_vectors.shape[1], self.vectors.shape[1]  # of a query's, a candidate's vector
         answers, answer_of = np.unique(column(demos, "answer"), return_inverse=True)
         self.answer_of = torch.tensor(answer_of)
-        self.classifies = CLASSIFIER_C > 0 and 1 < len(answers) <= 500
-        self.classifiers = {}  # by the fold that each was not fitted on
-        self.log_likelihoods = {}  # by the query's id
+        self.classifies = 1 < len(answers) <= 500
+        self.rule = ("similarity", 0)  # that the policy starts as
+        self.classifiers = {}  # by C and the fold that each was not fitted on
+        self.probabilities = {}  # by rule, setting and the query's id
 
     def examples(self, numbers):
         return [self.demos[j] for j in numbers]
 
-    def embed_query(self, text):
+    def embed_query(self, query):
         """Returns the vector of a new query."""
+        if "given_vector" in self.demos[0]:
+            raise UserError("select() cannot make the vector of a new query: TRAIN_DATASET has given vectors")
         self.embedder = self.embedder or make_embedder(self.demos, self.device)
-        return embed(self.embedder, [{"text": text, "image": None}])[0]
+        return embed(self.embedder, [query])[0]
 
     def pool_of(self, query):
         """Returns the numbers of a query's demonstrations, (pool,), without those that ask the same."""
@@ -2387,49 +2608,76 @@ class Corpus:
         """Returns places within `numbers`, that of the demonstration most similar to the query first."""
         return self.similarity(query, numbers).argsort(descending=True, stable=True)
 
-    def most_similar(self, query, count):
-        """Returns the numbers of the pool's most similar rows, most similar first: a new policy's pick."""
-        pool = self.pool_of(query)
-        return pool[self.ranking(query, pool)[:count]].tolist()
+    def answer_probabilities(self, query, name, setting):
+        """Returns the probability of each answer, (answers,), by the demonstrations' answers and vectors:
+        kNN, votes of the `setting` nearest by 1 / (1 - cosine), or a logistic regression with C = `setting`.
+        A query that is a demonstration itself is asked of the four fifths without it and all that ask the
+        same: it never sees its own answer."""
+        key = name, setting, query["id"]
+        if key not in self.probabilities:
+            number = self.number.get(what_is_asked(query))
+            fold = -1 if number is None else number % 5
+            fitted = (self.asked % 5 != fold).nonzero()[:, 0]
+            of_answers = np.zeros(self.answer_of.max() + 1)
+            if name == "kNN":
+                cosines, nearest = self.similarity(query, fitted).topk(min(setting, len(fitted)))
+                votes = 1 / (1 - cosines).clamp(min=1e-6).double()
+                np.add.at(of_answers, self.answer_of[fitted[nearest]].numpy(), (votes / votes.sum()).numpy())
+            else:
+                model = self.classifier(setting, fold, fitted)
+                of_answers[model.classes_] = model.predict_proba(query["vector"][None])[0]
+            self.probabilities[key] = of_answers
+        return self.probabilities[key]
+
+    def classifier(self, C, fold, fitted):
+        """Returns the logistic regression of the demonstrations' answers without a fold."""
+        from sklearn.dummy import DummyClassifier
+        from sklearn.linear_model import LogisticRegression
+
+        if (C, fold) not in self.classifiers:
+            several = len(self.answer_of[fitted].unique()) > 1
+            model = LogisticRegression(C=C, max_iter=1000) if several else DummyClassifier()
+            model.fit(self.demo_vectors[fitted].numpy(), self.answer_of[fitted].numpy())
+            self.classifiers[C, fold] = model
+        return self.classifiers[C, fold]
 
     def log_likelihood(self, query, numbers):
         """Returns a tenth of log p(answer | query) of demonstrations, (numbers,), at least -1, by a logistic
-        regression of all demonstrations' answers on their vectors; 0 without a classifier. For one of
-        them it is fitted on the four fifths without it: none sees its own answer."""
-        if not self.classifies or not len(numbers):
+        regression; 0 without a classifier."""
+        if not self.classifies or not CLASSIFIER_C:
             return torch.zeros(len(numbers))
-        if query["id"] not in self.log_likelihoods:
-            number = self.number.get(what_is_asked(query))
-            fold = -1 if number is None else number % 5
-            if fold not in self.classifiers:
-                from sklearn.dummy import DummyClassifier
-                from sklearn.linear_model import LogisticRegression
+        of_answers = torch.tensor(self.answer_probabilities(query, "classifier", CLASSIFIER_C))
+        return of_answers.log().div(10).clamp(min=-1).float()[self.answer_of[numbers]]
 
-                fitted = self.asked % 5 != fold
-                several = len(self.answer_of[fitted].unique()) > 1
-                model = LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several else DummyClassifier()
-                model.fit(self.demo_vectors[fitted].numpy(), self.answer_of[fitted].numpy())
-                self.classifiers[fold] = model
-            model = self.classifiers[fold]
-            of_answers = torch.full((self.answer_of.max().item() + 1,), -1.0)
-            logprobs = model.predict_log_proba(query["vector"][None])[0]
-            of_answers[model.classes_] = torch.tensor(logprobs, dtype=torch.float32).div(10).clamp(min=-1)
-            self.log_likelihoods[query["id"]] = of_answers
-        return self.log_likelihoods[query["id"]][self.answer_of[numbers]]
+    def rule_order(self, query, name, setting):
+        """Returns the query's pool's places in the order in which a rule shows them, (pool,). similarity:
+        the most similar first; kNN, classifier: rows of the likeliest answer, the most similar first, then of
+        the next one; with fillers: of the likeliest alone, then the pool's least similar rows."""
+        pool = self.pool_of(query)
+        similarity = self.similarity(query, pool).numpy()
+        score = np.zeros(len(pool))
+        if name != "similarity":
+            of_answers = self.answer_probabilities(query, name.partition(",")[0], setting)
+            score = of_answers[self.answer_of[pool]]
+        if name == "classifier, fillers":
+            score = score == score.max(initial=0.0)
+            similarity = np.where(score, similarity, -similarity)
+        return np.lexsort((-similarity, -score.astype(float)))
 
     def inputs(self, queries):
         """Returns what the policy reads of queries and their pools: the arguments of Pointer.encode()."""
-        rows, similarities, likelihoods = [], [], []
+        rows, known = [], []
         for query in queries:
             pool = self.pool_of(query)
             if "known" not in query or query["known"][0] is not pool:
-                query["known"] = pool, self.similarity(query, pool), self.log_likelihood(query, pool)
+                place = torch.tensor(self.rule_order(query, *self.rule)).argsort().float()
+                columns = self.similarity(query, pool), self.log_likelihood(query, pool), place
+                query["known"] = pool, torch.stack(columns, 1)  # (pool, 3)
             rows.append(self.vector_of[pool])
-            similarities.append(query["known"][1])
-            likelihoods.append(query["known"][2])
+            known.append(query["known"][1])
         vectors = torch.tensor(np.stack(column(queries, "vector")))
         rows = pad_rows(rows, -1)
-        known = torch.stack([pad_rows(similarities), pad_rows(likelihoods)], 1)
+        known = pad_rows(known).transpose(1, 2).contiguous()
         return vectors.to(self.device), self.vectors, rows.to(self.device), known.to(self.device)
 
 
@@ -2512,8 +2760,12 @@ class Miner:
         groups = []
         for query, candidates in zip(queries, proposed):
             pool = self.corpus.pool_of(query)
-            for pointer in cut_lists(self.corpus.ranking(query, pool), shots)[:RETRIEVED]:
-                add_candidate(candidates, pointer, "retrieval")
+            by_rule = torch.tensor(self.corpus.rule_order(query, *self.corpus.rule))
+            for source, order in (("retrieval", self.corpus.ranking(query, pool)), ("rule", by_rule)):
+                for pointer in cut_lists(order, shots)[:RETRIEVED]:
+                    add_candidate(candidates, pointer, source)
+                    if source == "rule":  # some readers heed the last demonstration most
+                        add_candidate(candidates, pointer[::-1], source)
             stream = query_stream(query, "random")
             pointers = []
             while len(pointers) < RANDOM:
@@ -2873,6 +3125,75 @@ def parse_list(record):
     return numbers, candidate
 
 
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+# differs: the figures of this trainer
+def evaluate_policy(trainer_class):
+    """Scores EVALUATE_POLICY on the test queries without training: the reader's accuracy after its lists, and
+    after those of the rules, at each of EVAL_SHOTS. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every
+    query to a .jsonl of that name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low",
+    "high"}}."""
+    folder = Path(OUTPUT_DIR)
+    policy = Path(EVALUATE_POLICY)
+    if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
+        policy = folder / EVALUATE_POLICY
+    if (policy / "policy").is_dir():
+        policy = policy / "policy"
+    if not (policy / "config.json").exists():
+        hint = "train first, or give the folder of a policy"
+        raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no policy in {policy}: {hint}")
+    trainer = trainer_to_evaluate(trainer_class, str(policy))
+    by_query, records = policy_scores(trainer)
+    figures = {}
+    for figure, values in by_query.items():
+        mean, (low, high) = values.mean().item(), bootstrap_interval(values)
+        figures[figure] = {"mean": mean, "low": low, "high": high}
+        trainer.run.log(f"{figure:24} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
+    facts = {"policy": str(policy), "dataset": TEST_DATASET, "queries": len(records), "figures": figures}
+    facts |= {"reader": READER, "embedding": EMBEDDING, "pool": POOL, "pool_size": POOL_SIZE}
+    data = Path((TEST_DATASET or TRAIN_DATASET)["path"]).stem
+    if TEST_DATASET is None:
+        data += "_held_out"
+    name = re.sub(r"[^\w.-]+", "", "_".join(["eval", *Path(EVALUATE_POLICY).parts[-2:], data]))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_atomically(folder / f"{name}.jsonl", lambda tmp: tmp.write_text(lines))
+    write_atomically(folder / f"{name}.json", lambda tmp: tmp.write_text(json.dumps(facts, indent=1)))
+    trainer.run.log(f"{len(records)} queries; written to {folder / name}.json and .jsonl")
+    return figures
+
+
+# differs: the policy is a pointer network
+def trainer_to_evaluate(trainer_class, policy):
+    """Returns a trainer with the policy. No candidates are loaded."""
+    global POINTER_POLICY
+    POINTER_POLICY = policy
+    return trainer_class(resume_from_checkpoint="no")
+
+
+# differs: the figures of this trainer
+def policy_scores(trainer):
+    """Returns {figure: its value for each test query, (queries,)} of the policy and the rules, and a record
+    of each query with the policy's lists."""
+    queries = trainer.splits["test"]
+    settings = choose_rules(trainer)
+    by_query = {}
+    records = []
+    for query in queries:
+        records.append({"id": query["id"], "query": query["text"], "golds": query["golds"], "shots": {}})
+    for shots in EVAL_SHOTS:
+        lists = trainer.pick(queries, shots)
+        accuracies = {"policy": trainer.accuracy_of(queries, lists)}
+        accuracies |= baseline_accuracies(trainer, settings, queries, shots)
+        by_query |= {f"{name}@{shots}": values for name, values in accuracies.items()}
+        for number, numbers in enumerate(lists):
+            shown = {"demonstrations": column(trainer.corpus.examples(numbers), "id")}
+            shown["response"] = trainer.answered[queries[number]["id"], tuple(numbers)]
+            shown["accuracy"] = {name: float(values[number]) for name, values in accuracies.items()}
+            records[number]["shots"][shots] = shown
+    return by_query, records
+
+
 # ---------------------------------------------------------------- the test, figures and pictures
 
 
@@ -2885,10 +3206,10 @@ def test_policies(trainer):
     for name, folder in folders.items():
         policies[name] = load_pointer(trainer.run.folder / folder, trainer.corpus.sizes).to(trainer.device)
     queries = trainer.splits["test"]
-    models = fit_baselines(trainer)
+    settings = choose_rules(trainer)
     results = {}
     for shots in EVAL_SHOTS:
-        accuracies = baseline_accuracies(trainer, models, queries, shots)
+        accuracies = baseline_accuracies(trainer, settings, queries, shots)
         for name, policy in policies.items():
             accuracies[name] = trainer.accuracy_of(queries, trainer.pick(queries, shots, policy))
         accuracies["oracle"] = test_oracle(trainer, queries, shots)
@@ -2902,62 +3223,40 @@ def test_policies(trainer):
     draw_results(figures, trainer.run.folder / "icl_results.png", trainer.run.title)
 
 
-def fit_baselines(trainer):
-    """Returns {"kNN": model, "classifier": model} of the demonstrations' answers by their vectors: of several
-    settings those whose ranking is the best on validation at one shot. None if there are too many answers."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.neighbors import KNeighborsClassifier
-
-    answers = column(trainer.demos, "answer")
-    if not 1 < len(set(answers)) <= 500:
-        return {}
-    models = []
-    for neighbors in (5, 10, 20, 40):
-        neighbors = min(neighbors, len(answers))
-        models.append(("kNN", KNeighborsClassifier(neighbors, weights="distance", metric="cosine")))
-    for C in (3, 10, 30):
-        models.append(("classifier", LogisticRegression(C=C, max_iter=1000)))
+def choose_rules(trainer):
+    """Returns {rule: its setting} of the rules that see no reward: of several settings the one that is the
+    best on validation at one shot. Similarity alone if there are too many answers, or a single one."""
+    settings = {"similarity": 0}
     queries = trainer.splits["validation"]
-    best = {"kNN": None, "classifier": None}
-    accuracies = dict.fromkeys(best, -1.0)
-    for name, model in models:
-        model.fit(trainer.corpus.demo_vectors.numpy(), answers)
-        accuracy = trainer.accuracy_of(queries, ranked(trainer, model, queries, 1)).mean()
-        if accuracy > accuracies[name]:
-            best[name], accuracies[name] = model, accuracy
-    return best
+    if trainer.corpus.classifies:
+        for name, values in (("kNN", (5, 10, 20, 40)), ("classifier", (3.0, 10.0, 30.0))):
+            accuracies = []
+            for value in values:
+                lists = rule_lists(trainer, queries, name, value, 1)
+                accuracies.append(trainer.accuracy_of(queries, lists).mean())
+            settings[name] = values[int(np.argmax(accuracies))]
+        settings["classifier, fillers"] = settings["classifier"]
+    return settings
 
 
-def ranked(trainer, model, queries, shots, fillers=False):
-    """Returns lists of the pool's rows of the likeliest answer, the most similar first, then of the next one;
-    with fillers of the likeliest alone, filled up with the pool's least similar rows."""
+def rule_lists(trainer, queries, name, setting, shots):
+    """Returns the lists that a rule shows, as numbers of demonstrations."""
     lists = []
-    probabilities = model.predict_proba(np.stack(column(queries, "vector")))
-    for query, of_answers in zip(queries, probabilities):
-        pool = trainer.corpus.pool_of(query)
-        similarity = trainer.corpus.similarity(query, pool).numpy()
-        answers = column(trainer.corpus.examples(pool), "answer")
-        score = of_answers[np.searchsorted(model.classes_, answers)]
-        if fillers:
-            score = (score == score.max()).astype(float)
-            similarity = np.where(score, similarity, -similarity)
-        lists.append(pool[np.lexsort((-similarity, -score))[:shots]].tolist())
+    for query in queries:
+        places = trainer.corpus.rule_order(query, name, setting)[:shots]
+        lists.append(trainer.corpus.pool_of(query)[places].tolist())
     return lists
 
 
-def baseline_accuracies(trainer, models, queries, shots):
+def baseline_accuracies(trainer, settings, queries, shots):
     """Returns {name: accuracies, (queries,)} of what sees no reward."""
-    lists = {"no demonstrations": [], "random": [], "similarity": []}
+    lists = {"no demonstrations": [[] for _ in queries], "random": []}
     for query in queries:
         pool = trainer.corpus.pool_of(query)
         drawn = torch.randperm(len(pool), generator=query_stream(query, "baseline"))[:shots]
-        lists["no demonstrations"].append([])
         lists["random"].append(pool[drawn].tolist())
-        lists["similarity"].append(trainer.corpus.most_similar(query, shots))
-    for name, model in models.items():
-        lists[name] = ranked(trainer, model, queries, shots)
-    if models:
-        lists["classifier, fillers"] = ranked(trainer, models["classifier"], queries, shots, True)
+    for name, setting in settings.items():
+        lists[name] = rule_lists(trainer, queries, name, setting, shots)
     return {name: trainer.accuracy_of(queries, of_queries) for name, of_queries in lists.items()}
 
 
@@ -2975,13 +3274,11 @@ def test_oracle(trainer, queries, shots):
     return np.array(list(best.values()))
 
 
-# differs: the figures of this trainer
-def bootstrap_interval(differences):
-    """95% interval of the mean of paired differences (queries,), resampling queries."""
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(differences), (BOOTSTRAP, len(differences)), generator=generator)
-    means = torch.as_tensor(differences)[picks].mean(1).sort().values
-    return [means[int(0.025 * BOOTSTRAP)].item(), means[min(BOOTSTRAP - 1, int(0.975 * BOOTSTRAP))].item()]
+def bootstrap_interval(values):
+    """95% interval of the mean of values (rows,), resampling rows."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, len(values)).mean() for _ in range(2000)]
+    return np.quantile(means, (0.025, 0.975)).tolist()
 
 
 # differs: the figures of this trainer

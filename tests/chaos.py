@@ -124,7 +124,6 @@ ALONE = {  # trainers of other things than language models have constants of the
         RCE_EPOCHS=1,
         GRPO_EPOCHS=1,
         EVAL_SHOTS="(2,)",
-        BOOTSTRAP=20,
         SAVE_EVERY_N_STEPS=2,
         EVAL_EVERY_N_STEPS=3,
     ),

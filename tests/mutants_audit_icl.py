@@ -45,7 +45,7 @@ MUTANTS = [
         "[str(path.relative_to(EMBEDDING)), path.stat().st_size]",
         FOLDER,
     ),
-    (ICL, "self.run.log, self.resumed_from is None)", "self.run.log, False)", AFRESH),
+    (ICL, "afresh = self.resumed_from is None and STAGE", "afresh = False and STAGE", AFRESH),
     (
         ICL,
         "    if vectors.ndim != 2 or len(vectors) != len(rows) or not np.isfinite(vectors).all():",

@@ -120,8 +120,8 @@ MUTANTS = [
         IN_REC + "each_constant_of_the_loss_is_handed_to_its_place",
     ),
     # rows, files and constants of grpo_rec
-    (REC, 'if not (record[name] or "").strip():', "if False:", BAD_DATA),
-    (REC, 'if not (record[name] or "").strip():', "if not record[name]:", BAD_DATA),
+    (REC, "if not record[name].strip():", "if False:", BAD_DATA),
+    (REC, "if not record[name].strip():", "if not record[name]:", BAD_DATA),
     (REC, "if not isinstance(items, (list, tuple)) or not items:", "if not items:", BAD_DATA),
     (REC, "if len(fields) < 3 or item not in number:", "if item not in number:", BAD_DATA),
     (REC, "        item = fields[-1].strip()\n", "        item = fields[2].strip()\n", BAD_DATA),
@@ -274,8 +274,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if (config.inputs, config.actions) != (len(OBSERVATION), actions):",
-        "if config.actions != actions:",
+        "if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):",
+        "if policy.config.actions != actions:",
         IN_RAG + "resuming_with_other_observations_is_refused",
     ),
     (REC, "return pass_is_over and 0 < SFT_PATIENCE", "return 0 < SFT_PATIENCE", PATIENCE),

@@ -36,8 +36,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        cosines = F.normalize(state, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)\n",
-        "        cosines = state @ F.normalize(keys, dim=-1).transpose(1, 2)\n",
+        "        cosines = normalize(state, dim=-1) @ normalize(keys, dim=-1).transpose(1, 2)\n",
+        "        cosines = state @ normalize(keys, dim=-1).transpose(1, 2)\n",
         IN_ICL + "log_probabilities_equal_a_step_by_step_computation",
     ),
     (
@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "self.model(input_ids=ids, attention_mask=mask, position_ids=positions, logits",
-        "self.model(input_ids=ids, position_ids=positions, logits",
+        "self.model(**inputs, **positions, logits",
+        "self.model(input_ids=ids, **positions, logits",
         IN_ICL + "a_language_models_gold_probability_is_that_of_each_gold_read_alone",
     ),
     (
@@ -244,8 +244,8 @@ MUTANTS = [
     # the policy begins as similarity, and what it reads
     (
         ICL,
-        "torch.tensor([[1 / 30, 0, 0, 0, 0]] * 2",
-        "torch.tensor([[1 / 30, 0, 0.1, 0, 0]] * 2",
+        "torch.tensor([[[0.5 / 30, 0, 0, 1.1 / 30, 0, 0]] * 2",
+        "torch.tensor([[[0.5 / 30, 0, 0.1, 1.1 / 30, 0, 0]] * 2",
         IN_ICL + "a_new_policy_is_similarity",
     ),
     (
@@ -292,13 +292,13 @@ MUTANTS = [
     ),
     (
         ICL,
-        "            of_others[1] = 0.0\n",
+        "            of_others[..., [1, 3]] = 0.0\n",
         "",
         IN_ICL + "the_weights_learn_from_queries_held_out_and_the_network_from_the_others",
     ),
     (
         ICL,
-        "            of_others[2] = 1.0\n",
+        "            of_others[..., 2] = 1.0\n",
         "",
         IN_ICL + "the_weights_learn_from_queries_held_out_and_the_network_from_the_others",
     ),
@@ -316,8 +316,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "fitted = self.asked % 5 != fold",
-        "fitted = self.asked >= 0",
+        "fitted = (self.asked % 5 != fold)",
+        "fitted = (self.asked >= 0)",
         IN_ICL + "the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same",
     ),
     (
@@ -334,21 +334,21 @@ MUTANTS = [
     ),
     (
         ICL,
-        "LogisticRegression(C=CLASSIFIER_C, max_iter=1000) if several",
+        "LogisticRegression(C=C, max_iter=1000) if several",
         "LogisticRegression() if several",
         IN_ICL + "the_classifier_has_not_seen_the_query_nor_any_that_asks_the_same",
     ),
     (
         ICL,
-        "of_answers = torch.full((self.answer_of.max().item() + 1,), -1.0)",
-        "of_answers = torch.zeros((self.answer_of.max().item() + 1,))",
+        "of_answers = np.zeros(self.answer_of.max() + 1)",
+        "of_answers = np.ones(self.answer_of.max() + 1)",
         IN_ICL + "an_answer_that_no_kept_row_has_is_the_least_likely_and_one_alone_is_certain",
     ),
     # the test's texts and worths before the test, figures, an earlier policy, weights of hard and soft
     (
         ICL,
-        "            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n",
-        '            queries = self.splits["test"]\n            similar = [self.corpus.most_similar(query, SHOTS) for query in queries]\n',
+        "            baseline = self.mean_accuracy(queries, partial(",
+        '            queries = self.splits["test"]\n            baseline = self.mean_accuracy(queries, partial(',
         BEFORE,
     ),
     (ICL, "return VoteReader(self.demos)", 'return VoteReader(self.demos + self.splits["test"])', BEFORE),
@@ -417,9 +417,9 @@ MUTANTS = [
     # best/ leaves similarity for a clear gain
     (
         ICL,
-        "gain.mean() - gain.std() / len(gain) ** 0.5",
+        "gain.mean() - 2 * gain.std() / len(gain) ** 0.5",
         "gain.mean()",
-        IN_ICL + "best_leaves_similarity_for_a_clear_gain_alone",
+        IN_ICL + "best_leaves_the_rule_for_a_clear_gain_alone",
     ),
     (
         ICL,
@@ -429,8 +429,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "return pool[self.ranking(query, pool)[:count]].tolist()",
-        "return pool[self.similarity(query, pool).argsort(stable=True)[:count]].tolist()",
+        "return np.lexsort((-similarity, -score.astype(float)))",
+        "return np.lexsort((similarity, -score.astype(float)))",
         IN_ICL + "each_baseline_shows_the_rows_that_its_name_says",
     ),
     (
@@ -576,21 +576,119 @@ MUTANTS = [
     ),
     (
         ICL,
-        "    means = torch.as_tensor(differences)[picks].mean(1).sort().values",
-        "    means = torch.as_tensor(differences).expand(BOOTSTRAP, -1).mean(1)",
+        "                method: bootstrap_interval(by_method[name] - values)",
+        "                method: bootstrap_interval(np.sort(by_method[name])[::-1] - values)",
         IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
+    ),
+    # the rule that a policy starts as
+    (
+        ICL,
+        "        self.corpus.rule = self.policy.config.rule\n",
+        "",
+        IN_ICL + "rce_starts_as_the_rule_that_is_best_on_validation_and_remembers_it",
+    ),
+    (
+        ICL,
+        "self.corpus.rule = max(reversed(accuracies), key=accuracies.get)",
+        "self.corpus.rule = max(accuracies, key=accuracies.get)",
+        IN_ICL + "rce_starts_as_the_rule_that_is_best_on_validation_and_remembers_it",
+    ),
+    (
+        ICL,
+        "place = place.masked_fill(taken, math.inf)",
+        "place = place.clone()",
+        IN_ICL + "a_new_policy_shows_what_its_rule_shows_to_the_last_row[kNN-5]",
+    ),
+    (
+        ICL,
+        "[[0.5 / 30, 0, 0, 1.1 / 30, 0, 0]]",
+        "[[0.5 / 30, 0, 0, 0.1 / 30, 0, 0]]",
+        IN_ICL + "a_new_policy_shows_what_its_rule_shows_to_the_last_row[classifier, fillers-3.0]",
+    ),
+    (
+        ICL,
+        "add_candidate(candidates, pointer[::-1], source)",
+        "add_candidate(candidates, pointer, source)",
+        IN_ICL + "the_rules_lists_are_proposed_forwards_and_backwards",
+    ),
+    (
+        ICL,
+        "steps = [self.choice_logprobs(state, candidates, taken, 0, lengths == 1)]",
+        "steps = [self.choice_logprobs(state, candidates, taken, 0, lengths == 0)]",
+        IN_ICL + "choices_after_a_lists_end_count_nothing",
+    ),
+    (
+        ICL,
+        "is_last = lengths[:, :most] == count + 1",
+        "is_last = lengths[:, :most] == count",
+        IN_ICL + "log_probabilities_equal_a_step_by_step_computation",
+    ),
+    (
+        ICL,
+        "torch.tensor([[count + 1 == shots]], device=pool.device)",
+        "torch.tensor([[count == shots]], device=pool.device)",
+        IN_ICL + "beams_are_the_likeliest_lists_and_one_beam_is_greedy",
+    ),
+    (
+        ICL,
+        "torch.tensor([[count + 1 == uniform.shape[2]]], device=pool.device)",
+        "torch.tensor([[count == uniform.shape[2]]], device=pool.device)",
+        IN_ICL + "samples_follow_the_policys_probabilities_and_never_repeat_a_choice",
+    ),
+    (
+        ICL,
+        "votes = 1 / (1 - cosines).clamp(min=1e-6).double()",
+        "votes = torch.ones_like(cosines).double()",
+        IN_ICL + "neighbours_vote_as_scikit_learns_do_and_never_with_the_querys_own_answer",
+    ),
+    # STAGE=evaluate
+    (
+        ICL,
+        'afresh = self.resumed_from is None and STAGE != "evaluate"',
+        "afresh = True",
+        IN_ICL + "a_fresh_start_makes_the_vectors_of_an_own_embedder_again_and_a_resumed_one_does_not",
+    ),
+    (
+        ICL,
+        'if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):',
+        'if EVALUATE_POLICY == "best":',
+        IN_ICL + "a_checkpoint_or_a_folder_is_the_policy_that_is_scored[step_8]",
+    ),
+    (
+        ICL,
+        "    global POINTER_POLICY\n    POINTER_POLICY = policy\n",
+        "",
+        IN_ICL + "a_checkpoint_or_a_folder_is_the_policy_that_is_scored[step_8]",
+    ),
+    (
+        ICL,
+        'if not (policy / "config.json").exists():',
+        "if False:",
+        IN_ICL + "a_policy_that_is_missing_or_of_other_data_is_not_scored",
+    ),
+    (
+        ICL,
+        'if self.policy.config.vectors not in ("", vectors):',
+        "if False:",
+        IN_ICL + "a_policy_that_is_missing_or_of_other_data_is_not_scored",
+    ),
+    (
+        ICL,
+        'shown["accuracy"] = {name: float(values[number])',
+        'shown["accuracy"] = {name: float(values[0])',
+        IN_ICL + "a_policy_is_scored_as_the_runs_own_test_scores_it_and_no_file_changes",
     ),
     # padding, pools
     (
         ICL,
-        "cut_lists(self.corpus.ranking(query, pool), shots)",
-        "cut_lists(self.corpus.ranking(query, F.pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)), shots)",
+        '("retrieval", self.corpus.ranking(query, pool))',
+        '("retrieval", self.corpus.ranking(query, pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)))',
         IN_ICL + "a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates",
     ),
     (
         ICL,
         "groups.append(SimpleNamespace(query=query, pool=pool, candidates",
-        "pool = F.pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)\n            groups.append(SimpleNamespace(query=query, pool=pool, candidates",
+        "pool = pad(pool, (0, inputs[2].shape[1] - len(pool)), value=-1)\n            groups.append(SimpleNamespace(query=query, pool=pool, candidates",
         IN_ICL + "a_pool_as_large_as_the_data_holds_and_proposes_nothing_but_its_candidates",
     ),
     (ICL, "    if least < shots:\n", "    if False:\n", IN_ICL + "a_masked_candidate_is_never_chosen"),
@@ -639,14 +737,14 @@ MUTANTS = [
     ),
     (
         ICL,
-        "        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)",
+        "        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)",
         "        self.chats = False",
         IN_ICL + "a_chat_is_the_readers_own_template_around_the_prompt",
     ),
     (
         ICL,
-        "        self.chats = bool(CHAT_TEMPLATE and tokenizer.chat_template)",
-        "        self.chats = bool(tokenizer.chat_template)",
+        "        self.chats = bool(CHAT_TEMPLATE and self.processor.chat_template)",
+        "        self.chats = bool(self.processor.chat_template)",
         IN_ICL + "a_chat_is_the_readers_own_template_around_the_prompt",
     ),
     (
@@ -731,8 +829,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "[:count]].tolist()",
-        "[1:count + 1]].tolist()",
+        "rule_order(query, name, setting)[:shots]",
+        "rule_order(query, name, setting)[1 : shots + 1]",
         IN_ICL + "each_baseline_shows_the_rows_that_its_name_says",
     ),
     (
@@ -761,20 +859,20 @@ MUTANTS = [
     ),
     (
         ICL,
-        '        queries = self.splits["validation"]\n',
-        '        queries = self.splits["test"]\n',
+        '("evaluate"):\n            queries = self.splits["validation"]\n',
+        '("evaluate"):\n            queries = self.splits["test"]\n',
         IN_ICL + "the_policy_that_is_kept_is_chosen_on_validation_queries_alone",
     ),
     (
         ICL,
-        "        for shots in range(1, SHOTS + 1):\n",
-        "        for shots in range(1, max(EVAL_SHOTS) + 1):\n",
+        "lists_of(shots)) for shots in range(1, SHOTS + 1)",
+        "lists_of(shots)) for shots in range(1, max(EVAL_SHOTS) + 1)",
         IN_ICL + "the_policy_that_is_kept_is_chosen_on_validation_queries_alone",
     ),
     (
         ICL,
-        "self.accuracy_of(queries, [numbers[:shots] for numbers in lists])",
-        "self.accuracy_of(queries, lists)",
+        "lists_of(shots)) for shots in range(1, SHOTS + 1)",
+        "lists_of(SHOTS)) for shots in range(1, SHOTS + 1)",
         IN_ICL + "the_policy_that_is_kept_is_chosen_on_validation_queries_alone",
     ),
     (
@@ -881,20 +979,20 @@ MUTANTS = [
     ),
     (
         ICL,
-        "np.lexsort((-similarity, -score))",
-        "np.lexsort((similarity, -score))",
+        "            score = score == score.max(initial=0.0)\n",
+        "            score = score >= 0\n",
         IN_ICL + "each_baseline_shows_the_rows_that_its_name_says",
     ),
     (
         ICL,
-        '    queries = trainer.splits["validation"]\n    best = {',
-        '    queries = trainer.splits["test"]\n    best = {',
+        '    settings = {"similarity": 0}\n    queries = trainer.splits["validation"]',
+        '    settings = {"similarity": 0}\n    queries = trainer.splits["test"]',
         IN_ICL + "the_baselines_settings_are_chosen_on_validation_at_one_shot",
     ),
     (
         ICL,
-        "        if accuracy > accuracies[name]:",
-        "        if accuracies[name] < 0:",
+        "values[int(np.argmax(accuracies))]",
+        "values[0]",
         IN_ICL + "the_baselines_settings_are_chosen_on_validation_at_one_shot",
     ),
     (
@@ -919,7 +1017,7 @@ MUTANTS = [
         ICL,
         'self.run.best_by = ["clear_gain"]',
         'self.run.best_by = ["pick_accuracy"]',
-        "tests/test_icl.py::test_best_leaves_similarity_for_a_clear_gain_alone",
+        "tests/test_icl.py::test_best_leaves_the_rule_for_a_clear_gain_alone",
     ),
     (
         ICL,

@@ -18,6 +18,21 @@ DEPTH = IN_RAG + "below_the_rerankers_depth_stands_what_bm25_found"
 RULES = IN_RAG + "the_rules_are_learnt_from_the_training_questions_and_the_trees_size_from_the_validation"
 TAKEN = IN_RAG + "odd_input_that_makes_sense_is_taken"
 ODD = IN_RAG + "odd_input_is_one_sentence_and_a_run_stays"
+EVALUATED = IN_RAG + "an_evaluation_has_the_figures_of_the_test_and_changes_no_file_of_the_run"
+BY_HAND = IN_RAG + "figures_of_an_evaluation_by_hand"
+OTHER_POLICY = IN_RAG + "a_checkpoint_or_a_folder_of_another_run_is_evaluated_too"
+BLOCKS_OF_TEST = IN_RAG + "only_the_test_questions_are_answered_and_as_in_the_table_of_the_training"
+ANOTHER = IN_RAG + "another_data_set_is_scored_whole_without_the_training_data"
+LACKS = IN_RAG + "what_an_evaluation_lacks_is_one_sentence"
+STAGE = IN_RAG + "the_stage_is_chosen_on_the_command_line_and_its_constants_may_change_on_resuming"
+SHARES = IN_RAG + "action_shares_by_hand"
+OWN_FILES = IN_RAG + "a_folder_may_hold_csv_parquet_or_texts"
+TEXTS = IN_RAG + "paragraphs_of_a_text_end_at_blank_lines_and_headings_are_their_titles"
+FAULTS = IN_RAG + "faults_of_a_folder_are_one_sentence"
+SPLITS = IN_RAG + "the_splits_shrink_with_the_data_unless_they_are_set"
+OWN_SECONDS = IN_RAG + "a_questions_own_seconds_are_measured_where_they_are_the_cost"
+SAYS_SO = IN_RAG + "more_paragraphs_than_there_are_are_all_that_there_are_and_it_says_so"
+PICTURE = IN_RAG + "the_picture_of_actions_counts_every_episode"
 
 MUTANTS = [
     # PPO
@@ -158,8 +173,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        'self.table.observations[self.table.splits["train"]]\n            self.policy.mean',
-        "self.table.observations\n            self.policy.mean",
+        'self.table.observations[self.table.splits["train"]]\n        policy.mean',
+        "self.table.observations\n        policy.mean",
         IN_RAG + "only_the_training_questions_scale_the_observation",
     ),
     (RAG, "if title in gold_titles:", "if title:", IN_RAG + "hotpots_own_file_is_read_its_paragraphs_once"),
@@ -414,8 +429,8 @@ MUTANTS = [
     ),
     (
         RAG,
-        "if (config.inputs, config.actions) != (len(OBSERVATION), actions):",
-        "if config.inputs != len(OBSERVATION):",
+        "if (policy.config.inputs, policy.config.actions) != (len(OBSERVATION), actions):",
+        "if policy.config.inputs != len(OBSERVATION):",
         IN_RAG + "resuming_with_other_actions_is_refused",
     ),
     # what the source logs and clips
@@ -447,7 +462,7 @@ MUTANTS = [
         IN_RAG + "the_gain_is_paired_with_each_rule_and_its_interval_resamples_questions",
     ),
     (RAG, 'map(itemgetter("question"), questions), *corpus)', 'map(itemgetter("question"), questions))', ODD),
-    (RAG, 'if not isinstance(DATASET.get("path"), str) or', 'if "path" not in DATASET or', ODD),
+    (RAG, 'if not isinstance(data.get("path"), str) or', 'if "path" not in data or', ODD),
     (RAG, "run.total_steps, WARMUP_STEPS, schedule", "run.total_steps, 0, schedule", UPDATE),
     (RAG, "run.total_steps, WARMUP_STEPS, schedule", "N_STEPS, WARMUP_STEPS, schedule", UPDATE),
     (RAG, "steps_done = max(0, run.step - 1)", "steps_done = run.step", UPDATE),
@@ -460,4 +475,126 @@ MUTANTS = [
         '"advantage_mean": batch.rewards.mean().item()',
         "tests/test_rag.py::test_explained_variance_and_the_means_of_a_step_by_hand",
     ),
+    # STAGE=evaluate
+    (RAG, 'trainer = trainer_class(resume_from_checkpoint="no")', "trainer = trainer_class()", EVALUATED),
+    (RAG, "actions = logprobs.argmax(1)\n", "actions = logprobs.argmin(1)\n", EVALUATED),
+    (
+        RAG,
+        "by_question[name] = values[rows, actions].double().mean(1)",
+        "by_question[name] = values[rows, actions].double()[:, 0]",
+        EVALUATED,
+    ),
+    (
+        RAG,
+        "rewards_of_actions = table.rewards.double().mean(2)[rows]",
+        "rewards_of_actions = table.rewards.double().mean(2)[: len(rows)]",
+        BY_HAND,
+    ),
+    (RAG, "(logprobs.double().exp() * rewards_of_actions).sum(1)", "rewards_of_actions.mean(1)", BY_HAND),
+    (RAG, "rewards_of_actions[:, rewards_of_actions.mean(0).argmax()]", "rewards_of_actions[:, 0]", BY_HAND),
+    (
+        RAG,
+        'by_question["oracle_reward"] = rewards_of_actions.amax(1)',
+        'by_question["oracle_reward"] = rewards_of_actions.mean(1)',
+        BY_HAND,
+    ),
+    (
+        RAG,
+        'by_question["gain_over_fixed"] = by_question["reward"] - fixed',
+        'by_question["gain_over_fixed"] = fixed - by_question["reward"]',
+        BY_HAND,
+    ),
+    (
+        RAG,
+        '{"responses": table.responses[row][action], "paragraphs"',
+        '{"responses": table.responses[n][action], "paragraphs"',
+        BY_HAND,
+    ),
+    (
+        RAG,
+        'question[f"ranked_{rerank}"][:top_k]]\n        record',
+        'question[f"ranked_{rerank}"]]\n        record',
+        EVALUATED,
+    ),
+    (
+        RAG,
+        "folder = Path(OUTPUT_DIR) / EVALUATE_POLICY\n",
+        'folder = Path(OUTPUT_DIR) / "best"\n',
+        OTHER_POLICY,
+    ),
+    (RAG, '    if (folder / "policy").is_dir():\n', "    if True:\n", OTHER_POLICY),
+    (
+        RAG,
+        "*Path(EVALUATE_POLICY).parts[-2:], Path(data",
+        "*Path(EVALUATE_POLICY).parts[-1:], Path(data",
+        OTHER_POLICY,
+    ),
+    (
+        RAG,
+        "questions[: math.ceil(number / block_size()) * block_size()]",
+        "questions[:number]",
+        BLOCKS_OF_TEST,
+    ),
+    (
+        RAG,
+        "            questions = questions_to_evaluate(questions, self.policy)\n",
+        "            pass\n",
+        BLOCKS_OF_TEST,
+    ),
+    (RAG, 'return ["test"] * count\n', 'return ["test"] * 2 + ["train"] * (count - 2)\n', ANOTHER),
+    (RAG, 'return EVAL_DATASET if data_constant() == "EVAL_DATASET" else DATASET', "return DATASET", ANOTHER),
+    (RAG, "if not EVAL_DATASET and learnt_from not in", "if learnt_from not in", ANOTHER),
+    (RAG, "learnt_from not in (None, questions_digest(questions))", "learnt_from == 0", LACKS),
+    (RAG, """not config.exists() or '"actions"' not in config.read_text()""", "not config.exists()", LACKS),
+    (RAG, 'STAGE EVALUATE_POLICY EVAL_DATASET".split()', 'STAGE EVAL_DATASET".split()', STAGE),
+    (RAG, "        evaluate_policy(trainer_class)\n        return 0", "        return 0", STAGE),
+    # Which actions are chosen
+    (
+        RAG,
+        "chosen = (actions == a).double().mean().item()",
+        "chosen = (best == a).double().mean().item()",
+        SHARES,
+    ),
+    (
+        RAG,
+        "best = table.rewards.double().mean(2)[rows].argmax(1)\n    shares",
+        "best = table.rewards.double().mean(2)[rows].argmin(1)\n    shares",
+        SHARES,
+    ),
+    (
+        RAG,
+        'figures["actions"] = action_shares(self.table, rows, actions)',
+        'figures["actions"] = action_shares(self.table, rows, 0 * actions)',
+        EVALUATED,
+    ),
+    (RAG, ".double().round(decimals=6).tolist())] = number", ".tolist())] = number", PICTURE),
+    # A user's files and splits
+    (
+        "data/make_rag.py",
+        '(key != "OUT" and not value.isdecimal())',
+        "False",
+        IN_RAG + "the_worlds_maker_takes_numbers_and_a_folder",
+    ),
+    (
+        RAG,
+        'if name == "em" and not values.any():',
+        'if name == "em" and not values.all():',
+        IN_RAG + "a_generator_that_answers_nothing_right_is_said",
+    ),
+    (RAG, ', f"{name}.parquet"]', "]", OWN_FILES),
+    (RAG, 'if path.suffix not in (".txt", ".md"):', "if not path.is_file():", TEXTS),
+    (RAG, 'title = block.strip("# ")', "title = path.stem", TEXTS),
+    (RAG, 're.fullmatch(r"#+ .*", block)', 're.match(r"#+ .*", block)', TEXTS),
+    (RAG, "    if len(files) > 1:", "    if len(files) > 2:", FAULTS),
+    (RAG, "if len(corpus) < max(TOP_KS):", "if len(corpus) < min(TOP_KS):", SAYS_SO),
+    (
+        RAG,
+        '        if number == 0:\n            raise UserError(f"{where} has no {name}")',
+        "        pass",
+        FAULTS,
+    ),
+    (RAG, "test = min(400, max(1, count * 4 // 15))", "test = min(400, count)", SPLITS),
+    (RAG, "validation = min(200, max(1, count * 2 // 15))", "validation = min(200, count * 2 // 15)", SPLITS),
+    (RAG, 'return 1 if COST == "seconds" else QUESTIONS_AT_ONCE', "return QUESTIONS_AT_ONCE", OWN_SECONDS),
+    (RAG, "        facts.append(COST)\n", "        pass\n", OWN_SECONDS),
 ]

@@ -357,21 +357,21 @@ MUTANTS = [
     ),
     (
         REC,
-        'targets = torch.tensor(column(self.train_rows, "target"))',
-        'targets = torch.tensor(column(self.train_rows + self.test_rows, "target"))',
+        'targets = torch.tensor(column(self.train_rows, "target"), dtype=torch.long)',
+        'targets = torch.tensor(column(self.train_rows + self.test_rows, "target"), dtype=torch.long)',
         IN_REC + "every_figure_of_the_table_by_hand_and_best_is_by_validation",
     ),
     (
         REC,
         "total = self.end - self.state.begin",
         "total = self.run.total_steps - self.state.begin",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
+        IN_REC + "the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
-        "next_rows(self.sft_rows, self.state, SFT_BATCH_SIZE)",
+        "next_rows(self.sft_rows, self.state, self.sft_batch_size)",
         "next_rows(self.sft_rows, self.state, BATCH_SIZE)",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
+        IN_REC + "the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
@@ -513,9 +513,9 @@ MUTANTS = [
     ),
     (
         REC,
-        "SFT_EPOCHS * math.ceil(len(self.sft_rows) / SFT_BATCH_SIZE)",
-        "SFT_EPOCHS * math.ceil(len(self.train_rows) / SFT_BATCH_SIZE)",
-        IN_REC + "the_schedule_of_each_stage_runs_over_its_own_steps",
+        "SFT_EPOCHS * math.ceil(len(self.sft_rows) / self.sft_batch_size)",
+        "SFT_EPOCHS * math.ceil(len(self.train_rows) / self.sft_batch_size)",
+        IN_REC + "the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
@@ -560,11 +560,11 @@ MUTANTS = [
         IN_REC + "the_rules_of_the_bench_are_the_baselines_and_counts_over_popularity",
     ),
     # programs in data/ that read the same rows
-    (REC, "if is_known and str(arrays", "if str(arrays", IN_REC + "a_sasrec_of_other_rows_is_no_baseline"),
+    (REC, "if is_known and (STAGE", "if (STAGE", IN_REC + "a_sasrec_of_other_rows_is_no_baseline"),
     (
         REC,
-        'if is_known and str(arrays["trained_on"]) == rows_digest(train_rows):',
-        "if is_known:",
+        '(STAGE == "evaluate" or str(arrays["trained_on"]) == rows_digest(train_rows)):',
+        "True:",
         IN_REC + "a_sasrec_of_other_rows_is_no_baseline",
     ),
     (
@@ -620,7 +620,7 @@ MUTANTS = [
     (CODES, "range(max(1, trained), known)", "range(1, known)", BY_TIME),
     (CODES, "range(max(1, known), count)", "range(max(1, trained), count)", BY_TIME),
     (CODES, "(count - 2, count - 1) if count > 2", "(count - 2, count - 1) if count > 1", BY_USER),
-    (CODES, "range(trained, 1, -STRIDE)][::-1]", "range(trained, 1, -STRIDE)]", BY_USER),
+    (CODES, "for end in ends][::-1]", "for end in ends]", BY_USER),
     (CODES, "sorted(some, key=lambda event: event[0])", "sorted(some)", IN_ORDER),
     (CODES, "event: event[0])[-LONGEST:]", "event: event[0])[:LONGEST]", IN_ORDER),
     (CODES, "        rest = rest - centres[group]\n", "", LEVELS),
@@ -674,8 +674,8 @@ MUTANTS = [
     (REC, "scores[::GROUP_SIZE].mean().item()", "scores[:len(rows)].mean().item()", EVERY_FIGURE),
     (
         REC,
-        "scores.view(-1, GROUP_SIZE).mean(1).cpu()",
-        "scores.view(-1, GROUP_SIZE).amax(1).cpu()",
+        "scores.view(-1, GROUP_SIZE).mean(1).cpu()\n        return",
+        "scores.view(-1, GROUP_SIZE).amax(1).cpu()\n        return",
         EVERY_FIGURE,
     ),
     (
@@ -694,8 +694,8 @@ MUTANTS = [
     ),
     (
         REC,
-        'targets = torch.tensor(column(self.train_rows, "target"))',
-        'targets = torch.tensor(column(self.test_rows, "target"))',
+        'targets = torch.tensor(column(self.train_rows, "target"), dtype=torch.long)',
+        'targets = torch.tensor(column(self.test_rows, "target"), dtype=torch.long)',
         BEFORE,
     ),
     (REC, "        metrics = self.evaluate()\n", "        metrics = self.evaluate(self.test_rows)\n", BEFORE),
@@ -753,13 +753,13 @@ MUTANTS = [
         REC,
         "steps_done = max(0, run.step - 1 - self.state.begin)",
         "steps_done = max(0, run.step - 1)",
-        "tests/test_rec.py::test_the_schedule_of_each_stage_runs_over_its_own_steps",
+        "tests/test_rec.py::test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
-        "self.set_learning_rates(SFT_LEARNING_RATE)",
-        "self.set_learning_rates(LEARNING_RATE)",
-        "tests/test_rec.py::test_the_schedule_of_each_stage_runs_over_its_own_steps",
+        "learning_rate, schedule = SFT_LEARNING_RATE, SFT_LR_SCHEDULER_TYPE",
+        "learning_rate, schedule = LEARNING_RATE, SFT_LR_SCHEDULER_TYPE",
+        "tests/test_rec.py::test_the_schedule_of_each_stage_is_its_own_and_runs_over_its_own_steps",
     ),
     (
         REC,
@@ -775,8 +775,8 @@ MUTANTS = [
     ),
     (
         REC,
-        "schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER",
-        'schedule = "linear" if USE_LR_SCHEDULER',
-        "tests/test_rec.py::test_both_ends_of_a_cosine_in_each_stage[sft]",
+        "schedule = LEARNING_RATE, LR_SCHEDULER_TYPE if",
+        'schedule = LEARNING_RATE, "linear" if',
+        "tests/test_rec.py::test_both_ends_of_a_cosine_in_each_stage[rl]",
     ),
 ]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, load_script
 
-CONSTANTS = """LOG TITLES USER ITEM TIME TITLE SPLIT VALID_SHARE TEST_SHARE LONGEST STRIDE LEVELS CODES MODEL
-    WIDTH SEED""".split()
+CONSTANTS = """LOG TITLES USER ITEM TIME TITLE SPLIT VALID_SHARE TEST_SHARE LONGEST STRIDE MAX_HISTORY
+    HISTORY_SHARE LEVELS CODES MODEL WIDTH SEED""".split()
 WORDS = "red blue green iron steel wooden".split()
 THINGS = "hammer saw drill lamp".split()
 
@@ -51,7 +51,7 @@ EVENTS = {  # by time, as read_log() gives them
 
 def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(codes):
     codes.VALID_SHARE, codes.TEST_SHARE, codes.STRIDE = 0.2, 0.3, 2
-    rows = codes.split_rows(EVENTS)  # of ten the test has those from 7 on, validation 5 and 6
+    rows, _ = codes.split_rows(EVENTS)  # of ten the test has those from 7 on, validation 5 and 6
     assert rows == {
         "train": [("u", ["a", "b", "c"]), ("v", ["a", "b"])],
         "valid": [("u", list("abcd"))],
@@ -62,12 +62,33 @@ def test_the_split_by_time_asks_for_what_is_later_than_all_that_is_trained_on(co
 def test_the_split_by_users_asks_for_the_last_and_the_one_before(codes):
     codes.SPLIT = "last"
     codes.STRIDE = 2
-    rows = codes.split_rows({**EVENTS, "x": [(1, "a"), (2, "b")]})
+    rows, _ = codes.split_rows({**EVENTS, "x": [(1, "a"), (2, "b")]})
     assert rows == {
         "train": [("u", ["a", "b"]), ("u", list("abcd")), ("x", ["a", "b"])],
         "valid": [("u", list("abcde")), ("v", ["a", "b"])],
         "test": [("u", list("abcdef")), ("v", list("aba"))],
     }
+
+
+def test_max_history_is_chosen_from_the_log_and_training_rows_end_that_many_items_apart(codes):
+    """Users' lengths are such that validation asks after 39 items, and after 0 to 7 where most are short."""
+    codes.SPLIT = "last"
+
+    def log_of(lengths):
+        return {f"u{n}": [(i, f"i{i % 9}") for i in range(length)] for n, length in enumerate(lengths)}
+
+    rows, longest = codes.split_rows(
+        log_of([41, 41, 41, 300])
+    )  # validation: 39, 39, 39 and 298 items before it
+    assert longest == 39
+    assert [len(items) for user, items in rows["train"] if user == "u3"] == [*range(298 % 39, 299, 39)]
+    assert codes.split_rows(log_of([41, 41, 300, 300]))[1] == 50
+    assert codes.split_rows(log_of([9, 9, 9, 300]))[1] == 10
+    codes.HISTORY_SHARE = 1.0
+    assert codes.split_rows(log_of([41, 41, 41, 47]))[1] == 45
+    codes.MAX_HISTORY, codes.STRIDE = 20, 7
+    rows, longest = codes.split_rows(log_of([41]))
+    assert longest == 20 and [len(items) for _, items in rows["train"]] == [4, 11, 18, 25, 32, 39]
 
 
 def test_a_users_interactions_are_ordered_by_time_and_equal_times_as_in_the_log(codes):
@@ -134,6 +155,7 @@ def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, t
     small = {"SFT_EPOCHS": 1, "HIDDEN_SIZE": 8, "LAYERS": 1, "MAX_HISTORY": 3, "EVAL_BEAMS": 20}
     module = load_script("grpo/grpo_rec.py", STAGE="sft", **small)
     module.apply_overrides((tmp_path / "mine/words.txt").read_text().split())
+    assert module.MAX_HISTORY == 10, "the words say so"
     trainer = module.RecTrainer()
     names = trainer.catalogue.items
     assert len(names) == 24 == len(set(trainer.catalogue.codes))
@@ -190,6 +212,8 @@ BAD = [
     ("other.csv", "", ["SPLIT=users"], "SPLIT = 'users': it takes time or last"),
     ("other.csv", "", ["TEST_SHARE=0.95"], "must be above 0, their sum below 1"),
     ("other.csv", "", ["LEVELS=0"], "LEVELS is 1 to 11"),
+    ("other.csv", "", ["STRIDE=20", "MAX_HISTORY=9"], "STRIDE = 20 is above MAX_HISTORY = 9"),
+    ("other.csv", "", ["HISTORY_SHARE=0"], "HISTORY_SHARE = 0.0 must be above 0"),
 ]
 
 

@@ -256,7 +256,6 @@ def test_rce_icl(tmp_path, models, dropout):
         RCE_EPOCHS=2 if dropout else 1,
         GRPO_EPOCHS=0 if dropout else 1,
         EVAL_SHOTS="(2,)",
-        BOOTSTRAP=20,
         ON_POLICY=not dropout,
         READER=reader,
         MAX_ANSWER_TOKENS=3,

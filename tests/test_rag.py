@@ -6,11 +6,15 @@ import functools
 import json
 import math
 import re
+import runpy
+import shutil
 import statistics
 import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, assert_same_state, load_script, read, untimed
@@ -129,7 +133,6 @@ def trained(world, tmp_path_factory):
     are guesses."""
     weights = {"EM_WEIGHT": 1.3, "F1_WEIGHT": 0.7, "COST_WEIGHT": 0.09}
     others = {"COST_TOKENS": 50.0, "COST_PAIRS": 7.0, "SEED": 5, "SPLIT_SEED": 3, "DRAWS": 2}
-    others["LOG_SAMPLES"] = 99
     script = toy(world, tmp_path_factory.mktemp("trained"), **weights, **others)
 
     def guesses(self, prompts, temperature, seed):
@@ -402,7 +405,8 @@ def test_each_part_of_the_reward_has_its_own_weight(rag, world):
 
 
 def test_the_clocks_seconds_are_a_cost_too(rag, world):
-    script, trainer = quick(rag, world, COST="seconds", COST_WEIGHT=3.0, EM_WEIGHT=1.5)
+    small = {"TEMPERATURES": (0.0,), "TOP_KS": (1,), "FIXED_ACTION": (1, 0.0, 0)}
+    script, trainer = quick(rag, world, **small, COST="seconds", COST_WEIGHT=3.0, EM_WEIGHT=1.5)
     parts = trainer.table.metrics
     assert torch.equal(parts["cost"], parts["seconds"]) and parts["seconds"].min() > 0
     assert torch.allclose(trainer.table.rewards, 1.5 * parts["em"] + 0.5 * parts["f1"] - 3 * parts["seconds"])
@@ -700,7 +704,9 @@ def test_hotpots_own_file_is_read_its_paragraphs_once(rag, tmp_path):
     (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT, second]))
     spec = {"path": str(tmp_path / "hotpot.json"), "type": "hotpotqa"}
     script = rag(DATASET=spec, VALIDATION_QUESTIONS=1, TEST_QUESTIONS=1)
-    with pytest.raises(script.UserError, match="2 questions leave none to train on beside the 2"):
+    with pytest.raises(
+        script.UserError, match="2 questions leave none to train on beside TEST_QUESTIONS = 1 and VALID"
+    ):
         script.load_questions(print)
     questions, corpus = script.from_hotpot([(1, HOTPOT), (2, second)], "x")
     assert [title for title, _ in corpus] == ["Mill", "Ada", "Cole"]
@@ -1008,8 +1014,22 @@ def test_the_pictures_of_a_run_are_drawn(trained, drawing):
     script, trainer = trained
     trainer.run.draw_plots()
     script.draw_learning(trainer.run.folder, trainer.run.title, trainer.table, trainer.figures)
+    tested = json.loads((trainer.run.folder / "eval_test.json").read_text())
+    script.draw_actions(trainer.run.folder, trainer.run.title, tested["actions"])
     pictures = [path.read_bytes()[:4] for path in trainer.run.folder.glob("*.png")]
-    assert pictures == [b"\x89PNG"] * 3
+    assert pictures == [b"\x89PNG"] * 4
+
+
+def test_the_picture_of_actions_counts_every_episode(trained):
+    """Whatever decimals a temperature has; samples of other actions do not count."""
+    script, trainer = trained
+    episodes = read(trainer.run.folder / "logs/samples.jsonl")
+    found = script.sampled_actions(episodes, trainer.table.actions)
+    assert len(found) == len(episodes) == 64 and found[-1][0] == 4
+    chosen = [trainer.table.actions[number] for _, number in found]
+    assert chosen == [tuple(episode[key] for key in script.ACTION) for episode in episodes]
+    third = {"step": 7, "top_k": 1.0, "temperature": 0.333333, "rerank": 0.0}
+    assert script.sampled_actions([third, {**third, "rerank": 1.0}], [(1, 1, 0), (1, 1 / 3, 0)]) == [(7, 1)]
 
 
 def test_the_first_ratio_is_one_and_every_file_is_there(trained):
@@ -1035,6 +1055,7 @@ def test_the_first_ratio_is_one_and_every_file_is_there(trained):
         "training_config.json",
         "eval_test.json",
         "rag_learning.png",
+        "rag_actions.png",
         "training_metrics_detailed.png",
         "ppo_rag_metrics_with_entropy.png",
         *(f"eval_baseline_{n}.json" for n in BASELINES),
@@ -1350,13 +1371,315 @@ def test_one_action_has_its_table(rag, world):
     assert figures["tree"]["test"] == figures["fixed"]["test"] == figures["oracle"]["test"]
 
 
-def test_more_paragraphs_than_there_are_are_all_that_there_are(rag, world):
+def test_more_paragraphs_than_there_are_are_all_that_there_are_and_it_says_so(rag, world, capsys):
     actions = {"TOP_KS": (20, 100), "TEMPERATURES": (0.0,), "FIXED_ACTION": (20, 0.0, 0)}
     table = quick(rag, world, **actions, MAX_NEW_TOKENS=2)[1].table
+    assert "TOP_KS = (20, 100): from 20 on, all read the whole corpus" in capsys.readouterr().out
     for rerank in (0, 1):  # the corpus has 20
         less, more = (table.actions.index((k, 0.0, rerank)) for k in (20, 100))
         assert [row[less] for row in table.responses] == [row[more] for row in table.responses]
         assert torch.equal(table.rewards[:, less], table.rewards[:, more])
+
+
+# ---------------------------------------------------------------- STAGE=evaluate
+
+
+@pytest.fixture
+def trained_copy(trained, tmp_path, monkeypatch):
+    """(module, trainer, folder): a copy of the trained run, which its module evaluates; no answer is new."""
+    script, trainer = trained
+    folder = tmp_path / "mine"
+    shutil.copytree(trainer.run.folder, folder)
+    monkeypatch.setattr(script, "OUTPUT_DIR", str(folder))
+    monkeypatch.setattr(script, "STAGE", "evaluate")
+    monkeypatch.setattr(script, "answer_block", None)
+    return script, trainer, folder
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_an_evaluation_has_the_figures_of_the_test_and_changes_no_file_of_the_run(trained_copy, capsys):
+    script, trainer, folder = trained_copy
+    before = contents(folder)
+    figures = script.evaluate_policy(script.RAGTrainer)
+    after = contents(folder)
+    name = f"eval_best_{Path(script.DATASET['path']).stem}"
+    assert after.keys() - before.keys() == {f"{name}.json", f"{name}.jsonl"}
+    assert all(after[file] == content for file, content in before.items())
+    tested = json.loads((folder / "eval_test.json").read_text())
+    facts = json.loads((folder / f"{name}.json").read_text())
+    records = read(folder / f"{name}.jsonl")
+    assert facts["figures"] == figures and facts["questions"] == len(records) == 8
+    assert facts["actions"] == tested["actions"] and facts["policy"] == str(folder / "best/policy")
+    assert facts["settings"]["EM_WEIGHT"] == 1.3 and facts["settings"]["GENERATOR"] == script.GENERATOR
+    assert {"reward", "em", "f1", "cost", "seconds", "top_k"} < tested["policy"].keys() < figures.keys()
+    for key, figure in figures.items():
+        assert figure["low"] <= figure["mean"] <= figure["high"]
+        mean = sum(record[key] for record in records) / 8
+        assert mean == pytest.approx(figure["mean"], abs=1e-6)
+    for key, value in tested["policy"].items():
+        assert figures[key]["mean"] == pytest.approx(value), key
+    assert figures["fixed_reward"]["mean"] == pytest.approx(tested["fixed"]["reward"])
+    assert figures["oracle_reward"]["mean"] == pytest.approx(tested["oracle"]["reward"])
+    for record in records:
+        em = sum(script.rewards.em_score(response, record["answer"]) for response in record["responses"])
+        assert len(record["responses"]) == 2 and record["em"] == pytest.approx(em / 2)
+        assert len(record["paragraphs"]) == record["top_k"]
+    said = capsys.readouterr().out.splitlines()
+    assert sum("95% interval" in line for line in said) == len(figures)
+    assert said[-1] == f"8 questions; written to {folder / name}.json and .jsonl"
+
+
+def test_a_checkpoint_or_a_folder_of_another_run_is_evaluated_too(trained_copy, monkeypatch):
+    script, trainer, folder = trained_copy
+    world = Path(script.DATASET["path"]).stem
+    for policy, name in (("step_4", "step_4"), (f"{folder}/best", "mine_best")):
+        monkeypatch.setattr(script, "EVALUATE_POLICY", policy)
+        script.evaluate_policy(script.RAGTrainer)
+        facts = json.loads((folder / f"eval_{name}_{world}.json").read_text())
+        assert facts["policy"] == f"{folder / Path(policy).name}/policy"
+    monkeypatch.setattr(script, "EVALUATE_POLICY", f"{folder}/best/policy")
+    assert script.policy_to_evaluate() == folder / "best/policy"
+
+
+def test_only_the_test_questions_are_answered_and_as_in_the_table_of_the_training(rag, tmp_path):
+    """Blocks of three: the ninth question completes the third block, or its sampled answers would differ."""
+    constants = {"QUESTIONS_AT_ONCE": 3, "TOP_KS": (3,), "RERANKS": (0,), "MAX_STEPS": 1}
+    whole = rag(**constants).RAGTrainer()
+    whole.train()
+    script = rag(**constants, STAGE="evaluate", CACHE_DIR=str(tmp_path / "new"))
+    script.evaluate_policy(script.RAGTrainer)
+    assert len(cached(tmp_path / "new")) == 9 * 2
+    again = script.RAGTrainer("no")
+    assert again.table.responses == whole.table.responses[:9]
+    assert again.table.splits["test"] == whole.table.splits["test"]
+
+
+def test_another_data_set_is_scored_whole_without_the_training_data(rag, world, tmp_path):
+    """Its corpus is another, and SAMPLE bounds it."""
+    actions = {"RERANKER": "lexical", "TEMPERATURES": (0.0,), "FIXED_ACTION": (1, 0.0, 0)}
+    rag(**actions, MAX_STEPS=1).RAGTrainer().train()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/corpus.csv").write_text("title,text\nArle,Ada was born in Arle .\nCole,A town .\n")
+    lines = "".join(f"Where was {name} born?,Arle\n" for name in NAMES[:5])
+    (tmp_path / "new/questions.csv").write_text("question,answer\n" + lines)
+    data = {"path": str(tmp_path / "new"), "type": "folder"}
+    for sample, count in ((None, 5), (3, 3)):
+        script = rag(**actions, STAGE="evaluate", EVAL_DATASET=data, DATASET={}, SAMPLE=sample)
+        script.evaluate_policy(script.RAGTrainer)
+        assert json.loads((tmp_path / "run/eval_best_new.json").read_text())["questions"] == count
+    records = read(tmp_path / "run/eval_best_new.jsonl")
+    assert all(set(record["paragraphs"]) <= {"Arle", "Cole"} for record in records)
+
+
+def test_figures_of_an_evaluation_by_hand(rag):
+    """Of the test questions the first is answered by action 1, the second by action 0, each the best."""
+    script = rag(FIXED_ACTION=(3, 1.0, 0))
+    table = hand_table(script)
+    corpus = [{"title": title} for title in ("zero", "one")]
+    for row in table.questions:
+        row |= {"id": "7", "question": "?", "answer": "!"}
+    table.responses = [["a0", "a1"], ["b0", "b1"], ["c0", "c1"], ["d0", "d1"]]
+    logprobs = torch.tensor([[0.3, 0.7], [0.9, 0.1]]).log()
+    trainer = script.SimpleNamespace(
+        table=table, policy=lambda observations: (logprobs, None), qa=script.SimpleNamespace(corpus=corpus)
+    )
+    by_question, records, shares = script.policy_scores(trainer)
+    figures = {name: values.tolist() for name, values in by_question.items()}
+    assert figures.pop("expected_reward") == pytest.approx([0.7, 0.92])
+    wanted = {"reward": [1, 1], "em": [1, 1], "fixed_reward": [1, 0.2], "best_action_reward": [1, 0.2]}
+    wanted |= {"oracle_reward": [1, 1], "gain_over_fixed": [0, 0.8], "gain_over_best_action": [0, 0.8]}
+    assert {name: pytest.approx(values) for name, values in wanted.items()} == figures
+    assert [record["responses"] for record in records] == ["c1", "d0"]
+    assert [record["paragraphs"] for record in records] == [["zero", "zero", "one"], ["zero"]]
+    assert [list(entry.values()) for entry in shares] == [[1, 0.0, 0, 0.5, 0.5], [3, 1.0, 0, 0.5, 0.5]]
+
+
+def test_action_shares_by_hand(rag):
+    script = rag()
+    shares = script.action_shares(hand_table(script), [0, 1, 2, 2], torch.tensor([1, 0, 1, 0]))
+    assert shares[0] == {"top_k": 1, "temperature": 0.0, "rerank": 0, "chosen": 0.5, "oracle": 0.25}
+    assert shares[1] == {"top_k": 3, "temperature": 1.0, "rerank": 0, "chosen": 0.5, "oracle": 0.75}
+
+
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        (
+            {"EVALUATE_POLICY": "step_7"},
+            "EVALUATE_POLICY = 'step_7': there is no policy of this trainer in .*step_7: train first",
+        ),
+        (
+            {"EVALUATE_POLICY": "{world}/none"},
+            "there is no policy of this trainer in .*none: train first, or give the folder",
+        ),
+        ({"EVALUATE_POLICY": "{world}/llama"}, "there is no policy of this trainer in .*llama: train first"),
+        ({"TOP_KS": (1, 2, 3)}, r"actions TOP_KS = \(1, 3\) TEMPERATURES = \(0.0, 1.0\) .*: take those$"),
+        (
+            {"SPLIT_SEED": 4},
+            "has perhaps learnt from these test questions: .* SPLIT_SEED and TEST_QUESTIONS as",
+        ),
+        ({"TEST_QUESTIONS": 9}, "EVALUATE_POLICY = 'best' has perhaps learnt from these test questions"),
+        (
+            {"EVAL_DATASET": {"path": "/no/such", "type": "folder"}},
+            "EVAL_DATASET: there is no folder /no/such",
+        ),
+        ({"EVAL_DATASET": {"path": "/no/such"}}, "EVAL_DATASET = .*: it takes {'path'"),
+    ],
+)
+def test_what_an_evaluation_lacks_is_one_sentence(trained_copy, world, monkeypatch, constants, says):
+    script, trainer, folder = trained_copy
+    for key, value in constants.items():
+        if key == "EVALUATE_POLICY":
+            value = value.replace("{world}", str(world))
+        monkeypatch.setattr(script, key, value)
+    with pytest.raises(script.UserError, match=says) as error:
+        script.evaluate_policy(script.RAGTrainer)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_stage_is_chosen_on_the_command_line_and_its_constants_may_change_on_resuming(
+    rag, world, tmp_path, monkeypatch, capsys
+):
+    small = {"MAX_STEPS": 1, "TEMPERATURES": (0.0,), "TOP_KS": (1,), "RERANKS": (0,)}
+    small |= {"FIXED_ACTION": (1, 0.0, 0), "CACHE_DIR": str(world / "cache")}
+    rag(**small).RAGTrainer().train()
+    script = rag(**small)
+    monkeypatch.setattr("sys.argv", ["ppo_rag.py", "STAGE=evaluate"])
+    with pytest.raises(SystemExit) as end:
+        script.train_main()
+    assert end.value.code == 0 and list((tmp_path / "run").glob("eval_best_*.jsonl"))
+    capsys.readouterr()
+    data = {"path": "elsewhere", "type": "folder"}
+    rag(**small, EVALUATE_POLICY="step_1", EVAL_DATASET=data).RAGTrainer("yes")
+    said = capsys.readouterr().out
+    assert "Resuming" in said and "Changed since" not in said
+
+
+# ---------------------------------------------------------------- files of one's own
+
+
+def own_folder(folder, corpus, questions):
+    """DATASET: a folder of these files, {name: text}."""
+    for name, text in {**corpus, **questions}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+def test_a_folder_may_hold_csv_parquet_or_texts(rag, tmp_path):
+    script = rag()
+    asked = {"questions.csv": "question,answer,gold\nHow much?,5 euros,Card\nWhen?,nine,\n"}
+    told = {"corpus.csv": 'title,text\nCard,"It costs 5 euros, yearly."\nHours,From nine.\n'}
+    texts = {"corpus/a/Hours.txt": "From nine.\n", "corpus/Card.txt": "It costs 5 euros, yearly.\n"}
+    folders = [own_folder(tmp_path / "csv", told, asked), own_folder(tmp_path / "texts", texts, asked)]
+    table = pyarrow.csv.read_csv(f"{folders[0]}/corpus.csv")
+    (tmp_path / "parquet").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "parquet/corpus.parquet")
+    folders.append(own_folder(tmp_path / "parquet", {}, asked))
+    for folder in folders:
+        questions, corpus = script.from_folder(folder)
+        assert list(corpus) == [("Card", "It costs 5 euros, yearly."), ("Hours", "From nine.")]
+        assert [(row["question"], row["answer"], row["gold_docs"]) for row in questions] == [
+            ("How much?", "5 euros", [0]),
+            ("When?", "nine", []),
+        ]
+
+
+def test_paragraphs_of_a_text_end_at_blank_lines_and_headings_are_their_titles(rag, tmp_path):
+    """A heading with text right below it is text; other files are left alone."""
+    text = "\n\nBefore.\nStill.\n \nNext.\n\n# Fines, 2024 #\n\nTen cents.\n\n## Cards\nFive euros.\n\n"
+    folder = own_folder(tmp_path, {"rules.md": text, "empty.txt": " \n", "photo.png": "no"}, {})
+    rows = [record for _, record in rag().text_paragraphs(folder)]
+    assert [(row["title"], row["text"]) for row in rows] == [
+        ("rules", "Before.\nStill."),
+        ("rules", "Next."),
+        ("Fines, 2024", "Ten cents."),
+        ("Fines, 2024", "## Cards\nFive euros."),
+    ]
+
+
+@pytest.mark.parametrize(
+    "corpus, questions, says",
+    [
+        (
+            {},
+            {"questions.csv": "question,answer\na,b\n"},
+            "own: it takes corpus.jsonl or corpus.csv or corpus.parquet or corpus/ with .txt or .md files$",
+        ),
+        (
+            {"corpus/a.txt": "b\n", "corpus.csv": "title,text\na,b\n"},
+            {"questions.csv": "question,answer\na,b\n"},
+            "own: there are corpus.csv and corpus/ with .txt or .md files: keep one$",
+        ),
+        (
+            {"corpus.csv": "title,text\na,b\n", "corpus.jsonl": ""},
+            {"questions.csv": "question,answer\na,b\n"},
+            "own: there are corpus.jsonl and corpus.csv: keep one",
+        ),
+        (
+            {"corpus.csv": "title,text\na,b\n"},
+            {},
+            "own: it takes questions.jsonl or questions.csv or questions.parquet$",
+        ),
+        ({"corpus.csv": "title,text\na,b\n"}, {"questions.csv": "question,answer\n"}, "has no question"),
+        ({"corpus.csv": "title,text\n"}, {"questions.csv": "question,answer\na,b\n"}, "has no paragraph"),
+        (
+            {"corpus/a.txt": ""},
+            {"questions.csv": "question,reply\na,b\n"},
+            r"csv line 2: there is no value for column 'answer'; the row has \['question', 'reply'\]",
+        ),
+        ({"corpus/a.txt": "b\n"}, {"questions.csv": "question,answer\na,\n"}, "for column 'answer'"),
+        (
+            {"corpus/a.txt": "b\n"},
+            {"questions.csv": "question,answer\na,b\nc,d\n"},
+            "2 questions leave none to",
+        ),
+    ],
+)
+def test_faults_of_a_folder_are_one_sentence(rag, tmp_path, corpus, questions, says):
+    folder = own_folder(tmp_path / "own", corpus, questions)
+    script = rag(DATASET={"path": folder, "type": "folder"}, TEST_QUESTIONS=None, VALIDATION_QUESTIONS=None)
+    with pytest.raises(script.UserError, match=says) as error:
+        script.load_questions(print)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_file_that_is_no_text_is_named(rag, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    script = rag()
+    with pytest.raises(script.UserError, match=r"DATASET: .*a\.txt: cannot be read"):
+        list(script.text_paragraphs(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "count, sizes", [(1500, (400, 200, 900)), (9000, (400, 200, 8400)), (300, (80, 40, 180)), (3, (1, 1, 1))]
+)
+def test_the_splits_shrink_with_the_data_unless_they_are_set(rag, count, sizes):
+    script = rag(TEST_QUESTIONS=None, VALIDATION_QUESTIONS=None)
+    names = script.split_names(count)
+    assert tuple(map(names.count, ("test", "validation", "train"))) == sizes and names[0] == "test"
+    script = rag(TEST_QUESTIONS=2, VALIDATION_QUESTIONS=1)
+    assert script.split_names(5) == ["test", "test", "validation", "train", "train"]
+
+
+def test_a_questions_own_seconds_are_measured_where_they_are_the_cost(rag, tmp_path, monkeypatch):
+    """Answers that were timed in batches are not used."""
+    small = {"TEMPERATURES": (0.0,), "TOP_KS": (1,), "RERANKS": (0,), "FIXED_ACTION": (1, 0.0, 0)}
+    rag(**small).RAGTrainer()
+    script = rag(**small, COST="seconds")
+    batches = []
+    answer_block = script.answer_block
+
+    def spy(qa, questions, missing):
+        batches.append(len(questions))
+        return answer_block(qa, questions, missing)
+
+    monkeypatch.setattr(script, "answer_block", spy)
+    seconds = script.RAGTrainer().table.seconds
+    assert batches == [1] * 32 and len(set(seconds.flatten().tolist())) > 20
 
 
 # ---------------------------------------------------------------- bad input
@@ -1381,7 +1704,7 @@ def spoil(folder, name, line):
         (
             "questions",
             '{"question": "Who?", "answer": "x", "gold": ["Zed"]}\n',
-            "line 33: its gold paragraph 'Zed' is not in corpus.jsonl",
+            "line 33: its gold paragraph 'Zed' is not in the corpus",
         ),
         (
             "questions",
@@ -1423,7 +1746,7 @@ LONG = {"questions": [asked(question="Ada " * 6000)]}
         ({"questions": [asked(question=["Who?"])]}, {}, "questions.jsonl line 33: 'question' must be a text"),
         ({"questions": [asked(answer={"text": "Arle"})]}, {}, "line 33: 'answer' must be a text or a number"),
         ({"questions": [asked(answer=["Arle", " "])]}, {}, "questions.jsonl line 33: its answer is empty"),
-        ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in corpus.jsonl"),
+        ({"questions": [asked(gold=7)]}, {}, "line 33: its gold paragraph '7' is not in the corpus"),
         (LONG, {}, "the question 'Ada Ada Ada"),
         ({}, {"GENERATOR": "{world}/gpt2"}, "MAX_PROMPT_TOKENS = 4096 allow 20"),
         ({}, {"PROMPT": "{contexts} {question} {foo}"}, "{foo}': it takes {contexts}, {question}; a"),
@@ -1527,13 +1850,10 @@ def test_words_that_the_generator_does_not_know_are_said(rag, world, tmp_path, c
         ({"RERANKER": None}, "RERANKS = (0, 1): it takes 0 and, where RERANKER"),
         ({"FIXED_ACTION": (20, 0.7, 0)}, "FIXED_ACTION = (20, 0.7, 0) is none of"),
         ({"DATASET": {"path": "x", "type": "csv"}}, "it takes {'path': ..., 'type': 'folder' | 'hotpotqa' |"),
-        (
-            {"DATASET": {"path": "/no/such", "type": "folder"}},
-            "/no/such/corpus.jsonl: cannot be read as jsonl",
-        ),
+        ({"DATASET": {"path": "/no/such", "type": "folder"}}, "DATASET: there is no folder /no/such"),
         ({"DATASET": {"path": "/no/such.json", "type": "hotpotqa"}}, "/no/such.json is no JSON to read"),
         ({"GENERATOR": "/no/such"}, "GENERATOR = '/no/such': no such folder"),
-        ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside the 36"),
+        ({"TEST_QUESTIONS": 30}, "32 questions leave none to train on beside TEST_QUESTIONS = 30 and VALID"),
     ],
 )
 def test_errors_are_one_sentence(rag, constants, says):
@@ -1546,7 +1866,7 @@ def test_errors_are_one_sentence(rag, constants, says):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("[]", "0 questions leave none to train on"),
+        ("[]", "bad.json has no question"),
         ('{"a": 1}', "is not HotpotQA's format: it takes a list of records"),
         ("[1", "is no JSON"),
         ("5", "is not HotpotQA's format: it takes a list of records"),
@@ -1568,6 +1888,17 @@ def test_a_generator_that_says_nothing_is_refused(rag, monkeypatch):
     monkeypatch.setattr(script.Generator, "answers", lambda self, prompts, *rest: [("", 5)] * len(prompts))
     with pytest.raises(script.UserError, match="answered none of 64 prompts: does it fit"):
         script.RAGTrainer()
+
+
+def test_a_generator_that_answers_nothing_right_is_said(rag, world, capsys):
+    script, trainer = quick(rag, world)
+    table = trainer.table
+    said = capsys.readouterr().out
+    example = f"{table.responses[0][0][0]!r} where {table.questions[0]['answer']!r} is right: see PROMPT"
+    assert f"WARNING: em is 0 for all 256 answers, such as {example}" in said
+    table.responses[3][0][0] = table.questions[3]["answer"]
+    trainer.score()
+    assert "WARNING: em" not in capsys.readouterr().out
 
 
 def test_a_reranker_of_two_labels_is_refused(rag, world, tmp_path):
@@ -1624,6 +1955,14 @@ def test_resuming_with_other_actions_is_refused(rag):
 
 
 # ---------------------------------------------------------------- the shipped world
+
+
+@pytest.mark.parametrize("word", ["SEED=one", "SEED=", "QUESTIONS=3", "help"])
+def test_the_worlds_maker_takes_numbers_and_a_folder(monkeypatch, word):
+    maker = runpy.run_path(str(ROOT / "data/make_rag.py"))
+    monkeypatch.setattr("sys.argv", ["make_rag.py", word])
+    with pytest.raises(SystemExit, match=f"takes SEED=number, OUT=folder and READER.* not '{word}'"):
+        maker["main"]()
 
 
 def test_the_shipped_world_is_small_whole_and_its_reader_reads(tmp_path):

@@ -1181,7 +1181,7 @@ def test_the_guides_scenarios(name, tmp_path, started, monkeypatch):
     prompts = min(48, chosen.get("MAX_TRAIN_PROMPTS", 48))
     per_step = chosen["BATCH_SIZE"] * chosen.get("GRADIENT_ACCUMULATION_STEPS", 2)
     assert len(train) == min(3, math.ceil(prompts / per_step))
-    assert f"each has {per_step} x {chosen.get('GROUP_SIZE', 4)} responses" in done.stdout
+    assert f"In each step: {per_step} prompts x {chosen.get('GROUP_SIZE', 4)} responses" in done.stdout
     assert bool(list(out.glob("wandb/offline-run-*"))) == chosen.get("USE_WANDB", False)
     rates = [record["learning_rate"] for record in train]
     assert (rates[-1] < rates[0]) == (chosen.get("LR_SCHEDULER_TYPE") == "cosine")

@@ -361,7 +361,8 @@ def test_every_package_that_is_imported_is_pinned():
     text = (ROOT / "requirements.txt").read_text()
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in text.splitlines())
     pinned = {line.partition("==")[0].replace("-", "_") for line in text.splitlines()}
-    names = {"sklearn": "scikit_learn", "safetensors": "transformers", "tokenizers": "transformers"}
+    names = {"sklearn": "scikit_learn", "PIL": "pillow", "safetensors": "transformers"}
+    names["tokenizers"] = "transformers"
     imported = set()
     for folder in ("ppo", "grpo", "rce", "rewards", "tools", "data"):
         for path in (ROOT / folder).glob("*.py"):

@@ -13,6 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 
+# Fields of a sample that are shown below its numbers, each under its name
+TEXTS = ("prompt", "question", "response", "answer", "text", "trained", "chosen", "rejected")
+
+
 def stop(sentence):
     print(f"show.py: {sentence}", file=sys.stderr)
     sys.exit(2)
@@ -41,7 +45,7 @@ def show_sample(sample, colour):
     facts = []
     texts = []
     for key, value in sample.items():
-        if key in ("prompt", "question", "response", "answer") and value is not None:
+        if key in TEXTS and value is not None:
             text = textwrap.indent(printable(str(value)), "    ", lambda line: True)
             texts.append(f"{paint(2, key)}\n{text}")
         elif value is not None:
