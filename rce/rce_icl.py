@@ -194,6 +194,8 @@ FREEZE = True  # train only attention, norms, gate and weights of terms
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
+PICK_BEAMS = 1  # beams of the policy in evaluation, test and select(); 1: greedy
+TEST_ORACLE: bool | int = True  # mine lists for the test queries, or the first N of them; False: no oracle
 
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
@@ -221,6 +223,8 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
+    "PICK_BEAMS": (1, 1e12),
+    "TEST_ORACLE": (0, 1e12),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
     "HARD_WEIGHT SOFT_WEIGHT CLASSIFIER_C": (0, 1e6),
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
@@ -799,12 +803,12 @@ class ICLTrainer:
 
     @torch.no_grad()
     def pick(self, queries, shots, policy=None):
-        """Returns the policy's greedy list for each query, as numbers of demonstrations."""
+        """Returns the policy's list for each query, the best of PICK_BEAMS, as numbers of demonstrations."""
         policy = (policy or self.policy).eval()
         picked = []
         for start in range(0, len(queries), 64):
             chunk = queries[start : start + 64]
-            pointers, _ = policy.search(*self.corpus.inputs(chunk), shots)
+            pointers, _ = policy.search(*self.corpus.inputs(chunk), shots, PICK_BEAMS)
             for query, pointer in zip(chunk, pointers[:, 0].cpu()):
                 picked.append(self.corpus.pool_of(query)[pointer].tolist())
         return picked
@@ -3205,16 +3209,21 @@ def test_policies(trainer):
     policies = {}
     for name, folder in folders.items():
         policies[name] = load_pointer(trainer.run.folder / folder, trainer.corpus.sizes).to(trainer.device)
-    queries = trainer.splits["test"]
+    queries = mined = trainer.splits["test"]
+    oracle = "oracle"
+    if TEST_ORACLE is not True and len(queries) > TEST_ORACLE:
+        mined = queries[:TEST_ORACLE]
+        oracle = f"oracle, {len(mined)} queries"
     settings = choose_rules(trainer)
     results = {}
     for shots in EVAL_SHOTS:
         accuracies = baseline_accuracies(trainer, settings, queries, shots)
         for name, policy in policies.items():
             accuracies[name] = trainer.accuracy_of(queries, trainer.pick(queries, shots, policy))
-        accuracies["oracle"] = test_oracle(trainer, queries, shots)
-        if accuracies["oracle"] is None:
-            return  # a signal
+        if mined:
+            accuracies[oracle] = test_oracle(trainer, queries, shots, mined)
+            if accuracies[oracle] is None:
+                return  # a signal
         results[shots] = accuracies
     figures = test_figures(results, name)
     text = json.dumps(figures, indent=1) + "\n"
@@ -3260,14 +3269,16 @@ def baseline_accuracies(trainer, settings, queries, shots):
     return {name: trainer.accuracy_of(queries, of_queries) for name, of_queries in lists.items()}
 
 
-def test_oracle(trainer, queries, shots):
-    """Returns the accuracy of the best mined list, (queries,); None if a signal stopped the mining."""
-    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
-    if not path.exists() and not trainer.mine(path, queries, shots):
+def test_oracle(trainer, queries, shots, mined):
+    """Returns the accuracy of the best list of each query in `mined`, the first of the queries, NaN for the
+    others, (queries,); None if a signal stopped the mining."""
+    some = f"first_{len(mined)}_" if len(mined) < len(queries) else ""
+    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_{some}step_{trainer.run.step}.json"
+    if not path.exists() and not trainer.mine(path, mined, shots):
         return None
-    facts = list_facts(queries, shots, trainer.reader)
+    facts = list_facts(mined, shots, trainer.reader)
     check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined again")
-    best = dict.fromkeys(column(queries, "id"), 0.0)
+    best = dict.fromkeys(column(queries, "id"), math.nan) | dict.fromkeys(column(mined, "id"), 0.0)
     for group in read_candidates(path, trainer.splits, trainer.demos, trainer.reader):
         for candidate in group.candidates:
             best[group.query["id"]] = max(best[group.query["id"]], candidate["soft"] or 0.0)
@@ -3284,21 +3295,24 @@ def bootstrap_interval(values):
 # differs: the figures of this trainer
 def test_figures(results, name):
     """Accuracies by shots, what `name` gains over the others with its interval, and the share of the way from
-    similarity to the oracle. results: {shots: {method: (queries,)}}."""
-    figures = {"queries": len(next(iter(results.values()))["oracle"]), "policy": name, "shots": {}}
+    similarity to the oracle, if there is one. results: {shots: {method: (queries,)}}, NaN where the oracle
+    was not mined: those queries do not count where it is compared."""
+    figures = {"queries": len(next(iter(results.values()))[name]), "policy": name, "shots": {}}
     for shots, by_method in results.items():
-        means = {method: float(values.mean()) for method, values in by_method.items()}
-        gain = means[name] - means["similarity"]
-        gap = means["oracle"] - means["similarity"]
+        gain = by_method[name] - by_method["similarity"]
+        share, intervals = None, {}
+        for method, values in by_method.items():
+            known = np.isfinite(values)
+            if method != name:
+                intervals[method] = bootstrap_interval((by_method[name] - values)[known])
+            if method.startswith("oracle"):
+                gap = (values - by_method["similarity"])[known].mean()
+                share = float(gain[known].mean() / gap) if gap > 0 else None
         figures["shots"][str(shots)] = {
-            "accuracy": means,
-            "gain_over_similarity": gain,
-            "share_of_gap": gain / gap if gap > 0 else None,
-            "intervals_of_gains": {
-                method: bootstrap_interval(by_method[name] - values)
-                for method, values in by_method.items()
-                if method != name
-            },
+            "accuracy": {method: float(np.nanmean(values)) for method, values in by_method.items()},
+            "gain_over_similarity": float(gain.mean()),
+            "share_of_gap": share,
+            "intervals_of_gains": intervals,
         }
     return figures
 
@@ -3313,12 +3327,14 @@ def test_lines(figures):
         cells = "".join(f"{each['accuracy'][method]:8.3f}" for each in of_shots.values())
         lines.append(f"  {method:20}{cells}")
     for shots, each in of_shots.items():
-        means = {k: v for k, v in each["accuracy"].items() if k != "oracle" and not k.startswith("RCE")}
+        means = {k: v for k, v in each["accuracy"].items() if not k.startswith(("oracle", "RCE"))}
         best = max(means, key=means.get)
         low, high = each["intervals_of_gains"][best]
         gain = f"{each['accuracy'][figures['policy']] - means[best]:+.3f} over {best}, the best of the others"
-        share = f"{each['share_of_gap'] or 0:.0%} of the way from similarity to the oracle"
-        lines.append(f"  {figures['policy']} at {shots} shots: {gain} ({low:+.3f} to {high:+.3f}); {share}")
+        share = ""
+        if each["share_of_gap"] is not None:
+            share = f"; {each['share_of_gap']:.0%} of the way from similarity to the oracle"
+        lines.append(f"  {figures['policy']} at {shots} shots: {gain} ({low:+.3f} to {high:+.3f}){share}")
     return "\n".join(lines)
 
 

@@ -377,7 +377,31 @@ MUTANTS = [
         "trainer.pick(queries, shots))",
         OF_BEST,
     ),
-    (ICL, 'if k != "oracle" and not k.startswith("RCE")}', 'if not k.startswith("RCE")}', LINES),
+    (
+        ICL,
+        "mined = queries[:TEST_ORACLE]",
+        "mined = queries[:]",
+        IN_ICL + "the_oracle_is_of_as_many_test_queries_as_are_asked_for",
+    ),
+    (
+        ICL,
+        "        if mined:\n            accuracies[oracle]",
+        "        if True:\n            accuracies[oracle]",
+        IN_ICL + "the_oracle_is_of_as_many_test_queries_as_are_asked_for",
+    ),
+    (
+        ICL,
+        "float(gain[known].mean() / gap)",
+        "float(gain.mean() / gap)",
+        IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
+    ),
+    (
+        ICL,
+        "policy.search(*self.corpus.inputs(chunk), shots, PICK_BEAMS)",
+        "policy.search(*self.corpus.inputs(chunk), shots)",
+        IN_ICL + "the_policy_picks_the_likeliest_of_its_beams",
+    ),
+    (ICL, 'if not k.startswith(("oracle", "RCE"))}', 'if not k.startswith("RCE")}', LINES),
     (
         ICL,
         "        best = max(means, key=means.get)\n        low, high",
@@ -386,8 +410,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'gap = means["oracle"] - means["similarity"]',
-        'gap = means["oracle"] - means[name]',
+        'gap = (values - by_method["similarity"])[known]',
+        "gap = (values - by_method[name])[known]",
         IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
     ),
     (

@@ -2069,7 +2069,42 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
         return groups
 
     monkeypatch.setattr(script, "read_candidates", graded)
-    assert script.test_oracle(trainer, queries, 3).tolist() == [0.0] + [0.3] * 11
+    assert script.test_oracle(trainer, queries, 3, queries).tolist() == [0.0] + [0.3] * 11
+
+
+@pytest.mark.parametrize("value, name", [(3, "oracle, 3 queries"), (12, "oracle"), (False, None)])
+def test_the_oracle_is_of_as_many_test_queries_as_are_asked_for(icl, mined, tmp_path, capsys, value, name):
+    shutil.copytree(mined, tmp_path / "run")
+    icl(RESUME="yes", RCE_EPOCHS=1, EVAL_SHOTS=(2,), TEST_ORACLE=value).ICLTrainer().train()
+    saved = json.loads((tmp_path / "run/eval_test.json").read_text())
+    found = saved["shots"]["2"]
+    assert [key for key in found["accuracy"] if key.startswith("oracle")] == [name] * bool(name)
+    said = capsys.readouterr().out
+    assert ("to the oracle" in said) == (found["share_of_gap"] is not None)
+    assert re.findall(r"oracle, \d+ queries", said) == [name] * (value == 3)
+    assert name or "oracle" not in said.partition("Test accuracy")[2]
+    files = [*(tmp_path / "run").glob("test_candidates_*first*")]
+    assert saved["queries"] == 12 and len(files) == (value == 3)
+    for path in files:
+        records = json.loads(path.read_text())
+        assert sorted(records.keys() - {"_meta"}) == ["0", "1", "2"]
+
+
+def test_the_policy_picks_the_likeliest_of_its_beams(icl):
+    script = icl(PICK_BEAMS=16, EMBED_ANSWERS=False)
+    trainer = script.ICLTrainer()
+    torch.manual_seed(0)
+    for parameter in trainer.policy.parameters():
+        parameter.data.normal_(0, 0.5)
+    trainer.policy.choice_weights.data[:] = torch.tensor([0.0, 0, 0.03, 0, 0, 0])
+    query = trainer.splits["test"][1]
+    inputs = trainer.corpus.inputs([query])
+    lists = torch.tensor([[*itertools.permutations(range(16), 2)]])
+    logprobs = MATHS.list_logprobs(trainer.policy.eval()(*inputs, lists), lists)[0]
+    greedy = trainer.policy.search(*inputs, 2)[0][0, 0]
+    best = lists[0, logprobs.argmax()]
+    assert greedy.tolist() != best.tolist()
+    assert trainer.pick([query], 2) == [trainer.corpus.pool_of(query)[best].tolist()]
 
 
 # ---------------------------------------------------------------- STAGE=evaluate
@@ -2268,6 +2303,16 @@ def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):
     assert found["gain_over_similarity"] == 0.25 and found["share_of_gap"] == pytest.approx(0.5)
     low, high = found["intervals_of_gains"]["oracle"]
     assert low < -0.25 < high <= 0  # paired: RCE is never above the oracle
+    results[2]["oracle, 2 queries"] = np.array([1.0, 1, np.nan, np.nan])
+    del results[2]["oracle"]
+    figures = script.test_figures(results, "RCE")
+    found = figures["shots"]["2"]
+    assert found["accuracy"] == {"similarity": 0.25, "RCE": 0.5, "oracle, 2 queries": 1.0}
+    assert (
+        found["gain_over_similarity"] == 0.25 and found["share_of_gap"] == 0.5
+    )  # of the first two: 1/2, not 1/3
+    assert script.bootstrap_interval(np.array([0.0, -1])) == found["intervals_of_gains"]["oracle, 2 queries"]
+    assert "+0.250 over similarity, the best of the others" in script.test_lines(figures)
 
 
 def test_select_gives_rows_of_the_training_data(trained, world):
