@@ -598,6 +598,9 @@ class ICLTrainer:
             proposed = sum(map(attrgetter("proposed"), groups))
             lists = list(map(attrgetter("candidates"), groups))
             figures = check_up(lists, proposed, path, self.run.log)
+            doubles = figures["share of doubles"] = np.mean(list(map(attrgetter("doubles"), groups))).item()
+            if math.isfinite(doubles):  # given files may not say it
+                self.run.log(f"Share of doubles among the lists that were proposed first: {doubles:.3f}")
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
@@ -683,7 +686,8 @@ class ICLTrainer:
             if REWARD_MODE == "hybrid":
                 self.miner.add_logprobs(groups)
         with self.run.timed("score"):
-            self.miner.score_gold(groups)
+            if "gtprob" in REWARD_MODE:  # other modes do without half of the reading
+                self.miner.score_gold(groups)
             self.miner.verify(groups)
         lists = []
         for row, group in zip(batch.rows, groups):
@@ -2779,6 +2783,8 @@ class Miner:
             groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(candidates.values())))
         if not all(proposed):
             raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
+        for group in groups:
+            group.doubles = share_of_doubles(group.candidates)
         return groups
 
     def take_apart(self, group):
@@ -2907,6 +2913,11 @@ def add_candidate(candidates, pointer, source, temperature=None):
     return candidate
 
 
+def share_of_doubles(candidates):
+    """Returns the share of the proposed lists that were proposed before, by another source or the same."""
+    return 1 - len(candidates) / sum(map(len, column(candidates, "source")))
+
+
 def cut_lists(order, shots):
     """Cuts an order, a tensor, into lists of `shots`; the rest is left out."""
     return order[: len(order) // shots * shots].view(-1, shots).tolist()
@@ -3026,6 +3037,7 @@ def group_record(group, demos):
         lists.append(record)
     query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
     record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
+    record["share_of_doubles"] = group.doubles
     return str(group.query["number"]), {**record, "pointer_candidates": lists}
 
 
@@ -3067,17 +3079,18 @@ def read_candidates(path, splits, demos, reader):
             told = record.get("query", {}).get("text")  # the source's files may not have it
             lists = [parse_list(c) for c in record["pointer_candidates"]]
             pool = [index(number) for number in record.get("candidate_pool_ids") or ()]
-            parsed[key] = pool, lists, index(record.get("proposed") or len(lists))
+            counts = index(record.get("proposed") or len(lists)), float(record.get("share_of_doubles", "nan"))
+            parsed[key] = pool, lists, *counts
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
             raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
         if key not in known or told not in (None, known[key]["text"]):
             raise UserError(f"{path}, query {key}: there is no such query in the data")
     all_numbers = sorted(
-        {number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers}
+        {number for _, lists, *_ in parsed.values() for numbers, _ in lists for number in numbers}
     )
     groups = []
-    for key, (pool, lists, proposed) in parsed.items():
+    for key, (pool, lists, proposed, doubles) in parsed.items():
         where = f"{path}, query {key}"
         excluded = asking[what_is_asked(known[key])]
         pool = pool or [number for number in all_numbers if number not in excluded]  # a file without pools
@@ -3095,6 +3108,7 @@ def read_candidates(path, splits, demos, reader):
                     pool=torch.tensor([position[number] for number in pool]),
                     candidates=list(candidates.values()),
                     proposed=proposed,
+                    doubles=doubles,
                 )
             )
     if not groups:

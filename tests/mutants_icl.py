@@ -401,6 +401,36 @@ MUTANTS = [
         "policy.search(*self.corpus.inputs(chunk), shots)",
         IN_ICL + "the_policy_picks_the_likeliest_of_its_beams",
     ),
+    (
+        ICL,
+        '            if "gtprob" in REWARD_MODE:  # other',
+        "            if True:  # other",
+        IN_ICL + "fresh_lists_are_read_for_gt_prob_only_if_the_reward_has_it",
+    ),
+    (
+        ICL,
+        "    return 1 - len(candidates) / sum(map(len",
+        "    return len(candidates) / sum(map(len",
+        IN_ICL + "the_share_of_doubles_is_kept_for_each_query_and_logged",
+    ),
+    (
+        ICL,
+        'float(record.get("share_of_doubles", "nan"))',
+        'float("nan")',
+        IN_ICL + "the_share_of_doubles_is_kept_for_each_query_and_logged",
+    ),
+    (
+        "tools/check_up.py",
+        'marks += [("relevance", "hard"), ("relevance", "soft")]',
+        'marks += [("relevance", "hard"), ("relevance", "hard")]',
+        "tests/test_check_up.py::test_relevance_is_compared_with_the_accuracy_where_the_file_has_it",
+    ),
+    (
+        "tools/check_up.py",
+        '("soft", "hard"), ("gt_prob", "soft")]',
+        '("soft", "hard")]',
+        "tests/test_check_up.py::test_figures_of_a_hand_made_table",
+    ),
     (ICL, 'if not k.startswith(("oracle", "RCE"))}', 'if not k.startswith("RCE")}', LINES),
     (
         ICL,

@@ -989,6 +989,25 @@ def test_lists_are_distinct_in_order_and_keep_every_source(icl):
     assert many and all(c["beam_score"] is not None for c in many)
 
 
+def test_the_share_of_doubles_is_kept_for_each_query_and_logged(icl, mined):
+    script = icl()
+    trainer = script.ICLTrainer()
+    lists = (
+        {"pointer": (0, 1), "source": ["beam", "random", "random"]},
+        {"pointer": (1, 0), "source": ["rule"]},
+    )
+    assert script.share_of_doubles(lists) == 0.5
+    groups = trainer.miner.propose(trainer.splits["train"][:3], 2)
+    for group in groups:
+        ways = sum(len(c["source"]) for c in group.candidates)
+        assert group.doubles == 1 - len(group.candidates) / ways and 0 < group.doubles < 1
+    records = json.loads((mined / "candidates.json").read_text())
+    del records["_meta"]
+    of_queries = [record["share_of_doubles"] for record in records.values()]
+    metrics = [json.loads(line) for line in open(mined / "logs/metrics.jsonl")]
+    assert metrics[0]["share of doubles"] == pytest.approx(np.mean(of_queries)) and len(set(of_queries)) > 1
+
+
 def test_the_rules_lists_are_proposed_forwards_and_backwards(icl):
     trainer = icl(RETRIEVED=2, POOL_SIZE=8).ICLTrainer()
     trainer.corpus.rule = ("classifier, fillers", 3.0)
@@ -1562,6 +1581,20 @@ def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
     assert samples[-1]["source"] == ["sample"] and samples[0]["source"] != ["sample"]
 
 
+@pytest.mark.parametrize("mode, reads", [("hard_only", 0), ("hard_plus_gtprob_plus_rel", 1)])
+def test_fresh_lists_are_read_for_gt_prob_only_if_the_reward_has_it(icl, monkeypatch, mode, reads):
+    script = icl(ON_POLICY=True, GRPO_EPOCHS=1, GROUP_SIZE=3, REWARD_MODE=mode)
+    trainer = script.ICLTrainer()
+    calls = []
+    score = trainer.reader.gold_probabilities
+    monkeypatch.setattr(trainer.reader, "gold_probabilities", lambda asked: calls.append(1) or score(asked))
+    queries = trainer.splits["train"][:2]
+    rows = [{"query": query, "candidates": []} for query in queries]
+    lists, rewards = trainer.fresh_lists(SimpleNamespace(rows=rows, inputs=trainer.corpus.inputs(queries)))
+    assert len(calls) == reads and all(c["hard"] in (0, 1) for group in lists for c in group)
+    assert all((c["gt_prob"] is not None) == bool(reads) for group in lists for c in group)
+
+
 def test_fresh_lists_of_hybrid_have_the_log_probabilities_of_the_policy_that_drew_them(icl):
     script = icl(
         GRPO_EPOCHS=1, ON_POLICY=True, GROUP_SIZE=3, RCE_EPOCHS=1, EVAL_SHOTS=(2,), REWARD_MODE="hybrid"
@@ -2082,7 +2115,7 @@ def test_the_oracle_is_of_as_many_test_queries_as_are_asked_for(icl, mined, tmp_
     said = capsys.readouterr().out
     assert ("to the oracle" in said) == (found["share_of_gap"] is not None)
     assert re.findall(r"oracle, \d+ queries", said) == [name] * (value == 3)
-    assert name or "oracle" not in said.partition("Test accuracy")[2]
+    assert name or "oracle " not in said.partition("Test accuracy")[2]
     files = [*(tmp_path / "run").glob("test_candidates_*first*")]
     assert saved["queries"] == 12 and len(files) == (value == 3)
     for path in files:

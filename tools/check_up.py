@@ -165,10 +165,14 @@ def check_up(groups, proposed, constants):
         figures[f"positives a prompt, {name}"] = float(np.percentile(right or [np.nan], percent))
     figures["prompts without a positive"] = mean([n == 0 for n in right])
     figures["prompts with flat reward"] = mean([max(r) - min(r) < 1e-6 for r in shaped])
-    for key in ("gt_prob", "soft"):
-        pairs = [(c[key], c["hard"]) for c in verified if c.get(key) is not None]
+    marks = [("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")]
+    if any(c.get("relevance") is not None for c in verified):
+        marks += [("relevance", "hard"), ("relevance", "soft")]
+    for key, other in marks:
+        pairs = [(c[key], c[other]) for c in verified if None not in (c.get(key), c.get(other))]
         vary = all(len(set(column)) > 1 for column in zip(*pairs)) and pairs
-        figures[f"Spearman of {key} with hard"] = float(spearmanr(pairs).statistic) if vary else float("nan")
+        correlation = float(spearmanr(pairs).statistic) if vary else float("nan")
+        figures[f"Spearman of {key} with {other}"] = correlation
     figures["accuracy of the policy's pick"] = mean([group[i]["hard"] for group, i in zip(good, picks)])
     figures["accuracy of the oracle"] = mean([n > 0 for n in right])
     figures["oracle's reward above the pick's, mean"] = mean(gaps)
