@@ -65,7 +65,7 @@ import traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain, starmap, zip_longest
 from operator import attrgetter, index, itemgetter
 from pathlib import Path
@@ -2241,9 +2241,15 @@ def embedder_facts():
                 facts.append([name, source_of(value)])
             elif isinstance(value, (str, int, float)):
                 facts.append([name, value])
-    for path in sorted(Path(EMBEDDING).rglob("*")):
+    return facts + folder_facts(EMBEDDING)
+
+
+def folder_facts(folder):
+    """Returns the names and digests of the files of a model's folder; [] of anything else."""
+    facts = []
+    for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            facts.append([str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]])
+            facts.append([str(path.relative_to(folder)), file_digest(path)["sha256"]])
     return facts
 
 
@@ -2994,8 +3000,18 @@ _MINING = (
 
 
 def code_facts(reader):
-    """Returns what else marks depend on: which class reads and what makes vectors, by name."""
-    return {"reader class": name_of(reader), "embedder": name_of(make_embedder)}
+    """Returns what else marks depend on, which files of earlier versions do not have: which class reads and
+    what makes vectors, by name, and the reader's code and files."""
+    facts = {"reader class": name_of(reader), "embedder": name_of(make_embedder)}
+    facts |= {"MAX_IMAGE_PIXELS": MAX_IMAGE_PIXELS, "IMAGE_VECTORS": IMAGE_VECTORS}
+    return {**facts, "digest of the reader's code and files": reader_digest(type(reader), READER)}
+
+
+@cache  # a model's files are large
+def reader_digest(reader_class, name):
+    """Returns a digest of the source of a class and of what it is derived from, and of a folder's files."""
+    facts = [list(map(source_of, reader_class.__mro__[:-1])), folder_facts(name)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def list_facts(queries, shots, reader):

@@ -1414,12 +1414,53 @@ def test_lists_marked_by_another_reader_class_or_vectors_are_not_trained_on(icl,
         Trainer().train()
     path = tmp_path / "run/candidates.json"
     records = json.loads(path.read_text())
-    for key in ("reader class", "embedder"):  # a file from before these were noted
-        del records["_meta"][key]
+    for key in ("reader class", "embedder", "digest of the reader's code and files"):
+        del records["_meta"][key]  # a file from before these were noted
     path.write_text(json.dumps(records))
     trainer = Trainer()
     trainer.train()
     assert trainer.run.step == 4
+
+
+READERS = """
+class Base:
+    best = 1
+
+class MyReader(Base):
+    def answers(self, asked):
+        return ["cash_topic"] * len(asked)
+
+    def gold_probabilities(self, asked):
+        return [0.5] * len(asked)
+"""
+
+
+@pytest.mark.parametrize("what", ["class", "base", "files", "pixels", "nothing"])
+def test_lists_marked_by_a_reader_that_has_changed_are_not_trained_on(icl, tmp_path, what):
+    changes = {"class": ("[0.5]", "[0.6]"), "base": ("best = 1", "best = 2")}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/weights").write_text("1")
+    path = tmp_path / "run/candidates.json"
+    for turn in range(2):
+        script = icl(READER=str(tmp_path / "model"))
+        text = READERS
+        if turn:
+            text = READERS.replace(*changes.get(what, ("", "")))
+            (tmp_path / "model/weights").write_text("2" if what == "files" else "1")
+            script.MAX_IMAGE_PIXELS -= what == "pixels"
+        reader = module_of(tmp_path / f"reader{turn}.py", text).MyReader()
+        trainer_class = type(
+            "Trainer", (script.ICLTrainer,), {"load_reader": lambda self, reader=reader: reader}
+        )
+        trainer = trainer_class(resume_from_checkpoint="no")
+        if not turn:
+            trainer.run.log = trainer.run.agree_on_stop = lambda *x: None
+            trainer.mine(path, trainer.splits["train"][:6], 2)
+    if what == "nothing":
+        return script.read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
+    said = "MAX_IMAGE_PIXELS" if what == "pixels" else "digest of the reader's code and files"
+    with pytest.raises(script.UserError, match=f"was mined with {said} = "):
+        script.read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
 
 
 def test_lists_of_another_search_are_trained_on(icl, mined, tmp_path):
