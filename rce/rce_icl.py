@@ -156,6 +156,7 @@ REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made
 HARD_WEIGHT = 1.0  # multiplies the mode's hard mark, 1 (right) or 0 (wrong)
 SOFT_WEIGHT = 1.0  # multiplies the mode's graded part: soft (the accuracy) or gt_prob
 HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
+HYBRID_ALPHA = 0.5  # 0 to 1: hybrid's weight of the scaled score; that of hard is 1 - HYBRID_ALPHA
 SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
 
 # Network
@@ -230,6 +231,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
     "DROPOUT": (0, 0.9),
     "WEIGHT_QUERIES": (1e-6, 1),
+    "HYBRID_ALPHA": (0, 1),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train", "evaluate"],
     "GOLDS": ["aliases", "annotators"],
@@ -1858,14 +1860,16 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** progress
 
 
+# differs: HYBRID_ALPHA
 def rewards_by_mode(candidates, mixed_score=None):
     """Returns r of one prompt's candidates by REWARD_MODE. mixed_score is the column that some modes mix
     in."""
     columns = {}
     for key in ("hard", "soft", "gt_prob", mixed_score):
         columns[key] = [candidate.get(key) for candidate in candidates]
+    mix = {"mix": HYBRID_ALPHA} if REWARD_MODE == "hybrid" else {}
     try:
-        return getattr(rewards, REWARD_MODE)(*columns.values())
+        return getattr(rewards, REWARD_MODE)(*columns.values(), **mix)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, values in columns.items() if key and None in values)
         raise UserError(

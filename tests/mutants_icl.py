@@ -431,6 +431,18 @@ MUTANTS = [
         '("soft", "hard")]',
         "tests/test_check_up.py::test_figures_of_a_hand_made_table",
     ),
+    (
+        ICL,
+        'mix = {"mix": HYBRID_ALPHA} if',
+        'mix = {"mix": 1 - HYBRID_ALPHA} if',
+        IN_ICL + "hybrid_weighs_the_scaled_score_by_its_alpha",
+    ),
+    (
+        "tools/check_up.py",
+        "alpha * score + (1 - alpha) * r for",
+        "(1 - alpha) * score + alpha * r for",
+        "tests/test_check_up.py::test_its_figures_are_the_trainers_own",
+    ),
     (ICL, 'if not k.startswith(("oracle", "RCE"))}', 'if not k.startswith("RCE")}', LINES),
     (
         ICL,

@@ -2349,6 +2349,15 @@ def test_each_mode_weighs_its_hard_and_its_graded_part(mode, wanted):
     assert script.shaped_rewards(candidates) == pytest.approx(wanted)
 
 
+def test_hybrid_weighs_the_scaled_score_by_its_alpha(icl):
+    lists = [
+        {"hard": h, "soft": 0.0, "gt_prob": 0.0, "logprob": x} for h, x in ((1, -4.0), (0, -2.0), (0, -3.0))
+    ]
+    script = icl(REWARD_MODE="hybrid", HYBRID_ALPHA=0.2, HARD_WEIGHT=3.0)
+    assert script.shaped_rewards(lists) == pytest.approx([0.8 * 3, 0.2, 0.1])
+    assert icl(REWARD_MODE="hybrid").shaped_rewards(lists) == pytest.approx([0.5, 0.5, 0.25])
+
+
 def test_a_right_list_gets_nothing_for_relevance_though_hard_has_no_weight():
     candidates = [{"hard": hard, "soft": 0.0, "gt_prob": 0.5, "relevance": 1.0} for hard in (1, 0)]
     script = load_script(FILE, REWARD_MODE="hard_plus_gtprob_plus_rel", HARD_WEIGHT=0.0)
