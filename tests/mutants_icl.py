@@ -1,6 +1,7 @@
 """Mutants of rce/rce_icl.py and its rewards. The program that plants them is mutants.py."""
 
 ICL = "rce/rce_icl.py"
+JOIN = "tools/join_candidates.py"
 REWARDS = "rewards/__init__.py"
 IN_ICL = "tests/test_icl.py::test_"
 
@@ -442,6 +443,30 @@ MUTANTS = [
         "alpha * score + (1 - alpha) * r for",
         "(1 - alpha) * score + alpha * r for",
         "tests/test_check_up.py::test_its_figures_are_the_trainers_own",
+    ),
+    (
+        JOIN,
+        "list(dict.fromkeys(number for pool in pools for number in pool))",
+        "pools[0]",
+        IN_ICL + "a_join_of_different_pools_is_their_union",
+    ),
+    (
+        JOIN,
+        "first if all(value == first for value in values.values()) else values",
+        "first",
+        IN_ICL + "files_that_do_not_belong_together_are_not_joined",
+    ),
+    (
+        JOIN,
+        "[each for of_file in lists for each in of_file]",
+        "lists[-1]",
+        IN_ICL + "files_of_several_numbers_of_shots_are_joined_and_trained_on",
+    ),
+    (
+        JOIN,
+        "            numbers = numbers[:-1]\n",
+        "            pass\n",
+        IN_ICL + "the_sources_oldest_files_are_converted_and_trained_on_by_their_score",
     ),
     (ICL, 'if not k.startswith(("oracle", "RCE"))}', 'if not k.startswith("RCE")}', LINES),
     (

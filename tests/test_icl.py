@@ -1293,6 +1293,99 @@ def test_lists_that_the_sources_fallback_marked_can_be_left_out(icl, tmp_path):
     assert all(len(script.usable(group.candidates)) == 3 for group in groups)
 
 
+JOIN = load_script("tools/join_candidates.py")
+
+
+def test_files_of_several_numbers_of_shots_are_joined_and_trained_on(icl, tmp_path, capsys):
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.run.log = trainer.run.agree_on_stop = lambda *x: None
+    queries = trainer.splits["train"][:10]
+    for shots in (1, 2):
+        trainer.mine(tmp_path / f"shots{shots}.json", queries[: 4 + 6 * (shots - 1)], shots)
+    JOIN.main(str(tmp_path / "all.json"), str(tmp_path / "shots*.json"))
+    assert "all.json: 10 queries and " in capsys.readouterr().out
+    groups = {}
+    for name in ("shots1", "shots2", "all"):
+        found = script.read_candidates(
+            tmp_path / f"{name}.json", trainer.splits, trainer.demos, trainer.reader
+        )
+        groups[name] = {group.query["id"]: group for group in found}
+    for query in queries:
+        of_files = [groups[name][query["id"]] for name in ("shots1", "shots2") if query["id"] in groups[name]]
+        joined = groups["all"][query["id"]]
+        lists = [c["pointer"] for group in of_files for c in group.candidates]
+        assert [c["pointer"] for c in joined.candidates] == list(dict.fromkeys(lists))
+        assert joined.pool.tolist() == of_files[0].pool.tolist()  # both of POOL_SIZE, drawn for the query
+        assert joined.proposed == sum(group.proposed for group in of_files)
+    meta = json.loads((tmp_path / "all.json").read_text())["_meta"]
+    assert list(meta["shots"].values()) == [1, 2] and meta["READER"] == "votes"
+
+
+def test_a_join_of_different_pools_is_their_union(icl, tmp_path):
+    records = [
+        {"candidate_pool_ids": pool, "pointer_candidates": [{"pointer": pool[:1]}]}
+        for pool in ([3, 4], [4, 7])
+    ]
+    joined = JOIN.join_records("1", records)
+    assert joined["candidate_pool_ids"] == [3, 4, 7] and joined["proposed"] == 2
+    assert [each["pointer"] for each in joined["pointer_candidates"]] == [[3], [4]]
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"READER": "other"}, "was mined with READER = .*/b.json': 'other'.*; it is 'votes' now"),
+        ({"program": None}, "b.json does not say what it was mined with, but others do"),
+        ({"text": "other"}, "has another text in another file: they are of different data"),
+        ({"lists": 3}, "b.json is no file of candidates .TypeError"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_not_joined(icl, mined, tmp_path, capsys, changed, says):
+    records = json.loads((mined / "candidates.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    query = next(iter(record for key, record in records.items() if key != "_meta"))
+    query["query"]["text"] = changed.pop("text", query["query"]["text"])
+    query["pointer_candidates"] = changed.pop("lists", query["pointer_candidates"])
+    records["_meta"] = {} if "program" in changed else {**records["_meta"], **changed}
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    paths = [str(tmp_path / name) for name in ("all.json", "a.json", "b.json")]
+    if "READER" not in changed:
+        with pytest.raises(SystemExit, match="2"):
+            JOIN.main(*paths)
+        assert re.search(says, capsys.readouterr().err) and not (tmp_path / "all.json").exists()
+        return
+    JOIN.main(*paths)
+    script = icl(CANDIDATES=paths[0])
+    with pytest.raises(script.UserError, match=says):
+        script.ICLTrainer().train()
+
+
+def test_the_sources_oldest_files_are_converted_and_trained_on_by_their_score(icl, tmp_path):
+    records = {}
+    for n in range(30):
+        lists = [[n + 1, n + 2, n], [n + 3, n + 1, n], [n + 2, n + 1, n]]
+        records[str(n)] = {"id_list": lists, "score_list": [0.5, -0.25, 0.0]}
+    (tmp_path / "old.json").write_text(json.dumps(records))
+    JOIN.main(str(tmp_path / "new.json"), str(tmp_path / "old.json"))
+    constants = {
+        "REWARD_MODE": "hybrid",
+        "HYBRID_MIX_SCORE": "beam_score",
+        "HYBRID_ALPHA": 1.0,
+        "RCE_EPOCHS": 1,
+    }
+    trainer = icl(
+        CANDIDATES=str(tmp_path / "new.json"), TEST_ORACLE=False, EVAL_SHOTS=(2,), **constants
+    ).ICLTrainer()
+    trainer.train()
+    row = trainer.train_rows[0]
+    n = row["query"]["number"]
+    pool = [trainer.demos[j]["number"] for j in trainer.corpus.pool_of(row["query"])]
+    chosen = [[pool[j] for j in c["pointer"]] for c in row["candidates"]]
+    assert chosen == [[n + 1, n + 2], [n + 3, n + 1], [n + 2, n + 1]]
+    assert row["rewards"] == pytest.approx([1.0, 0.0, 1 / 3])
+
+
 @pytest.mark.parametrize(
     "changed, says",
     [
