@@ -667,8 +667,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "                method: bootstrap_interval(by_method[name] - values)",
-        "                method: bootstrap_interval(np.sort(by_method[name])[::-1] - values)",
+        "bootstrap_interval((by_method[name] - values)[known])",
+        "bootstrap_interval((np.sort(by_method[name])[::-1] - values)[known])",
         IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
     ),
     # the rule that a policy starts as
@@ -1094,8 +1094,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "not trainer.mine(path, queries, shots):",
-        "not trainer.mine(path, queries, SHOTS):",
+        "not trainer.mine(path, mined, shots):",
+        "not trainer.mine(path, mined, SHOTS):",
         IN_ICL + "the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots",
     ),
     (
