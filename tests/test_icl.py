@@ -2019,7 +2019,7 @@ def test_nothing_is_fitted_on_a_text_that_is_held_out(icl, monkeypatch):
     script = icl()
     trainer = script.ICLTrainer()
     trainer.corpus.embedder = None
-    trainer.corpus.embed_query("card")
+    trainer.corpus.embed_query({"text": "card", "image": None})
     assert fitted == [[demo["text"] for demo in trainer.demos]] * 2
     vectors = []
     fit_logistic = LogisticRegression.fit
@@ -2500,7 +2500,7 @@ def test_select_gives_rows_of_the_training_data(trained, world):
     assert sorted(trainer.corpus.pool_of(everything).tolist()) == list(range(108))  # not POOL_SIZE of them
     best = script.load_pointer(folder / "best/policy", trainer.corpus.sizes)
     query = {**trainer.splits["test"][0], "id": "select where is my card please", "split": "select"}
-    query["vector"] = trainer.corpus.embed_query("where is my card please")
+    query["vector"] = trainer.corpus.embed_query({"text": "where is my card please", "image": None})
     query.pop("pool")
     for parameter in trainer.policy.parameters():  # select() is of best/, whatever the last policy is
         parameter.data.neg_()
@@ -2509,7 +2509,7 @@ def test_select_gives_rows_of_the_training_data(trained, world):
     assert [trainer.demos[j] for j in trainer.pick([query], 3)[0]] != rows
     for parameter in trainer.policy.parameters():
         parameter.data.neg_()
-    vector = trainer.corpus.embed_query(trainer.splits["test"][0]["text"])
+    vector = trainer.corpus.embed_query(trainer.splits["test"][0])
     assert np.allclose(vector, trainer.splits["test"][0]["vector"], atol=1e-5)
 
 
