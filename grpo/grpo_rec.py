@@ -945,6 +945,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -2632,7 +2634,7 @@ class Run:
         if self.stop_signal:
             return f"Stopped at step {self.step}: start it again to continue"
         if STAGE == "sft":
-            return f"SFT is done: {self.folder}/sft/policy; STAGE=rl continues from it"
+            return f"SFT is done: {self.folder}/sft/policy; the same words with STAGE=rl continue from it"
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"

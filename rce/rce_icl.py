@@ -899,6 +899,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -2315,8 +2317,9 @@ def load_pointer(folder, sizes):
         raise UserError(f"{folder}: {report}: take a policy that this version made")
     trained_sizes = policy.config.query_size, policy.config.candidate_size
     if trained_sizes != tuple(sizes):
-        todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
-        raise UserError(f"{folder} reads vectors of {trained_sizes} numbers, not {tuple(sizes)}: {todo}")
+        todo = "TRAIN_DATASET, TEST_DATASET, SPLIT_SEED and EMBEDDING must be those of its run"
+        fault = f"reads vectors of {trained_sizes} numbers, these data give {tuple(sizes)}"
+        raise UserError(f"{folder} {fault}: {todo}")
     return policy
 
 
