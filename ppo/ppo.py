@@ -541,15 +541,15 @@ class PPOTrainer:
         steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         critic_scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        actor_scale = 0.0
+        learning_rate = 0.0
         if not self.trains_critic_alone():  # the actor's warm-up begins after the critic's
             first = CRITIC_WARMUP_STEPS
-            actor_scale = learning_rate_scale(
+            learning_rate = LEARNING_RATE * learning_rate_scale(
                 steps_done - first, run.total_steps - first, WARMUP_STEPS, schedule, run.halvings
             )
-        scale_learning_rate(self.optimizers["policy"], actor_scale)
-        scale_learning_rate(self.optimizers["critic"], critic_scale)
-        return LEARNING_RATE * actor_scale
+        set_learning_rate(self.optimizers["policy"], learning_rate)
+        set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * critic_scale)
+        return learning_rate
 
     def trains_critic_alone(self):
         """Returns whether this is one of the first CRITIC_WARMUP_STEPS: actor and KL coefficient stay."""
@@ -1398,14 +1398,16 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
+        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
+    return optimizer
 
 
-def scale_learning_rate(optimizer, scale):
-    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
+def set_learning_rate(optimizer, learning_rate):
+    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier"."""
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = scale * group["initial_lr"]
+        group["lr"] = learning_rate * group["lr_multiplier"]
 
 
 def mini_batches(num_rows):
