@@ -625,9 +625,9 @@ def make_optimizer(model, learning_rate):
 
 
 def set_learning_rate(optimizer, learning_rate):
-    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier"."""
+    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier", if any."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_multiplier"]
+        group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)
 
 
 def step_scale(run):

@@ -494,14 +494,14 @@ MUTANTS = [
     ),
     (
         PPO,
-        'group["lr"] = learning_rate * group["lr_multiplier"]',
+        'group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)',
         'group["lr"] = learning_rate',
         "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
     ),
     (
         PPO,
-        "    for group in optimizer.param_groups:\n        group["lr"] = learning",
-        "    for group in optimizer.param_groups[:1]:\n        group["lr"] = learning",
+        '    for group in optimizer.param_groups:\n        group["lr"] = learning',
+        '    for group in optimizer.param_groups[:1]:\n        group["lr"] = learning',
         "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
     ),
     (
