@@ -361,7 +361,6 @@ class RecTrainer:
             # AdamW takes learning rate * weight decay away in each step, and a long log has more of them
             steps_per_pass = self.end / SFT_EPOCHS
             for group in self.optimizers["policy"].param_groups:
-                group["lr"] = SFT_LEARNING_RATE
                 group["weight_decay"] = SFT_WEIGHT_DECAY / (SFT_LEARNING_RATE * steps_per_pass)
 
     def load_models(self):
@@ -502,9 +501,9 @@ class RecTrainer:
         else:
             warmup = WARMUP_STEPS
             learning_rate, schedule = LEARNING_RATE, LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
-        scale = learning_rate_scale(steps_done, total, warmup, schedule, run.halvings)
-        scale_learning_rate(self.optimizers["policy"], scale)
-        return learning_rate * scale
+        learning_rate *= learning_rate_scale(steps_done, total, warmup, schedule, run.halvings)
+        set_learning_rate(self.optimizers["policy"], learning_rate)
+        return learning_rate
 
     def sft_update(self, rows):
         """Makes one optimizer step on the items that were logged. Returns its metrics."""
@@ -945,6 +944,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -1497,14 +1498,16 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
+        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
+    return optimizer
 
 
-def scale_learning_rate(optimizer, scale):
-    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
+def set_learning_rate(optimizer, learning_rate):
+    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier", if any."""
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = scale * group["initial_lr"]
+        group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)
 
 
 def mini_batches(num_rows):
@@ -2632,7 +2635,7 @@ class Run:
         if self.stop_signal:
             return f"Stopped at step {self.step}: start it again to continue"
         if STAGE == "sft":
-            return f"SFT is done: {self.folder}/sft/policy; STAGE=rl continues from it"
+            return f"SFT is done: {self.folder}/sft/policy; the same words with STAGE=rl continue from it"
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"

@@ -541,15 +541,15 @@ class PPOTrainer:
         steps_done = max(0, run.step - 1)
         schedule = LR_SCHEDULER_TYPE if USE_LR_SCHEDULER else None
         critic_scale = learning_rate_scale(steps_done, run.total_steps, WARMUP_STEPS, schedule, run.halvings)
-        actor_scale = 0.0
+        learning_rate = 0.0
         if not self.trains_critic_alone():  # the actor's warm-up begins after the critic's
             first = CRITIC_WARMUP_STEPS
-            actor_scale = learning_rate_scale(
+            learning_rate = LEARNING_RATE * learning_rate_scale(
                 steps_done - first, run.total_steps - first, WARMUP_STEPS, schedule, run.halvings
             )
-        scale_learning_rate(self.optimizers["policy"], actor_scale)
-        scale_learning_rate(self.optimizers["critic"], critic_scale)
-        return LEARNING_RATE * actor_scale
+        set_learning_rate(self.optimizers["policy"], learning_rate)
+        set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * critic_scale)
+        return learning_rate
 
     def trains_critic_alone(self):
         """Returns whether this is one of the first CRITIC_WARMUP_STEPS: actor and KL coefficient stay."""
@@ -747,6 +747,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -1396,14 +1398,16 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
+        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
+    return optimizer
 
 
-def scale_learning_rate(optimizer, scale):
-    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
+def set_learning_rate(optimizer, learning_rate):
+    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier", if any."""
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = scale * group["initial_lr"]
+        group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)
 
 
 def mini_batches(num_rows):
@@ -1976,8 +1980,14 @@ def evaluate_policy(trainer_class):
         if not Path(policy).exists():
             hint = "train first, or give the folder of a model"
             raise UserError(f"EVALUATE_POLICY = {EVALUATE_POLICY!r}: there is no {policy}: {hint}")
+    elif Path(policy).is_dir() and not (Path(policy) / "config.json").exists():
+        hint = "give best, step_N, or a folder such as checkpoints/ppo/best/policy"
+        raise UserError(f"EVALUATE_POLICY = {policy!r}: that folder holds no model (no config.json): {hint}")
     load_rows(EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)  # first, so that errors name this constant
+    differences = constants_unlike_the_run(folder)
     trainer = trainer_to_evaluate(trainer_class, policy)
+    for difference in differences:
+        trainer.run.log(f"Other than in the run of {folder}: {difference}")
     by_prompt, records = policy_scores(trainer, *trainer.respond_to(trainer.eval_rows, EVALUATE_SAMPLES))
     figures = {}
     for figure, values in by_prompt.items():
@@ -2008,6 +2018,22 @@ def trainer_to_evaluate(trainer_class, policy):
     KL_COEF, KL_TARGET, REFERENCE_MODEL = 0.0, None, None
     TRAIN_DATASETS, MAX_TRAIN_PROMPTS = EVAL_DATASETS, MAX_EVAL_PROMPTS
     return trainer_class(resume_from_checkpoint="no")
+
+
+def constants_unlike_the_run(folder):
+    """Returns a line for each constant that changes scores and has another value than in the run of a
+    folder: what is not given again is this file's default."""
+    names = "EVAL_DATASETS REWARD_FUNCTIONS REWARD_MODEL REWARD_MODEL_WEIGHT ACCURACY_FUNCTION"
+    names += " PROMPT_TEMPLATE SYSTEM_PROMPT MAX_NEW_TOKENS MAX_PROMPT_TOKENS TEMPERATURE"
+    if not (folder / "training_config.json").exists():
+        return []
+    before = json.loads((folder / "training_config.json").read_text())["constants"]
+    now = constants()
+    lines = []
+    for name in names.split():
+        if name in before and name in now and before[name] != now[name]:
+            lines.append(f"{name} was {before[name]!r}, is {now[name]!r}")
+    return lines
 
 
 def policy_scores(trainer, greedy, sampled):

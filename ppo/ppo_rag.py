@@ -651,6 +651,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 

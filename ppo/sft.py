@@ -265,7 +265,7 @@ class SFTTrainer:
         num_tokens = sum(len(row["trained"]) for row in rows)
         gradients = GradientSum([self.actor])
         with run.timed("update"):
-            scale_learning_rate(self.optimizers["policy"], scale)
+            set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
             for micro in gradients.deal(cut_by_length(rows)):
                 logprobs, is_likeliest = answer_logprobs(self.actor, micro)
                 losses = sft_loss(logprobs)
@@ -392,6 +392,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -616,14 +618,16 @@ def make_optimizer(model, learning_rate):
     if GRADIENT_CHECKPOINTING:
         model.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)
+    for group in optimizer.param_groups:  # a rate of its own keeps its ratio to learning_rate
+        group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0
+    return optimizer
 
 
-def scale_learning_rate(optimizer, scale):
-    """Sets each parameter group's learning rate to scale times the rate that make_optimizer() gave it."""
+def set_learning_rate(optimizer, learning_rate):
+    """Sets each parameter group's learning rate: learning_rate times the group's "lr_multiplier", if any."""
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = scale * group["initial_lr"]
+        group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)
 
 
 def step_scale(run):

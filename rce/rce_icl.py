@@ -65,7 +65,7 @@ import traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain, starmap, zip_longest
 from operator import attrgetter, index, itemgetter
 from pathlib import Path
@@ -156,6 +156,7 @@ REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made
 HARD_WEIGHT = 1.0  # multiplies the mode's hard mark, 1 (right) or 0 (wrong)
 SOFT_WEIGHT = 1.0  # multiplies the mode's graded part: soft (the accuracy) or gt_prob
 HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
+HYBRID_ALPHA = 0.5  # 0 to 1: hybrid's weight of the scaled score; that of hard is 1 - HYBRID_ALPHA
 SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
 
 # Network
@@ -194,6 +195,8 @@ FREEZE = True  # train only attention, norms, gate and weights of terms
 
 # Evaluation
 EVAL_SHOTS = (1, 2, 3, 4)
+PICK_BEAMS = 1  # beams of the policy in evaluation, test and select(); 1: greedy
+TEST_ORACLE: bool | int = True  # mine lists for the test queries, or the first N of them; False: no oracle
 
 # Bookkeeping
 SAVE_EVERY_N_STEPS = 200  # 0: only after each stage
@@ -221,11 +224,14 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "BEAMS SAMPLES RETRIEVED RANDOM LOCAL_TOP LOCAL KEEP_RANDOM LAYERS GRPO_EPOCHS": (0, 1e12),
     "WARMUP_STEPS SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS EARLY_STOPPING_PATIENCE LOG_SAMPLES": (0, 2**62),
     "SPLIT_SEED SEED": (0, 2**62),
+    "PICK_BEAMS": (1, 1e12),
+    "TEST_ORACLE": (0, 1e12),
     "LEARNING_RATE GRPO_LEARNING_RATE WEIGHT_DECAY KL_COEF EARLY_STOPPING_THRESHOLD": (0, 1e6),
     "HARD_WEIGHT SOFT_WEIGHT CLASSIFIER_C": (0, 1e6),
     "PRIOR_STRENGTH TAU TAU_END KL_TARGET CLIP_RANGE POINTER_TEMPERATURE": (1e-6, 1e6),
     "DROPOUT": (0, 0.9),
     "WEIGHT_QUERIES": (1e-6, 1),
+    "HYBRID_ALPHA": (0, 1),
     "MAX_GRAD_NORM": (1e-12, 1e12),
     "STAGE": ["all", "mine", "train", "evaluate"],
     "GOLDS": ["aliases", "annotators"],
@@ -594,6 +600,9 @@ class ICLTrainer:
             proposed = sum(map(attrgetter("proposed"), groups))
             lists = list(map(attrgetter("candidates"), groups))
             figures = check_up(lists, proposed, path, self.run.log)
+            doubles = figures["share of doubles"] = np.mean(list(map(attrgetter("doubles"), groups))).item()
+            if math.isfinite(doubles):  # given files may not say it
+                self.run.log(f"Share of doubles among the lists that were proposed first: {doubles:.3f}")
             self.run.write_metrics("mine", figures)
         self.choose_rows(groups)
         if not self.train_rows:
@@ -679,7 +688,8 @@ class ICLTrainer:
             if REWARD_MODE == "hybrid":
                 self.miner.add_logprobs(groups)
         with self.run.timed("score"):
-            self.miner.score_gold(groups)
+            if "gtprob" in REWARD_MODE:  # other modes do without half of the reading
+                self.miner.score_gold(groups)
             self.miner.verify(groups)
         lists = []
         for row, group in zip(batch.rows, groups):
@@ -799,12 +809,12 @@ class ICLTrainer:
 
     @torch.no_grad()
     def pick(self, queries, shots, policy=None):
-        """Returns the policy's greedy list for each query, as numbers of demonstrations."""
+        """Returns the policy's list for each query, the best of PICK_BEAMS, as numbers of demonstrations."""
         policy = (policy or self.policy).eval()
         picked = []
         for start in range(0, len(queries), 64):
             chunk = queries[start : start + 64]
-            pointers, _ = policy.search(*self.corpus.inputs(chunk), shots)
+            pointers, _ = policy.search(*self.corpus.inputs(chunk), shots, PICK_BEAMS)
             for query, pointer in zip(chunk, pointers[:, 0].cpu()):
                 picked.append(self.corpus.pool_of(query)[pointer].tolist())
         return picked
@@ -889,6 +899,8 @@ def load_pretrained(auto_class, path, constant, **options):
         why = "cannot be loaded"
         if not Path(path).exists():
             why = "no such folder, and the hub has no such model"
+        elif Path(path).is_dir() and not (Path(path) / "config.json").exists():
+            why = "that folder holds no model, no config.json"
         raise UserError(f"{constant} = {str(path)!r}: {why} ({first_line(error)})") from None
 
 
@@ -1850,14 +1862,16 @@ def tau_at(step, total):
     return TAU * ((TAU_END or TAU) / TAU) ** progress
 
 
+# differs: HYBRID_ALPHA
 def rewards_by_mode(candidates, mixed_score=None):
     """Returns r of one prompt's candidates by REWARD_MODE. mixed_score is the column that some modes mix
     in."""
     columns = {}
     for key in ("hard", "soft", "gt_prob", mixed_score):
         columns[key] = [candidate.get(key) for candidate in candidates]
+    mix = {"mix": HYBRID_ALPHA} if REWARD_MODE == "hybrid" else {}
     try:
-        return getattr(rewards, REWARD_MODE)(*columns.values())
+        return getattr(rewards, REWARD_MODE)(*columns.values(), **mix)
     except TypeError:  # arithmetic with None
         lacking = ", ".join(key for key, values in columns.items() if key and None in values)
         raise UserError(
@@ -2233,9 +2247,15 @@ def embedder_facts():
                 facts.append([name, source_of(value)])
             elif isinstance(value, (str, int, float)):
                 facts.append([name, value])
-    for path in sorted(Path(EMBEDDING).rglob("*")):
+    return facts + folder_facts(EMBEDDING)
+
+
+def folder_facts(folder):
+    """Returns the names and digests of the files of a model's folder; [] of anything else."""
+    facts = []
+    for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            facts.append([str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]])
+            facts.append([str(path.relative_to(folder)), file_digest(path)["sha256"]])
     return facts
 
 
@@ -2297,8 +2317,9 @@ def load_pointer(folder, sizes):
         raise UserError(f"{folder}: {report}: take a policy that this version made")
     trained_sizes = policy.config.query_size, policy.config.candidate_size
     if trained_sizes != tuple(sizes):
-        todo = "give the EMBEDDING it was trained with, or start afresh with RESUME=no"
-        raise UserError(f"{folder} reads vectors of {trained_sizes} numbers, not {tuple(sizes)}: {todo}")
+        todo = "TRAIN_DATASET, TEST_DATASET, SPLIT_SEED and EMBEDDING must be those of its run"
+        fault = f"reads vectors of {trained_sizes} numbers, these data give {tuple(sizes)}"
+        raise UserError(f"{folder} {fault}: {todo}")
     return policy
 
 
@@ -2775,6 +2796,8 @@ class Miner:
             groups.append(SimpleNamespace(query=query, pool=pool, candidates=list(candidates.values())))
         if not all(proposed):
             raise UserError("nothing proposes a list: set BEAMS, SAMPLES, RETRIEVED or RANDOM")
+        for group in groups:
+            group.doubles = share_of_doubles(group.candidates)
         return groups
 
     def take_apart(self, group):
@@ -2903,6 +2926,11 @@ def add_candidate(candidates, pointer, source, temperature=None):
     return candidate
 
 
+def share_of_doubles(candidates):
+    """Returns the share of the proposed lists that were proposed before, by another source or the same."""
+    return 1 - len(candidates) / sum(map(len, column(candidates, "source")))
+
+
 def cut_lists(order, shots):
     """Cuts an order, a tensor, into lists of `shots`; the rest is left out."""
     return order[: len(order) // shots * shots].view(-1, shots).tolist()
@@ -2979,8 +3007,18 @@ _MINING = (
 
 
 def code_facts(reader):
-    """Returns what else marks depend on: which class reads and what makes vectors, by name."""
-    return {"reader class": name_of(reader), "embedder": name_of(make_embedder)}
+    """Returns what else marks depend on, which files of earlier versions do not have: which class reads and
+    what makes vectors, by name, and the reader's code and files."""
+    facts = {"reader class": name_of(reader), "embedder": name_of(make_embedder)}
+    facts |= {"MAX_IMAGE_PIXELS": MAX_IMAGE_PIXELS, "IMAGE_VECTORS": IMAGE_VECTORS}
+    return {**facts, "digest of the reader's code and files": reader_digest(type(reader), READER)}
+
+
+@cache  # a model's files are large
+def reader_digest(reader_class, name):
+    """Returns a digest of the source of a class and of what it is derived from, and of a folder's files."""
+    facts = [list(map(source_of, reader_class.__mro__[:-1])), folder_facts(name)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def list_facts(queries, shots, reader):
@@ -3022,6 +3060,7 @@ def group_record(group, demos):
         lists.append(record)
     query = {key: group.query[key] for key in ("id", "text", "golds", "split")}
     record = {"query": query, "candidate_pool_ids": pool, "proposed": group.proposed}
+    record["share_of_doubles"] = group.doubles
     return str(group.query["number"]), {**record, "pointer_candidates": lists}
 
 
@@ -3063,17 +3102,18 @@ def read_candidates(path, splits, demos, reader):
             told = record.get("query", {}).get("text")  # the source's files may not have it
             lists = [parse_list(c) for c in record["pointer_candidates"]]
             pool = [index(number) for number in record.get("candidate_pool_ids") or ()]
-            parsed[key] = pool, lists, index(record.get("proposed") or len(lists))
+            counts = index(record.get("proposed") or len(lists)), float(record.get("share_of_doubles", "nan"))
+            parsed[key] = pool, lists, *counts
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
             raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
         if key not in known or told not in (None, known[key]["text"]):
             raise UserError(f"{path}, query {key}: there is no such query in the data")
     all_numbers = sorted(
-        {number for _, lists, _ in parsed.values() for numbers, _ in lists for number in numbers}
+        {number for _, lists, *_ in parsed.values() for numbers, _ in lists for number in numbers}
     )
     groups = []
-    for key, (pool, lists, proposed) in parsed.items():
+    for key, (pool, lists, proposed, doubles) in parsed.items():
         where = f"{path}, query {key}"
         excluded = asking[what_is_asked(known[key])]
         pool = pool or [number for number in all_numbers if number not in excluded]  # a file without pools
@@ -3091,6 +3131,7 @@ def read_candidates(path, splits, demos, reader):
                     pool=torch.tensor([position[number] for number in pool]),
                     candidates=list(candidates.values()),
                     proposed=proposed,
+                    doubles=doubles,
                 )
             )
     if not groups:
@@ -3205,16 +3246,21 @@ def test_policies(trainer):
     policies = {}
     for name, folder in folders.items():
         policies[name] = load_pointer(trainer.run.folder / folder, trainer.corpus.sizes).to(trainer.device)
-    queries = trainer.splits["test"]
+    queries = mined = trainer.splits["test"]
+    oracle = "oracle"
+    if TEST_ORACLE is not True and len(queries) > TEST_ORACLE:
+        mined = queries[:TEST_ORACLE]
+        oracle = f"oracle, {len(mined)} queries"
     settings = choose_rules(trainer)
     results = {}
     for shots in EVAL_SHOTS:
         accuracies = baseline_accuracies(trainer, settings, queries, shots)
         for name, policy in policies.items():
             accuracies[name] = trainer.accuracy_of(queries, trainer.pick(queries, shots, policy))
-        accuracies["oracle"] = test_oracle(trainer, queries, shots)
-        if accuracies["oracle"] is None:
-            return  # a signal
+        if mined:
+            accuracies[oracle] = test_oracle(trainer, queries, shots, mined)
+            if accuracies[oracle] is None:
+                return  # a signal
         results[shots] = accuracies
     figures = test_figures(results, name)
     text = json.dumps(figures, indent=1) + "\n"
@@ -3260,14 +3306,16 @@ def baseline_accuracies(trainer, settings, queries, shots):
     return {name: trainer.accuracy_of(queries, of_queries) for name, of_queries in lists.items()}
 
 
-def test_oracle(trainer, queries, shots):
-    """Returns the accuracy of the best mined list, (queries,); None if a signal stopped the mining."""
-    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_step_{trainer.run.step}.json"
-    if not path.exists() and not trainer.mine(path, queries, shots):
+def test_oracle(trainer, queries, shots, mined):
+    """Returns the accuracy of the best list of each query in `mined`, the first of the queries, NaN for the
+    others, (queries,); None if a signal stopped the mining."""
+    some = f"first_{len(mined)}_" if len(mined) < len(queries) else ""
+    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_{some}step_{trainer.run.step}.json"
+    if not path.exists() and not trainer.mine(path, mined, shots):
         return None
-    facts = list_facts(queries, shots, trainer.reader)
+    facts = list_facts(mined, shots, trainer.reader)
     check_facts(path, read_json(path)[1], facts, facts, "delete it, and it is mined again")
-    best = dict.fromkeys(column(queries, "id"), 0.0)
+    best = dict.fromkeys(column(queries, "id"), math.nan) | dict.fromkeys(column(mined, "id"), 0.0)
     for group in read_candidates(path, trainer.splits, trainer.demos, trainer.reader):
         for candidate in group.candidates:
             best[group.query["id"]] = max(best[group.query["id"]], candidate["soft"] or 0.0)
@@ -3284,21 +3332,24 @@ def bootstrap_interval(values):
 # differs: the figures of this trainer
 def test_figures(results, name):
     """Accuracies by shots, what `name` gains over the others with its interval, and the share of the way from
-    similarity to the oracle. results: {shots: {method: (queries,)}}."""
-    figures = {"queries": len(next(iter(results.values()))["oracle"]), "policy": name, "shots": {}}
+    similarity to the oracle, if there is one. results: {shots: {method: (queries,)}}, NaN where the oracle
+    was not mined: those queries do not count where it is compared."""
+    figures = {"queries": len(next(iter(results.values()))[name]), "policy": name, "shots": {}}
     for shots, by_method in results.items():
-        means = {method: float(values.mean()) for method, values in by_method.items()}
-        gain = means[name] - means["similarity"]
-        gap = means["oracle"] - means["similarity"]
+        gain = by_method[name] - by_method["similarity"]
+        share, intervals = None, {}
+        for method, values in by_method.items():
+            known = np.isfinite(values)
+            if method != name:
+                intervals[method] = bootstrap_interval((by_method[name] - values)[known])
+            if method.startswith("oracle"):
+                gap = (values - by_method["similarity"])[known].mean()
+                share = float(gain[known].mean() / gap) if gap > 0 else None
         figures["shots"][str(shots)] = {
-            "accuracy": means,
-            "gain_over_similarity": gain,
-            "share_of_gap": gain / gap if gap > 0 else None,
-            "intervals_of_gains": {
-                method: bootstrap_interval(by_method[name] - values)
-                for method, values in by_method.items()
-                if method != name
-            },
+            "accuracy": {method: float(np.nanmean(values)) for method, values in by_method.items()},
+            "gain_over_similarity": float(gain.mean()),
+            "share_of_gap": share,
+            "intervals_of_gains": intervals,
         }
     return figures
 
@@ -3313,12 +3364,14 @@ def test_lines(figures):
         cells = "".join(f"{each['accuracy'][method]:8.3f}" for each in of_shots.values())
         lines.append(f"  {method:20}{cells}")
     for shots, each in of_shots.items():
-        means = {k: v for k, v in each["accuracy"].items() if k != "oracle" and not k.startswith("RCE")}
+        means = {k: v for k, v in each["accuracy"].items() if not k.startswith(("oracle", "RCE"))}
         best = max(means, key=means.get)
         low, high = each["intervals_of_gains"][best]
         gain = f"{each['accuracy'][figures['policy']] - means[best]:+.3f} over {best}, the best of the others"
-        share = f"{each['share_of_gap'] or 0:.0%} of the way from similarity to the oracle"
-        lines.append(f"  {figures['policy']} at {shots} shots: {gain} ({low:+.3f} to {high:+.3f}); {share}")
+        share = ""
+        if each["share_of_gap"] is not None:
+            share = f"; {each['share_of_gap']:.0%} of the way from similarity to the oracle"
+        lines.append(f"  {figures['policy']} at {shots} shots: {gain} ({low:+.3f} to {high:+.3f}){share}")
     return "\n".join(lines)
 
 

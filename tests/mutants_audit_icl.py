@@ -10,6 +10,7 @@ AFRESH = IN_ICL + "a_fresh_start_makes_the_vectors_of_an_own_embedder_again_and_
 FLAT = IN_ICL + "advantages_of_equal_rewards_are_exactly_zero"
 GRADIENTS = IN_ICL + "both_losses_have_the_gradient_of_each_list_read_alone_in_float64"
 MARKED = IN_ICL + "lists_marked_by_another_reader_class_or_vectors_are_not_trained_on"
+CHANGED = IN_ICL + "lists_marked_by_a_reader_that_has_changed_are_not_trained_on"
 WEIGHTS = IN_ICL + "each_mode_weighs_its_hard_and_its_graded_part"
 MENDED = IN_ICL + "what_a_user_can_mend_is_said_in_one_sentence"
 ELSEWHERE = IN_ICL + "a_run_goes_on_in_another_folder_as_in_its_own"
@@ -41,8 +42,8 @@ MUTANTS = [
     (ICL, "        if path.is_file():\n            facts", "        if False:\n            facts", FOLDER),
     (
         ICL,
-        '[str(path.relative_to(EMBEDDING)), file_digest(path)["sha256"]]',
-        "[str(path.relative_to(EMBEDDING)), path.stat().st_size]",
+        '[str(path.relative_to(folder)), file_digest(path)["sha256"]]',
+        "[str(path.relative_to(folder)), path.stat().st_size]",
         FOLDER,
     ),
     (ICL, "afresh = self.resumed_from is None and STAGE", "afresh = False and STAGE", AFRESH),
@@ -135,6 +136,15 @@ MUTANTS = [
     # marks
     (ICL, '"reader class": name_of(reader), "embedder"', '"embedder"', MARKED + "[reader]"),
     (ICL, ', "embedder": name_of(make_embedder)}', "}", MARKED + "[embedder]"),
+    (ICL, "facts = [list(map(source_of, reader_class.__mro__[:-1])), f", "facts = [f", CHANGED + "[class]"),
+    (
+        ICL,
+        "list(map(source_of, reader_class.__mro__[:-1])), f",
+        "source_of(reader_class), f",
+        CHANGED + "[base]",
+    ),
+    (ICL, "[:-1])), folder_facts(name)]", "[:-1]))]", CHANGED + "[files]"),
+    (ICL, '    facts |= {"MAX_IMAGE_PIXELS": MAX_IMAGE_PIXELS, ', "    facts |= {", CHANGED + "[pixels]"),
     (
         ICL,
         'return name if thing.__module__ == __name__ else f"{name} of another file"',

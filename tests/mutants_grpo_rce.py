@@ -117,14 +117,14 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'scale_learning_rate(self.optimizers["policy"], scale)',
-        'scale_learning_rate(self.optimizers["policy"], 1.0)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
         IN_GRPO + "the_schedule_reaches_the_optimizer",
     ),
     (
         RCE,
-        'scale_learning_rate(self.optimizers["policy"], scale)',
-        'scale_learning_rate(self.optimizers["policy"], 1.0)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)',
+        'set_learning_rate(self.optimizers["policy"], LEARNING_RATE)',
         IN_RCE + "the_schedule_reaches_the_optimizer",
     ),
     (

@@ -559,8 +559,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        'group.setdefault("initial_lr", group["lr"])',
-        'group.setdefault("initial_lr", LEARNING_RATE)',
+        'group["lr_multiplier"] = group["lr"] / learning_rate if learning_rate else 1.0',
+        'group["lr_multiplier"] = 1.0',
         "tests/test_contracts.py::test_an_optimizer_keeps_the_rate_that_it_was_made_with[ppo]",
     ),
     (

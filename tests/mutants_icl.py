@@ -1,6 +1,7 @@
 """Mutants of rce/rce_icl.py and its rewards. The program that plants them is mutants.py."""
 
 ICL = "rce/rce_icl.py"
+JOIN = "tools/join_candidates.py"
 REWARDS = "rewards/__init__.py"
 IN_ICL = "tests/test_icl.py::test_"
 
@@ -377,7 +378,97 @@ MUTANTS = [
         "trainer.pick(queries, shots))",
         OF_BEST,
     ),
-    (ICL, 'if k != "oracle" and not k.startswith("RCE")}', 'if not k.startswith("RCE")}', LINES),
+    (
+        ICL,
+        "mined = queries[:TEST_ORACLE]",
+        "mined = queries[:]",
+        IN_ICL + "the_oracle_is_of_as_many_test_queries_as_are_asked_for",
+    ),
+    (
+        ICL,
+        "        if mined:\n            accuracies[oracle]",
+        "        if True:\n            accuracies[oracle]",
+        IN_ICL + "the_oracle_is_of_as_many_test_queries_as_are_asked_for",
+    ),
+    (
+        ICL,
+        "float(gain[known].mean() / gap)",
+        "float(gain.mean() / gap)",
+        IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
+    ),
+    (
+        ICL,
+        "policy.search(*self.corpus.inputs(chunk), shots, PICK_BEAMS)",
+        "policy.search(*self.corpus.inputs(chunk), shots)",
+        IN_ICL + "the_policy_picks_the_likeliest_of_its_beams",
+    ),
+    (
+        ICL,
+        '            if "gtprob" in REWARD_MODE:  # other',
+        "            if True:  # other",
+        IN_ICL + "fresh_lists_are_read_for_gt_prob_only_if_the_reward_has_it",
+    ),
+    (
+        ICL,
+        "    return 1 - len(candidates) / sum(map(len",
+        "    return len(candidates) / sum(map(len",
+        IN_ICL + "the_share_of_doubles_is_kept_for_each_query_and_logged",
+    ),
+    (
+        ICL,
+        'float(record.get("share_of_doubles", "nan"))',
+        'float("nan")',
+        IN_ICL + "the_share_of_doubles_is_kept_for_each_query_and_logged",
+    ),
+    (
+        "tools/check_up.py",
+        'marks += [("relevance", "hard"), ("relevance", "soft")]',
+        'marks += [("relevance", "hard"), ("relevance", "hard")]',
+        "tests/test_check_up.py::test_relevance_is_compared_with_the_accuracy_where_the_file_has_it",
+    ),
+    (
+        "tools/check_up.py",
+        '("soft", "hard"), ("gt_prob", "soft")]',
+        '("soft", "hard")]',
+        "tests/test_check_up.py::test_figures_of_a_hand_made_table",
+    ),
+    (
+        ICL,
+        'mix = {"mix": HYBRID_ALPHA} if',
+        'mix = {"mix": 1 - HYBRID_ALPHA} if',
+        IN_ICL + "hybrid_weighs_the_scaled_score_by_its_alpha",
+    ),
+    (
+        "tools/check_up.py",
+        "alpha * score + (1 - alpha) * r for",
+        "(1 - alpha) * score + alpha * r for",
+        "tests/test_check_up.py::test_its_figures_are_the_trainers_own",
+    ),
+    (
+        JOIN,
+        "list(dict.fromkeys(number for pool in pools for number in pool))",
+        "pools[0]",
+        IN_ICL + "a_join_of_different_pools_is_their_union",
+    ),
+    (
+        JOIN,
+        "first if all(value == first for value in values.values()) else values",
+        "first",
+        IN_ICL + "files_that_do_not_belong_together_are_not_joined",
+    ),
+    (
+        JOIN,
+        "[each for of_file in lists for each in of_file]",
+        "lists[-1]",
+        IN_ICL + "files_of_several_numbers_of_shots_are_joined_and_trained_on",
+    ),
+    (
+        JOIN,
+        "            numbers = numbers[:-1]\n",
+        "            pass\n",
+        IN_ICL + "the_sources_oldest_files_are_converted_and_trained_on_by_their_score",
+    ),
+    (ICL, 'if not k.startswith(("oracle", "RCE"))}', 'if not k.startswith("RCE")}', LINES),
     (
         ICL,
         "        best = max(means, key=means.get)\n        low, high",
@@ -386,8 +477,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'gap = means["oracle"] - means["similarity"]',
-        'gap = means["oracle"] - means[name]',
+        'gap = (values - by_method["similarity"])[known]',
+        "gap = (values - by_method[name])[known]",
         IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
     ),
     (
@@ -576,8 +667,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "                method: bootstrap_interval(by_method[name] - values)",
-        "                method: bootstrap_interval(np.sort(by_method[name])[::-1] - values)",
+        "bootstrap_interval((by_method[name] - values)[known])",
+        "bootstrap_interval((np.sort(by_method[name])[::-1] - values)[known])",
         IN_ICL + "the_share_of_the_gap_and_the_paired_interval_by_hand",
     ),
     # the rule that a policy starts as
@@ -1003,8 +1094,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        "not trainer.mine(path, queries, shots):",
-        "not trainer.mine(path, queries, SHOTS):",
+        "not trainer.mine(path, mined, shots):",
+        "not trainer.mine(path, mined, SHOTS):",
         IN_ICL + "the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots",
     ),
     (

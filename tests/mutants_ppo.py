@@ -134,8 +134,8 @@ MUTANTS = [
     # optimizers
     (
         PPO,
-        'scale_learning_rate(self.optimizers["critic"], critic_scale)',
-        'scale_learning_rate(self.optimizers["critic"], 1.0)',
+        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE * critic_scale)',
+        'set_learning_rate(self.optimizers["critic"], CRITIC_LEARNING_RATE)',
         IN_PPO + "actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (
@@ -488,20 +488,20 @@ MUTANTS = [
     ),
     (
         PPO,
-        'scale_learning_rate(self.optimizers["policy"], actor_scale)',
-        'scale_learning_rate(self.optimizers["policy"], critic_scale)',
+        'set_learning_rate(self.optimizers["policy"], learning_rate)',
+        'set_learning_rate(self.optimizers["policy"], CRITIC_LEARNING_RATE * critic_scale)',
         "tests/test_ppo.py::test_actor_and_critic_each_move_by_their_own_scheduled_rate",
     ),
     (
         PPO,
-        'group["lr"] = scale * group["initial_lr"]',
-        'group["lr"] = scale * optimizer.defaults["lr"]',
+        'group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)',
+        'group["lr"] = learning_rate',
         "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
     ),
     (
         PPO,
-        "    for group in optimizer.param_groups:\n        group.setdefault",
-        "    for group in optimizer.param_groups[:1]:\n        group.setdefault",
+        '    for group in optimizer.param_groups:\n        group["lr"] = learning',
+        '    for group in optimizer.param_groups[:1]:\n        group["lr"] = learning',
         "tests/test_run.py::test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed",
     ),
     (

@@ -104,6 +104,8 @@ def test_figures_of_a_hand_made_table():
         "Spearman of soft with hard": 17.5 / math.sqrt(28 * 17.5),
         # gt_prob .8 .1 0 .3 .9 0 .2: ranks 6 3 1.5 5 7 1.5 4
         "Spearman of gt_prob with hard": 17.5 / math.sqrt(27.5 * 17.5),
+        # ranks 6 3 1.5 5 7 1.5 4 with 6 4 2 5 7 1 3
+        "Spearman of gt_prob with soft": 26.5 / math.sqrt(27.5 * 28),
         "accuracy of the policy's pick": 1 / 3,
         "accuracy of the oracle": 2 / 3,
         "oracle's reward above the pick's, mean": 1 / 3,
@@ -121,6 +123,15 @@ def test_figures_of_a_hand_made_table():
     assert math.isnan(none["accuracy of the oracle"]) and math.isnan(none["Spearman of soft with hard"])
 
 
+def test_relevance_is_compared_with_the_accuracy_where_the_file_has_it():
+    marks = ((1, 1.0, 1.0), (1, 0.3, 0.5), (0, 0.0, 0.2), (0, 0.0, 0.0))
+    group = [candidate(hard, soft, relevance=relevance) for hard, soft, relevance in marks]
+    figures = tool.check_up([group], 4, tool.CONSTANTS)
+    # ranks of relevance 4 3 2 1, of hard 3.5 3.5 1.5 1.5, of soft 4 3 1.5 1.5
+    assert figures["Spearman of relevance with hard"] == pytest.approx(4 / math.sqrt(5 * 4))
+    assert figures["Spearman of relevance with soft"] == pytest.approx(4.5 / math.sqrt(5 * 4.5))
+
+
 @pytest.mark.parametrize(
     "script, constants",
     [
@@ -133,6 +144,7 @@ def test_figures_of_a_hand_made_table():
         *((icl, {"REWARD_MODE": mode, "HARD_WEIGHT": 0.0}) for mode in tool.MODES),
         (rce, {"REWARD_MODE": "hybrid", "HYBRID_SCORE": "rouge_l", "SIMILARITY_WEIGHT": 0.3}),
         (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score"}),
+        (icl, {"REWARD_MODE": "hybrid", "HYBRID_ALPHA": 0.2, "HARD_WEIGHT": 3.0}),
     ],
 )
 def test_its_figures_are_the_trainers_own(monkeypatch, script, constants):

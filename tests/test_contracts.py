@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import read
+from conftest import ROOT, load_script, read
 
 
 def test_a_run_whose_steps_are_never_recorded_still_ends(each, tmp_path):
@@ -67,13 +67,18 @@ def test_metrics_of_several_optimizer_steps_are_means_or_maxima(ppo):
     assert ppo().over_optimizer_steps(steps) == {"loss": 1.5, "max_ratio": 5.0}
 
 
-def test_an_optimizer_keeps_the_rate_that_it_was_made_with(each):
-    """As Muon beside AdamW, which needs about a hundred times its rate."""
-    module, trainer_class = each(LEARNING_RATE=1e-4, WARMUP_STEPS=4, MAX_STEPS=1)
-    module.make_optimizer = lambda model, learning_rate: torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = trainer_class()
-    trainer.train()
-    assert trainer.optimizers["policy"].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+def test_an_optimizer_keeps_the_rate_that_it_was_made_with(path, tmp_path):
+    """As Muon, which needs about a hundred times AdamW's rate: one line of make_optimizer() is edited."""
+    text = (ROOT / path).read_text()
+    line = "torch.optim.AdamW(trained, lr=learning_rate, weight_decay=WEIGHT_DECAY, fused=True)"
+    assert text.count(line) == 1
+    (tmp_path / "edited.py").write_text(text.replace(line, "torch.optim.SGD(trained, lr=0.1)"))
+    (tmp_path / "rewards").symlink_to(ROOT / "rewards")
+    module = load_script(tmp_path / "edited.py", LEARNING_RATE=1e-4)
+    model = torch.nn.Linear(2, 1)
+    optimizer = module.make_optimizer(model, 1e-4)
+    module.set_learning_rate(optimizer, 1e-4 / 4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
 
 
 def test_a_reward_function_of_weight_0_is_a_metric_of_the_responses(each, tmp_path):

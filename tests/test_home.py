@@ -247,6 +247,29 @@ def test_a_policy_is_scored_with_every_response_beside_the_figures(started, path
     assert not (tmp_path / "logs").exists() and not list(tmp_path.glob("step_*"))
 
 
+def test_what_an_evaluation_was_not_told_again_is_said(each, tmp_path):
+    module, trainer_class = each(MAX_STEPS=1, MAX_NEW_TOKENS=8, TEMPERATURE=0.9)
+    trainer_class().train()
+    module, trainer_class = each(EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2, MAX_NEW_TOKENS=12, TEMPERATURE=0.9)
+    said = []
+    log = module.Run.log
+    module.Run.log = lambda run, text: (said.append(text), log(run, text))
+    module.EVALUATE_POLICY = "step_1"
+    module.evaluate_policy(trainer_class)
+    lines = [text for text in said if text.startswith("Other than in the run of")]
+    assert [line.rpartition(": ")[2] for line in lines] == ["MAX_NEW_TOKENS was 8, is 12"]
+
+
+def test_a_folder_without_a_model_is_named_by_its_constant(each, tmp_path):
+    (tmp_path / "town").mkdir()
+    module, trainer_class = each(EVALUATE_POLICY=str(tmp_path / "town"))
+    with pytest.raises(module.UserError, match="EVALUATE_POLICY = .*town': that folder holds no model"):
+        module.evaluate_policy(trainer_class)
+    module.ACTOR_MODEL = str(tmp_path / "town")
+    with pytest.raises(module.UserError, match="ACTOR_MODEL = .*town': that folder holds no model"):
+        trainer_class()
+
+
 def test_two_splits_of_a_data_set_are_written_to_two_files(ppo, tmp_path):
     script = ppo(
         STAGE="evaluate", EVALUATE_POLICY=str(TINY / "policy"), EVALUATE_SAMPLES=1, MAX_EVAL_PROMPTS=2

@@ -989,6 +989,25 @@ def test_lists_are_distinct_in_order_and_keep_every_source(icl):
     assert many and all(c["beam_score"] is not None for c in many)
 
 
+def test_the_share_of_doubles_is_kept_for_each_query_and_logged(icl, mined):
+    script = icl()
+    trainer = script.ICLTrainer()
+    lists = (
+        {"pointer": (0, 1), "source": ["beam", "random", "random"]},
+        {"pointer": (1, 0), "source": ["rule"]},
+    )
+    assert script.share_of_doubles(lists) == 0.5
+    groups = trainer.miner.propose(trainer.splits["train"][:3], 2)
+    for group in groups:
+        ways = sum(len(c["source"]) for c in group.candidates)
+        assert group.doubles == 1 - len(group.candidates) / ways and 0 < group.doubles < 1
+    records = json.loads((mined / "candidates.json").read_text())
+    del records["_meta"]
+    of_queries = [record["share_of_doubles"] for record in records.values()]
+    metrics = [json.loads(line) for line in open(mined / "logs/metrics.jsonl")]
+    assert metrics[0]["share of doubles"] == pytest.approx(np.mean(of_queries)) and len(set(of_queries)) > 1
+
+
 def test_the_rules_lists_are_proposed_forwards_and_backwards(icl):
     trainer = icl(RETRIEVED=2, POOL_SIZE=8).ICLTrainer()
     trainer.corpus.rule = ("classifier, fillers", 3.0)
@@ -1274,6 +1293,99 @@ def test_lists_that_the_sources_fallback_marked_can_be_left_out(icl, tmp_path):
     assert all(len(script.usable(group.candidates)) == 3 for group in groups)
 
 
+JOIN = load_script("tools/join_candidates.py")
+
+
+def test_files_of_several_numbers_of_shots_are_joined_and_trained_on(icl, tmp_path, capsys):
+    script = icl()
+    trainer = script.ICLTrainer()
+    trainer.run.log = trainer.run.agree_on_stop = lambda *x: None
+    queries = trainer.splits["train"][:10]
+    for shots in (1, 2):
+        trainer.mine(tmp_path / f"shots{shots}.json", queries[: 4 + 6 * (shots - 1)], shots)
+    JOIN.main(str(tmp_path / "all.json"), str(tmp_path / "shots*.json"))
+    assert "all.json: 10 queries and " in capsys.readouterr().out
+    groups = {}
+    for name in ("shots1", "shots2", "all"):
+        found = script.read_candidates(
+            tmp_path / f"{name}.json", trainer.splits, trainer.demos, trainer.reader
+        )
+        groups[name] = {group.query["id"]: group for group in found}
+    for query in queries:
+        of_files = [groups[name][query["id"]] for name in ("shots1", "shots2") if query["id"] in groups[name]]
+        joined = groups["all"][query["id"]]
+        lists = [c["pointer"] for group in of_files for c in group.candidates]
+        assert [c["pointer"] for c in joined.candidates] == list(dict.fromkeys(lists))
+        assert joined.pool.tolist() == of_files[0].pool.tolist()  # both of POOL_SIZE, drawn for the query
+        assert joined.proposed == sum(group.proposed for group in of_files)
+    meta = json.loads((tmp_path / "all.json").read_text())["_meta"]
+    assert list(meta["shots"].values()) == [1, 2] and meta["READER"] == "votes"
+
+
+def test_a_join_of_different_pools_is_their_union(icl, tmp_path):
+    records = [
+        {"candidate_pool_ids": pool, "pointer_candidates": [{"pointer": pool[:1]}]}
+        for pool in ([3, 4], [4, 7])
+    ]
+    joined = JOIN.join_records("1", records)
+    assert joined["candidate_pool_ids"] == [3, 4, 7] and joined["proposed"] == 2
+    assert [each["pointer"] for each in joined["pointer_candidates"]] == [[3], [4]]
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"READER": "other"}, "was mined with READER = .*/b.json': 'other'.*; it is 'votes' now"),
+        ({"program": None}, "b.json does not say what it was mined with, but others do"),
+        ({"text": "other"}, "has another text in another file: they are of different data"),
+        ({"lists": 3}, "b.json is no file of candidates .TypeError"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_not_joined(icl, mined, tmp_path, capsys, changed, says):
+    records = json.loads((mined / "candidates.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    query = next(iter(record for key, record in records.items() if key != "_meta"))
+    query["query"]["text"] = changed.pop("text", query["query"]["text"])
+    query["pointer_candidates"] = changed.pop("lists", query["pointer_candidates"])
+    records["_meta"] = {} if "program" in changed else {**records["_meta"], **changed}
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    paths = [str(tmp_path / name) for name in ("all.json", "a.json", "b.json")]
+    if "READER" not in changed:
+        with pytest.raises(SystemExit, match="2"):
+            JOIN.main(*paths)
+        assert re.search(says, capsys.readouterr().err) and not (tmp_path / "all.json").exists()
+        return
+    JOIN.main(*paths)
+    script = icl(CANDIDATES=paths[0])
+    with pytest.raises(script.UserError, match=says):
+        script.ICLTrainer().train()
+
+
+def test_the_sources_oldest_files_are_converted_and_trained_on_by_their_score(icl, tmp_path):
+    records = {}
+    for n in range(30):
+        lists = [[n + 1, n + 2, n], [n + 3, n + 1, n], [n + 2, n + 1, n]]
+        records[str(n)] = {"id_list": lists, "score_list": [0.5, -0.25, 0.0]}
+    (tmp_path / "old.json").write_text(json.dumps(records))
+    JOIN.main(str(tmp_path / "new.json"), str(tmp_path / "old.json"))
+    constants = {
+        "REWARD_MODE": "hybrid",
+        "HYBRID_MIX_SCORE": "beam_score",
+        "HYBRID_ALPHA": 1.0,
+        "RCE_EPOCHS": 1,
+    }
+    trainer = icl(
+        CANDIDATES=str(tmp_path / "new.json"), TEST_ORACLE=False, EVAL_SHOTS=(2,), **constants
+    ).ICLTrainer()
+    trainer.train()
+    row = trainer.train_rows[0]
+    n = row["query"]["number"]
+    pool = [trainer.demos[j]["number"] for j in trainer.corpus.pool_of(row["query"])]
+    chosen = [[pool[j] for j in c["pointer"]] for c in row["candidates"]]
+    assert chosen == [[n + 1, n + 2], [n + 3, n + 1], [n + 2, n + 1]]
+    assert row["rewards"] == pytest.approx([1.0, 0.0, 1 / 3])
+
+
 @pytest.mark.parametrize(
     "changed, says",
     [
@@ -1395,12 +1507,53 @@ def test_lists_marked_by_another_reader_class_or_vectors_are_not_trained_on(icl,
         Trainer().train()
     path = tmp_path / "run/candidates.json"
     records = json.loads(path.read_text())
-    for key in ("reader class", "embedder"):  # a file from before these were noted
-        del records["_meta"][key]
+    for key in ("reader class", "embedder", "digest of the reader's code and files"):
+        del records["_meta"][key]  # a file from before these were noted
     path.write_text(json.dumps(records))
     trainer = Trainer()
     trainer.train()
     assert trainer.run.step == 4
+
+
+READERS = """
+class Base:
+    best = 1
+
+class MyReader(Base):
+    def answers(self, asked):
+        return ["cash_topic"] * len(asked)
+
+    def gold_probabilities(self, asked):
+        return [0.5] * len(asked)
+"""
+
+
+@pytest.mark.parametrize("what", ["class", "base", "files", "pixels", "nothing"])
+def test_lists_marked_by_a_reader_that_has_changed_are_not_trained_on(icl, tmp_path, what):
+    changes = {"class": ("[0.5]", "[0.6]"), "base": ("best = 1", "best = 2")}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/weights").write_text("1")
+    path = tmp_path / "run/candidates.json"
+    for turn in range(2):
+        script = icl(READER=str(tmp_path / "model"))
+        text = READERS
+        if turn:
+            text = READERS.replace(*changes.get(what, ("", "")))
+            (tmp_path / "model/weights").write_text("2" if what == "files" else "1")
+            script.MAX_IMAGE_PIXELS -= what == "pixels"
+        reader = module_of(tmp_path / f"reader{turn}.py", text).MyReader()
+        trainer_class = type(
+            "Trainer", (script.ICLTrainer,), {"load_reader": lambda self, reader=reader: reader}
+        )
+        trainer = trainer_class(resume_from_checkpoint="no")
+        if not turn:
+            trainer.run.log = trainer.run.agree_on_stop = lambda *x: None
+            trainer.mine(path, trainer.splits["train"][:6], 2)
+    if what == "nothing":
+        return script.read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
+    said = "MAX_IMAGE_PIXELS" if what == "pixels" else "digest of the reader's code and files"
+    with pytest.raises(script.UserError, match=f"was mined with {said} = "):
+        script.read_candidates(path, trainer.splits, trainer.demos, trainer.reader)
 
 
 def test_lists_of_another_search_are_trained_on(icl, mined, tmp_path):
@@ -1560,6 +1713,20 @@ def test_fresh_lists_are_the_policys_own_and_their_ratio_is_one(icl):
     assert len(ratios) == 4 and max(ratios) == 0
     samples = [json.loads(line) for line in open(trainer.run.folder / "logs/samples.jsonl")]
     assert samples[-1]["source"] == ["sample"] and samples[0]["source"] != ["sample"]
+
+
+@pytest.mark.parametrize("mode, reads", [("hard_only", 0), ("hard_plus_gtprob_plus_rel", 1)])
+def test_fresh_lists_are_read_for_gt_prob_only_if_the_reward_has_it(icl, monkeypatch, mode, reads):
+    script = icl(ON_POLICY=True, GRPO_EPOCHS=1, GROUP_SIZE=3, REWARD_MODE=mode)
+    trainer = script.ICLTrainer()
+    calls = []
+    score = trainer.reader.gold_probabilities
+    monkeypatch.setattr(trainer.reader, "gold_probabilities", lambda asked: calls.append(1) or score(asked))
+    queries = trainer.splits["train"][:2]
+    rows = [{"query": query, "candidates": []} for query in queries]
+    lists, rewards = trainer.fresh_lists(SimpleNamespace(rows=rows, inputs=trainer.corpus.inputs(queries)))
+    assert len(calls) == reads and all(c["hard"] in (0, 1) for group in lists for c in group)
+    assert all((c["gt_prob"] is not None) == bool(reads) for group in lists for c in group)
 
 
 def test_fresh_lists_of_hybrid_have_the_log_probabilities_of_the_policy_that_drew_them(icl):
@@ -2069,7 +2236,42 @@ def test_the_tests_oracle_is_the_best_accuracy_of_lists_of_as_many_shots(icl, mo
         return groups
 
     monkeypatch.setattr(script, "read_candidates", graded)
-    assert script.test_oracle(trainer, queries, 3).tolist() == [0.0] + [0.3] * 11
+    assert script.test_oracle(trainer, queries, 3, queries).tolist() == [0.0] + [0.3] * 11
+
+
+@pytest.mark.parametrize("value, name", [(3, "oracle, 3 queries"), (12, "oracle"), (False, None)])
+def test_the_oracle_is_of_as_many_test_queries_as_are_asked_for(icl, mined, tmp_path, capsys, value, name):
+    shutil.copytree(mined, tmp_path / "run")
+    icl(RESUME="yes", RCE_EPOCHS=1, EVAL_SHOTS=(2,), TEST_ORACLE=value).ICLTrainer().train()
+    saved = json.loads((tmp_path / "run/eval_test.json").read_text())
+    found = saved["shots"]["2"]
+    assert [key for key in found["accuracy"] if key.startswith("oracle")] == [name] * bool(name)
+    said = capsys.readouterr().out
+    assert ("to the oracle" in said) == (found["share_of_gap"] is not None)
+    assert re.findall(r"oracle, \d+ queries", said) == [name] * (value == 3)
+    assert name or "oracle " not in said.partition("Test accuracy")[2]
+    files = [*(tmp_path / "run").glob("test_candidates_*first*")]
+    assert saved["queries"] == 12 and len(files) == (value == 3)
+    for path in files:
+        records = json.loads(path.read_text())
+        assert sorted(records.keys() - {"_meta"}) == ["0", "1", "2"]
+
+
+def test_the_policy_picks_the_likeliest_of_its_beams(icl):
+    script = icl(PICK_BEAMS=16, EMBED_ANSWERS=False)
+    trainer = script.ICLTrainer()
+    torch.manual_seed(0)
+    for parameter in trainer.policy.parameters():
+        parameter.data.normal_(0, 0.5)
+    trainer.policy.choice_weights.data[:] = torch.tensor([0.0, 0, 0.03, 0, 0, 0])
+    query = trainer.splits["test"][1]
+    inputs = trainer.corpus.inputs([query])
+    lists = torch.tensor([[*itertools.permutations(range(16), 2)]])
+    logprobs = MATHS.list_logprobs(trainer.policy.eval()(*inputs, lists), lists)[0]
+    greedy = trainer.policy.search(*inputs, 2)[0][0, 0]
+    best = lists[0, logprobs.argmax()]
+    assert greedy.tolist() != best.tolist()
+    assert trainer.pick([query], 2) == [trainer.corpus.pool_of(query)[best].tolist()]
 
 
 # ---------------------------------------------------------------- STAGE=evaluate
@@ -2240,6 +2442,15 @@ def test_each_mode_weighs_its_hard_and_its_graded_part(mode, wanted):
     assert script.shaped_rewards(candidates) == pytest.approx(wanted)
 
 
+def test_hybrid_weighs_the_scaled_score_by_its_alpha(icl):
+    lists = [
+        {"hard": h, "soft": 0.0, "gt_prob": 0.0, "logprob": x} for h, x in ((1, -4.0), (0, -2.0), (0, -3.0))
+    ]
+    script = icl(REWARD_MODE="hybrid", HYBRID_ALPHA=0.2, HARD_WEIGHT=3.0)
+    assert script.shaped_rewards(lists) == pytest.approx([0.8 * 3, 0.2, 0.1])
+    assert icl(REWARD_MODE="hybrid").shaped_rewards(lists) == pytest.approx([0.5, 0.5, 0.25])
+
+
 def test_a_right_list_gets_nothing_for_relevance_though_hard_has_no_weight():
     candidates = [{"hard": hard, "soft": 0.0, "gt_prob": 0.5, "relevance": 1.0} for hard in (1, 0)]
     script = load_script(FILE, REWARD_MODE="hard_plus_gtprob_plus_rel", HARD_WEIGHT=0.0)
@@ -2268,6 +2479,16 @@ def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):
     assert found["gain_over_similarity"] == 0.25 and found["share_of_gap"] == pytest.approx(0.5)
     low, high = found["intervals_of_gains"]["oracle"]
     assert low < -0.25 < high <= 0  # paired: RCE is never above the oracle
+    results[2]["oracle, 2 queries"] = np.array([1.0, 1, np.nan, np.nan])
+    del results[2]["oracle"]
+    figures = script.test_figures(results, "RCE")
+    found = figures["shots"]["2"]
+    assert found["accuracy"] == {"similarity": 0.25, "RCE": 0.5, "oracle, 2 queries": 1.0}
+    assert (
+        found["gain_over_similarity"] == 0.25 and found["share_of_gap"] == 0.5
+    )  # of the first two: 1/2, not 1/3
+    assert script.bootstrap_interval(np.array([0.0, -1])) == found["intervals_of_gains"]["oracle, 2 queries"]
+    assert "+0.250 over similarity, the best of the others" in script.test_lines(figures)
 
 
 def test_select_gives_rows_of_the_training_data(trained, world):

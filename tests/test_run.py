@@ -1394,12 +1394,12 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
         def make_optimizer(model, learning_rate):
             matrices = [p for p in model.parameters() if p.dim() == 2]
             others = [p for p in model.parameters() if p.dim() != 2]
-            groups = [{"params": matrices, "lr": multiple * learning_rate}, {"params": others}]
+            groups = [{"params": matrices, "lr_multiplier": multiple}, {"params": others, "lr_multiplier": 1}]
             return torch.optim.SGD(groups, learning_rate)
 
         script.make_optimizer = make_optimizer
         trainer = script.PPOTrainer()
-        trainer.scale_learning_rate = script.scale_learning_rate
+        trainer.set_learning_rate = script.set_learning_rate
         return trainer
 
     trainer = load(LEARNING_RATE=0.1)
@@ -1412,9 +1412,10 @@ def test_every_group_of_an_optimizer_is_scheduled_clipped_stepped_and_resumed(pp
     assert 0 < moved < 6 * 1e-3 * 1.0  # six optimizer steps of rate 1 at most
     again = load(LEARNING_RATE=0.2, RESUME="yes")
     assert again.run.step == 3
+    again.set_learning_rate(again.optimizers["policy"], 0.2)
     assert [group["lr"] for group in again.optimizers["policy"].param_groups] == pytest.approx([2.0, 0.2])
     other = load(multiple=5, LEARNING_RATE=0.2, RESUME="yes")  # an edit counts from here on
-    other.scale_learning_rate(other.optimizers["policy"], 0.5)
+    other.set_learning_rate(other.optimizers["policy"], 0.1)
     assert [group["lr"] for group in other.optimizers["policy"].param_groups] == pytest.approx([0.5, 0.1])
     script = ppo(RESUME="yes")  # whose optimizer has one group
     with pytest.raises(script.UserError, match="step_3 cannot be used"):

@@ -73,7 +73,7 @@ def test_a_command_of_the_page_runs_on_a_model_of_that_architecture(command, qwe
         "OUTPUT_DIR="
     )
     if "STAGE=evaluate" in words:
-        (figures,) = folder.glob("eval_*_gsm8k.json")
+        (figures,) = folder.glob("eval_*_gsm8k_main_test.json")
         assert {"accuracy_greedy", "pass@1", "pass@2", "reward"} <= json.loads(figures.read_text())[
             "figures"
         ].keys()

@@ -4,10 +4,10 @@
     python tools/check_up.py checkpoints/rce_icl REWARD_MODE=hard_only    # of rce_icl.py, by another reward
     python tools/check_up.py my.parquet SIMILARITY_WEIGHT=0.2             # a file
 
-REWARD_MODE, HARD_WEIGHT, SOFT_WEIGHT, HYBRID_SCORE, HYBRID_MIX_SCORE, SIMILARITY, SIMILARITY_WEIGHT and
-SKIP_FALLBACK are those of the file training_config.json beside the candidates, unless they are given. The
-figures and the picture go there too, as .csv and .png. Shares are of the candidates that were verified and
-did not fail.
+REWARD_MODE, HARD_WEIGHT, SOFT_WEIGHT, HYBRID_SCORE, HYBRID_MIX_SCORE, HYBRID_ALPHA, SIMILARITY,
+SIMILARITY_WEIGHT and SKIP_FALLBACK are those of the file training_config.json beside the candidates, unless
+they are given. The figures and the picture go there too, as .csv and .png. Shares are of the candidates that
+were verified and did not fail.
 """
 
 import csv
@@ -27,11 +27,12 @@ CONSTANTS = {  # of the trainers, as far as the reward depends on them; one that
     "SOFT_WEIGHT": 1.0,
     "HYBRID_SCORE": "logprob",
     "HYBRID_MIX_SCORE": "logprob",
+    "HYBRID_ALPHA": 0.5,
     "SIMILARITY": "rouge_l",
     "SIMILARITY_WEIGHT": 0.0,
     "SKIP_FALLBACK": False,
 }
-NUMBERS = ("HARD_WEIGHT", "SOFT_WEIGHT", "SIMILARITY_WEIGHT")
+NUMBERS = ("HARD_WEIGHT", "SOFT_WEIGHT", "HYBRID_ALPHA", "SIMILARITY_WEIGHT")
 MODES = {  # what hard is multiplied by, and the graded mark that is added; the same as in rewards/
     "hard_only": (1, None),
     "soft_only": (0, "soft"),
@@ -41,8 +42,8 @@ MODES = {  # what hard is multiplied by, and the graded mark that is added; the 
     "hard_plus_gtprob": (1, "gt_prob"),
     "hard_plus_gtprob_separated": (2, "gt_prob"),
     "hard_plus_gtprob_plus_rel": (2, "gt_prob"),  # and a tenth of the relevance of a wrong one
-    "hybrid": (0.5, None),
-}  # and half the score, scaled to [0, 1] within the prompt
+    "hybrid": (1, None),  # times 1 - HYBRID_ALPHA; and HYBRID_ALPHA times the score, scaled within the prompt
+}
 NAMES = {  # of a list in rce_icl.py's file: its name here
     "gen_methods": "source",
     "temperatures": "temperature",
@@ -116,7 +117,9 @@ def shaped_rewards(candidates, constants):
         key = column(constants["HYBRID_MIX_SCORE" if is_list else "HYBRID_SCORE"])
         scores = [c[key] for c in candidates]
         width = max(scores) - min(scores) or 1.0
-        shaped = [r + 0.5 * (score - min(scores)) / width for r, score in zip(shaped, scores)]
+        alpha = float(constants["HYBRID_ALPHA"])
+        scaled = [(score - min(scores)) / width for score in scores]
+        shaped = [alpha * score + (1 - alpha) * r for r, score in zip(shaped, scaled)]
     if mode == "hard_plus_gtprob_plus_rel":
         shaped = [r if c["hard"] else r + 0.1 * c["relevance"] for c, r in zip(candidates, shaped)]
     if weight := float(constants["SIMILARITY_WEIGHT"]):
@@ -165,10 +168,14 @@ def check_up(groups, proposed, constants):
         figures[f"positives a prompt, {name}"] = float(np.percentile(right or [np.nan], percent))
     figures["prompts without a positive"] = mean([n == 0 for n in right])
     figures["prompts with flat reward"] = mean([max(r) - min(r) < 1e-6 for r in shaped])
-    for key in ("gt_prob", "soft"):
-        pairs = [(c[key], c["hard"]) for c in verified if c.get(key) is not None]
+    marks = [("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")]
+    if any(c.get("relevance") is not None for c in verified):
+        marks += [("relevance", "hard"), ("relevance", "soft")]
+    for key, other in marks:
+        pairs = [(c[key], c[other]) for c in verified if None not in (c.get(key), c.get(other))]
         vary = all(len(set(column)) > 1 for column in zip(*pairs)) and pairs
-        figures[f"Spearman of {key} with hard"] = float(spearmanr(pairs).statistic) if vary else float("nan")
+        correlation = float(spearmanr(pairs).statistic) if vary else float("nan")
+        figures[f"Spearman of {key} with {other}"] = correlation
     figures["accuracy of the policy's pick"] = mean([group[i]["hard"] for group, i in zip(good, picks)])
     figures["accuracy of the oracle"] = mean([n > 0 for n in right])
     figures["oracle's reward above the pick's, mean"] = mean(gaps)
