@@ -134,6 +134,7 @@ def test_ppo(tmp_path, models):
     )
 
 
+@pytest.mark.sweep
 def test_ppo_narrow(tmp_path, models):
     train(tmp_path, models, "ppo/ppo.py", REWARD_MODEL=None, GROUP_EPOCHS=1, **NARROW)
 
