@@ -365,6 +365,7 @@ def test_a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_b
     assert all(r["first_ratio_deviation"] < 1e-3 for r in lengths)
 
 
+@pytest.mark.sweep
 def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):
     recipe = (ROOT / "docs/cookbook.md").read_text().split("<!-- recipe: calculator -->\n```python\n")[1]
     body = recipe.split("```")[0].split("def calculator")[1].split("if __name__")[0]
