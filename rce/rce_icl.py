@@ -2076,8 +2076,8 @@ def load_splits(say):
         test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
         sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
         if sizes[0] != sizes[1]:
-            what = "the vectors of TRAIN_DATASET and TEST_DATASET must be of one size"
-            raise UserError(f"{what}, not {sizes[0]} and {sizes[1]} numbers")
+            rule = "the vectors of TRAIN_DATASET and TEST_DATASET must be of one size"
+            raise UserError(f"{rule}, not {sizes[0]} and {sizes[1]} numbers")
         if Path(TEST_DATASET["path"]).name == Path(TRAIN_DATASET["path"]).name:
             for row in test:  # two files of one name, or two splits of the hub: ids must differ
                 row["id"] = f"test {row['id']}"
@@ -2184,8 +2184,8 @@ class ImageEmbedder:
         joined = []
         for start in range(0, len(rows), READER_BATCH_SIZE):
             text, image = self.features(rows[start : start + READER_BATCH_SIZE])
-            ways = {"text": text, "image": image, "mean": text + image}
-            joined.append(np.hstack([text, image]) if IMAGE_VECTORS == "both" else ways[IMAGE_VECTORS])
+            choices = {"text": text, "image": image, "mean": text + image}
+            joined.append(np.hstack([text, image]) if IMAGE_VECTORS == "both" else choices[IMAGE_VECTORS])
         return np.concatenate(joined)
 
 
