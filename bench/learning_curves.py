@@ -73,7 +73,7 @@ def main():
     script = ROOT / script
     seeds = [word for word in words if word.isdecimal()]
     options = dict(word.split("=", 1) for word in words if word.startswith(("recipe=", "show=")))
-    overrides = [word for word in words if word.partition("=")[0].isupper()]
+    overrides = [word for word in words if word.startswith("@") or word.partition("=")[0].isupper()]
     out = Path(tempfile.mkdtemp(prefix="learning_curves_"))
     if "recipe" in options:
         script = with_recipe(script, options["recipe"], out)

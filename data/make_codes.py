@@ -1,7 +1,7 @@
 """Makes what grpo/grpo_rec.py trains on out of a plain log and the items' titles.
 
     python data/make_codes.py mine LOG=log.csv TITLES=titles.csv     # user,item,time and item,title
-    python grpo/grpo_rec.py STAGE=sft $(cat mine/words.txt)
+    python grpo/grpo_rec.py STAGE=sft @mine/words.txt
 
 The folder gets train.csv, valid.csv, test.csv (a user, a history, the item that came next), index.json
 {item: codes}, items.txt (codes, title, item), vectors.npy (of the titles) and words.txt: what grpo_rec.py,
@@ -25,6 +25,7 @@ sentence-transformers saves them, or a hub name).
 """
 
 import csv
+import difflib
 import json
 import math
 import sys
@@ -254,10 +255,16 @@ def write(folder, rows, longest, titles, codes, vectors):
 
 
 def apply_words(words):
+    known = []
+    for name, value in globals().items():
+        if name.isupper() and type(value) in (str, int, float):
+            known.append(name)
     for word in words:
         key, _, text = word.partition("=")
-        if key not in globals() or not key.isupper() or key == "WORDS":
-            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file")
+        if key not in known:
+            near = difflib.get_close_matches(key.upper(), known, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else f": {', '.join(known)}"
+            raise UserError(f"{word!r} is not KEY=VALUE with a constant of this file{hint}")
         try:
             globals()[key] = type(globals()[key])(text)
         except ValueError:
@@ -302,7 +309,7 @@ def main(words):
     print(
         f"{len(titles)} items, {alike} told apart by their last code alone; rows: {counts}; "
         f"{unseen} of the test's items were never bought in training; MAX_HISTORY={longest}\n"
-        f"python {ROOT}/grpo/grpo_rec.py STAGE=sft $(cat {folder}/words.txt)"
+        f"python {ROOT}/grpo/grpo_rec.py STAGE=sft @{folder}/words.txt"
     )
 
 

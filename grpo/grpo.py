@@ -29,7 +29,7 @@ Shapes: rows = responses of a step, prompts * GROUP_SIZE, those of a group side 
 longest response. A parameter `rows` beside a batch is a list of row numbers; batch.rows are records of the
 data.
 
-    python grpo/grpo.py                                 # edit the constants below, or override: KEY=VALUE
+    python grpo/grpo.py                                 # edit the constants below, or: KEY=VALUE, @FILE
     python grpo/grpo.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B-Instruct DTYPE=bfloat16 LEARNING_RATE=1e-6
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
@@ -263,6 +263,7 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
     "OUTPUT_DIR": (f"{ROOT}/checkpoints/grpo", "the shipped model's run; give yours a folder of its own"),
 }
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
+_INSTEAD_HERE = {"BETA": "KL_COEF"}  # constants of other trainers: what this file has instead
 # A run that resumes logs which constants have changed, except these
 _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS STAGE EVALUATE_POLICY EVALUATE_SAMPLES".split()
 
@@ -371,6 +372,7 @@ class GRPOTrainer:
         # compute_rewards() fills it for the log: {name: (rows,)}. score_over_ranks() empties it before each
         # call and moves what it finds to batch.reward_parts
         self.reward_parts = {}
+        self.steps_without_signal = 0  # in a row, in this start of the program
         self.load_models()
         self.distils = is_distillation(self)
         if self.distils:
@@ -669,6 +671,7 @@ class GRPOTrainer:
         responses = batch.columns.get("turns", batch.responses)
         samples = sample_records(batch, responses, advantages)
         self.run.log_step(metrics, int(batch.response_mask.sum()), samples, line)
+        count_signal(self, bool(batch.advantages.any()) or self.distils, "all responses to a prompt")
 
 
 # ================ machinery: models, data, sampling, files, processes. The algorithm ends here
@@ -1612,7 +1615,24 @@ def load_prompts(trainer, datasets, constant, limit):
     rows = encode(trainer, load_rows(datasets, constant, limit), constant)
     if not rows and constant == "TRAIN_DATASETS":
         raise UserError(f"{constant} leaves no prompt to train on: raise MAX_PROMPT_TOKENS or give it data")
+    warn_of_unknown_tokens(trainer, rows, constant)
     return rows
+
+
+def warn_of_unknown_tokens(trainer, rows, constant):
+    """Logs a warning if rows have tokens that stand for what the tokenizer does not know, such as <unk>."""
+    tokenizer = trainer.tokenizer
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        return
+    counts = [row["ids"].count(unknown) for row in rows]
+    if any(counts):
+        part = sum(counts) / sum(len(row["ids"]) for row in rows)
+        first = next(row["id"] for row, count in zip(rows, counts) if count)
+        where = f"{np.count_nonzero(counts)} of {len(rows)} rows (the first: {first})"
+        fault = f"{part:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
+        hint = "its tokenizer does not know these words: take a model that does, or other words"
+        trainer.run.log(f"WARNING: {constant}: {fault}. ACTOR_MODEL = {ACTOR_MODEL!r}: {hint}")
 
 
 def read_prompt(value, where):
@@ -1860,6 +1880,18 @@ def response_metrics(batch, scores, reward_parts):
     return metrics
 
 
+def count_signal(trainer, has_signal, responses):
+    """Counts steps in a row whose rewards were equal; the tenth is warned of. responses: among which."""
+    trainer.steps_without_signal += 1
+    if has_signal:
+        trainer.steps_without_signal = 0
+    if trainer.steps_without_signal == 10:
+        fault = f"in the last 10 steps {responses} had equal rewards: there was nothing to learn from them"
+        hint = "easier prompts, a reward with partial credit, a higher TEMPERATURE or GROUP_SIZE, or a "
+        hint += "longer MAX_NEW_TOKENS where responses are cut (truncated_fraction)"
+        trainer.run.log(f"WARNING: {fault}. See {OUTPUT_DIR}/logs/samples.jsonl; try {hint}")
+
+
 def sample_records(batch, responses, advantages):
     """Returns LOG_SAMPLES of a step's rows for samples.jsonl. responses: texts or turns; advantages:
     (rows,)."""
@@ -1905,6 +1937,7 @@ def run_summary(trainer, optimizer_steps):
         f"{GROUP_SIZE} responses; optimizer steps of the policy: {optimizer_steps}",
         memory_summary(trainer),
         *unsuited_constants(),
+        *shipped_evaluation(trainer),
     ]
     return "\n".join(lines)
 
@@ -1948,6 +1981,20 @@ def unsuited_constants():
     if not hints:
         return []
     return ["NOTE: tuned for the shipped model and data, perhaps not for yours: " + "; ".join(hints)]
+
+
+def shipped_evaluation(trainer):
+    """Returns a line if the run trains on the user's own data but is evaluated on the shipped; else an empty
+    list."""
+    own = [spec for spec in TRAIN_DATASETS if not is_shipped(spec["path"])]
+    shipped = [spec for spec in EVAL_DATASETS if is_shipped(spec["path"])]
+    if not own or not shipped or not trainer.eval_rows:
+        return []
+    hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
+    fault = (
+        "TRAIN_DATASETS is your own data, but EVAL_DATASETS is still the shipped data, and best/ follows it"
+    )
+    return [f"NOTE: {fault}: {hint}"]
 
 
 # ---------------------------------------------------------------- STAGE=evaluate
@@ -3296,13 +3343,17 @@ def run_fingerprint():
 
 
 def apply_overrides(arguments):
-    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    """Sets constants from command-line arguments, KEY=VALUE or @FILE. A value has its constant's type."""
     annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
     annotations = annotate(1) if annotate else __annotations__
     known = constants()
-    for argument in arguments:
+    for argument in read_arguments(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
+        if key in _INSTEAD_HERE:
+            raise UserError(
+                f"{argument}: {key} is a constant of other trainers; here set {_INSTEAD_HERE[key]}"
+            )
         if not equals or key not in known:
             hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
@@ -3312,6 +3363,28 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def read_arguments(arguments):
+    """Returns the arguments, each @FILE replaced by the file's lines; blank lines and # lines are left out.
+    A file that is missing or empty is an error: without its constants the shipped data would be used."""
+    words = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            words.append(argument)
+            continue
+        lines = []
+        hint = "it takes a text file with one KEY=VALUE per line"
+        try:
+            for line in Path(argument[1:]).read_text(encoding="utf-8-sig").splitlines():
+                if line.strip() and not line.strip().startswith("#"):
+                    lines.append(line.strip())
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"{argument}: the file cannot be read ({first_line(error)}): {hint}") from None
+        if not lines:
+            raise UserError(f"{argument}: the file has no line: {hint}")
+        words += lines
+    return words
 
 
 def did_you_mean(word, known):

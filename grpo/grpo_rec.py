@@ -24,7 +24,7 @@ which is that of KL(pi || pi_ref). What the gradient estimates depends on CANDID
 Samples raise what a *sample* earns, and with it the few likeliest items; beams raise what a *list* earns,
 which is what is shown to a user (docs/grpo_rec.md has both).
 
-    python grpo/grpo_rec.py                          # edit the constants below, or override: KEY=VALUE
+    python grpo/grpo_rec.py                          # edit the constants below, or: KEY=VALUE, @FILE
     python grpo/grpo_rec.py STAGE=sft, then STAGE=rl, and STAGE=evaluate: scores a policy on TEST_FILE
     python grpo/grpo_rec.py TRAIN_FILE=train.csv VALID_FILE=None TEST_FILE=test.csv INDEX_FILE=index.json \\
         ITEM_FILE=info.txt VALUES_FILE=None VALUE_WEIGHT=0 RULE_WEIGHT=1
@@ -253,6 +253,13 @@ _SMOOTHING = (1, 3, 10, 30, 100, 300)  # of the counts with back-off: the best p
 _DECAYS = (0, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 _RENAMED = {"EXACT_SUMS": "DETERMINISTIC_GRADIENTS"}  # old names of constants, accepted as arguments
+_INSTEAD_HERE = {  # constants of other trainers: what this file has instead
+    "TRAIN_DATASETS": "TRAIN_FILE",
+    "EVAL_DATASETS": "VALID_FILE and TEST_FILE",
+    "NUM_EPOCHS": "SFT_EPOCHS and MAX_STEPS",
+    "MAX_TRAIN_PROMPTS": "MAX_TRAIN_ROWS",
+    "MAX_EVAL_PROMPTS": "MAX_EVAL_ROWS",
+}
 _MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
 
 # ================================================================ the maths of GRPO over items
@@ -2880,13 +2887,17 @@ def run_fingerprint():
 
 
 def apply_overrides(arguments):
-    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    """Sets constants from command-line arguments, KEY=VALUE or @FILE. A value has its constant's type."""
     annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
     annotations = annotate(1) if annotate else __annotations__
     known = constants()
-    for argument in arguments:
+    for argument in read_arguments(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
+        if key in _INSTEAD_HERE:
+            raise UserError(
+                f"{argument}: {key} is a constant of other trainers; here set {_INSTEAD_HERE[key]}"
+            )
         if not equals or key not in known:
             hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
@@ -2896,6 +2907,28 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def read_arguments(arguments):
+    """Returns the arguments, each @FILE replaced by the file's lines; blank lines and # lines are left out.
+    A file that is missing or empty is an error: without its constants the shipped data would be used."""
+    words = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            words.append(argument)
+            continue
+        lines = []
+        hint = "it takes a text file with one KEY=VALUE per line"
+        try:
+            for line in Path(argument[1:]).read_text(encoding="utf-8-sig").splitlines():
+                if line.strip() and not line.strip().startswith("#"):
+                    lines.append(line.strip())
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"{argument}: the file cannot be read ({first_line(error)}): {hint}") from None
+        if not lines:
+            raise UserError(f"{argument}: the file has no line: {hint}")
+        words += lines
+    return words
 
 
 def did_you_mean(word, known):

@@ -18,7 +18,7 @@ Deliberate deviations:
 - the cost counts tokens and reranked pairs, so that runs repeat; COST="seconds" measures the time instead;
 - actor and critic are one small network with two heads, and one optimizer.
 
-    python ppo/ppo_rag.py                                 # edit the constants below, or override: KEY=VALUE
+    python ppo/ppo_rag.py                                 # edit the constants below, or: KEY=VALUE, @FILE
     python ppo/ppo_rag.py BASELINE_ONLY=True              # the table of all actions, without training
     python ppo/ppo_rag.py STAGE=evaluate                  # best/ on the test questions, without training
     python ppo/ppo_rag.py GENERATOR=google/flan-t5-small RERANKER=cross-encoder/ms-marco-MiniLM-L-6-v2 \\
@@ -196,6 +196,13 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
 }
 
 _RENAMED = {}  # old names of constants, accepted as arguments
+_INSTEAD_HERE = {  # constants of other trainers: what this file has instead
+    "ACTOR_MODEL": "GENERATOR",
+    "TRAIN_DATASETS": "DATASET",
+    "NUM_EPOCHS": "MAX_STEPS",
+    "MAX_TRAIN_PROMPTS": "SAMPLE",
+    "REWARD_FUNCTIONS": "EM_WEIGHT, ROUGE_WEIGHT and COST_WEIGHT",
+}
 _MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY EVAL_DATASET".split()  # when resuming
 
 # ================================================================ the maths of PPO, one step an episode
@@ -1597,13 +1604,17 @@ def run_fingerprint():
 
 
 def apply_overrides(arguments):
-    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    """Sets constants from command-line arguments, KEY=VALUE or @FILE. A value has its constant's type."""
     annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
     annotations = annotate(1) if annotate else __annotations__
     known = constants()
-    for argument in arguments:
+    for argument in read_arguments(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
+        if key in _INSTEAD_HERE:
+            raise UserError(
+                f"{argument}: {key} is a constant of other trainers; here set {_INSTEAD_HERE[key]}"
+            )
         if not equals or key not in known:
             hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
@@ -1613,6 +1624,28 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def read_arguments(arguments):
+    """Returns the arguments, each @FILE replaced by the file's lines; blank lines and # lines are left out.
+    A file that is missing or empty is an error: without its constants the shipped data would be used."""
+    words = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            words.append(argument)
+            continue
+        lines = []
+        hint = "it takes a text file with one KEY=VALUE per line"
+        try:
+            for line in Path(argument[1:]).read_text(encoding="utf-8-sig").splitlines():
+                if line.strip() and not line.strip().startswith("#"):
+                    lines.append(line.strip())
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"{argument}: the file cannot be read ({first_line(error)}): {hint}") from None
+        if not lines:
+            raise UserError(f"{argument}: the file has no line: {hint}")
+        words += lines
+    return words
 
 
 def did_you_mean(word, known):

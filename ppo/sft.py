@@ -14,7 +14,7 @@ micro-batches. Deliberate choices:
 
 Shapes: tokens = trained tokens of the rows at hand, row after row. Other dimensions are written as words.
 
-    python ppo/sft.py                                   # edit the constants below, or override: KEY=VALUE
+    python ppo/sft.py                                   # edit the constants below, or: KEY=VALUE, @FILE
     python ppo/sft.py ACTOR_MODEL=Qwen/Qwen2.5-0.5B LEARNING_RATE=1e-5
     torchrun --nproc_per_node=4 ppo/sft.py              # the same bytes on any number of processes
     python ppo/ppo.py ACTOR_MODEL=checkpoints/sft/best/policy        # go on with PPO
@@ -190,6 +190,10 @@ _TUNED_FOR_TINY = {  # values that suit the shipped model and data, and what ano
     "OUTPUT_DIR": (f"{ROOT}/checkpoints/sft", "the shipped model's run; give yours a folder of its own"),
 }
 _RENAMED = {}  # old names of constants, accepted as arguments
+_INSTEAD_HERE = {  # constants of other trainers: what this file has instead
+    "MAX_PROMPT_TOKENS": "MAX_TOKENS",
+    "MICRO_BATCH_ROWS": "BATCH_SIZE",
+}
 # A run that resumes logs which constants have changed, except these
 _MAY_CHANGE = "RESUME OUTPUT_DIR PLOT_PANELS".split()
 
@@ -810,7 +814,24 @@ def load_demonstrations(trainer, datasets, constant, limit):
         rows.append(row)
     log_left_out(trainer, constant, left_out, rows)
     check_lengths(trainer, rows, constant)
+    warn_of_unknown_tokens(trainer, rows, constant)
     return rows
+
+
+def warn_of_unknown_tokens(trainer, rows, constant):
+    """Logs a warning if rows have tokens that stand for what the tokenizer does not know, such as <unk>."""
+    tokenizer = trainer.tokenizer
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        return
+    counts = [row["ids"].count(unknown) for row in rows]
+    if any(counts):
+        part = sum(counts) / sum(len(row["ids"]) for row in rows)
+        first = next(row["id"] for row, count in zip(rows, counts) if count)
+        where = f"{np.count_nonzero(counts)} of {len(rows)} rows (the first: {first})"
+        fault = f"{part:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
+        hint = "its tokenizer does not know these words: take a model that does, or other words"
+        trainer.run.log(f"WARNING: {constant}: {fault}. ACTOR_MODEL = {ACTOR_MODEL!r}: {hint}")
 
 
 def read_datasets(datasets, constant, required, optional, limit):
@@ -1074,6 +1095,7 @@ def run_summary(trainer):
         f"Steps {run.step} to {run.total_steps}, where {end} ends the run; each has {rows_per_step} rows",
         memory_summary(trainer),
         *unsuited_constants(),
+        *shipped_evaluation(trainer),
     ]
     return "\n".join(lines)
 
@@ -1117,6 +1139,20 @@ def unsuited_constants():
     if not hints:
         return []
     return ["NOTE: tuned for the shipped model and data, perhaps not for yours: " + "; ".join(hints)]
+
+
+def shipped_evaluation(trainer):
+    """Returns a line if the run trains on the user's own data but is evaluated on the shipped; else an empty
+    list."""
+    own = [spec for spec in TRAIN_DATASETS if not is_shipped(spec["path"])]
+    shipped = [spec for spec in EVAL_DATASETS if is_shipped(spec["path"])]
+    if not own or not shipped or not trainer.eval_rows:
+        return []
+    hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
+    fault = (
+        "TRAIN_DATASETS is your own data, but EVAL_DATASETS is still the shipped data, and best/ follows it"
+    )
+    return [f"NOTE: {fault}: {hint}"]
 
 
 # ---------------------------------------------------------------- LoRA
@@ -2169,13 +2205,17 @@ def run_fingerprint():
 
 
 def apply_overrides(arguments):
-    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    """Sets constants from command-line arguments, KEY=VALUE or @FILE. A value has its constant's type."""
     annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
     annotations = annotate(1) if annotate else __annotations__
     known = constants()
-    for argument in arguments:
+    for argument in read_arguments(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
+        if key in _INSTEAD_HERE:
+            raise UserError(
+                f"{argument}: {key} is a constant of other trainers; here set {_INSTEAD_HERE[key]}"
+            )
         if not equals or key not in known:
             hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
@@ -2185,6 +2225,28 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def read_arguments(arguments):
+    """Returns the arguments, each @FILE replaced by the file's lines; blank lines and # lines are left out.
+    A file that is missing or empty is an error: without its constants the shipped data would be used."""
+    words = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            words.append(argument)
+            continue
+        lines = []
+        hint = "it takes a text file with one KEY=VALUE per line"
+        try:
+            for line in Path(argument[1:]).read_text(encoding="utf-8-sig").splitlines():
+                if line.strip() and not line.strip().startswith("#"):
+                    lines.append(line.strip())
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"{argument}: the file cannot be read ({first_line(error)}): {hint}") from None
+        if not lines:
+            raise UserError(f"{argument}: the file has no line: {hint}")
+        words += lines
+    return words
 
 
 def did_you_mean(word, known):

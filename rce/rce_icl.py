@@ -27,7 +27,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
 - mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/rce_icl.md.
 
-    python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or override: KEY=VALUE
+    python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or: KEY=VALUE, @FILE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
     python rce/rce_icl.py STAGE=evaluate                 # best/ on the test questions, beside the rules
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
@@ -245,6 +245,14 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
 }
 
 _RENAMED = {}  # old names of constants, accepted as arguments
+_INSTEAD_HERE = {  # constants of other trainers: what this file has instead
+    "ACTOR_MODEL": "READER (frozen) and POINTER_POLICY (trained)",
+    "MAX_STEPS": "RCE_EPOCHS and GRPO_EPOCHS",
+    "NUM_EPOCHS": "RCE_EPOCHS and GRPO_EPOCHS",
+    "MAX_NEW_TOKENS": "MAX_ANSWER_TOKENS",
+    "MAX_TRAIN_PROMPTS": "MINE_QUERIES",
+    "REWARD_FUNCTIONS": "REWARD_MODE",
+}
 _MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
 
 # ================================================================ the maths of RCE and GRPO
@@ -1789,13 +1797,17 @@ def run_fingerprint():
 
 
 def apply_overrides(arguments):
-    """Sets constants from command-line arguments KEY=VALUE. A value has the type of its constant."""
+    """Sets constants from command-line arguments, KEY=VALUE or @FILE. A value has its constant's type."""
     annotate = globals().get("__annotate__")  # Python 3.14 computes annotations on demand (PEP 649)
     annotations = annotate(1) if annotate else __annotations__
     known = constants()
-    for argument in arguments:
+    for argument in read_arguments(arguments):
         key, equals, text = argument.partition("=")
         key = _RENAMED.get(key, key)
+        if key in _INSTEAD_HERE:
+            raise UserError(
+                f"{argument}: {key} is a constant of other trainers; here set {_INSTEAD_HERE[key]}"
+            )
         if not equals or key not in known:
             hint = did_you_mean(key.upper(), known)
             raise UserError(f"{argument!r} is not KEY=VALUE with a constant of this file{hint}")
@@ -1805,6 +1817,28 @@ def apply_overrides(arguments):
         if not text.strip() or type(value).__name__.replace("NoneType", "None") not in allowed:
             raise UserError(f"{key}={text}: {key} takes {' or '.join(allowed)}, such as {default}")
         globals()[key] = value
+
+
+def read_arguments(arguments):
+    """Returns the arguments, each @FILE replaced by the file's lines; blank lines and # lines are left out.
+    A file that is missing or empty is an error: without its constants the shipped data would be used."""
+    words = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            words.append(argument)
+            continue
+        lines = []
+        hint = "it takes a text file with one KEY=VALUE per line"
+        try:
+            for line in Path(argument[1:]).read_text(encoding="utf-8-sig").splitlines():
+                if line.strip() and not line.strip().startswith("#"):
+                    lines.append(line.strip())
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"{argument}: the file cannot be read ({first_line(error)}): {hint}") from None
+        if not lines:
+            raise UserError(f"{argument}: the file has no line: {hint}")
+        words += lines
+    return words
 
 
 def did_you_mean(word, known):

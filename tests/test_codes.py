@@ -148,13 +148,14 @@ def test_a_models_vectors_are_the_means_of_a_titles_own_last_hidden_states(codes
 
 def test_what_it_writes_is_trained_on_whole_and_tested_on_what_is_later(codes, tmp_path, capsys):
     codes.main(["mine", "STRIDE=3", "CODES=3", "LEVELS=1"])
-    assert "24 items" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "24 items" in said and f"STAGE=sft @{tmp_path}/mine/words.txt" in said
     before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
     codes.main(["mine"])
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
     small = {"SFT_EPOCHS": 1, "HIDDEN_SIZE": 8, "LAYERS": 1, "MAX_HISTORY": 3, "EVAL_BEAMS": 20}
     module = load_script("grpo/grpo_rec.py", STAGE="sft", **small)
-    module.apply_overrides((tmp_path / "mine/words.txt").read_text().split())
+    module.apply_overrides([f"@{tmp_path}/mine/words.txt"])
     assert module.MAX_HISTORY == 10, "the words say so"
     trainer = module.RecTrainer()
     names = trainer.catalogue.items
@@ -207,7 +208,10 @@ BAD = [
     ("titles.csv", 'item,title\ni1,"x' + 140000 * "y", [], "TITLES = 'titles.csv': field larger than"),
     ("other.csv", "", ["LOG=nowhere.csv"], "LOG = 'nowhere.csv': [Errno 2] No such file"),
     ("other.csv", "", ["MODEL=nowhere/at/all"], "MODEL = 'nowhere/at/all' gives no vectors of titles"),
-    ("other.csv", "", ["LOGS=log.csv"], "'LOGS=log.csv' is not KEY=VALUE with a constant"),
+    ("other.csv", "", ["LOGS=log.csv"], "'LOGS=log.csv' is not KEY=VALUE with a constant of this file; did "),
+    ("other.csv", "", ["LOG_FILE=log.csv"], "did you mean LOG?"),
+    ("other.csv", "", ["QQ=2"], "constant of this file: LOG, TITLES, USER, ITEM, TIME, TITLE, SPLIT, "),
+    ("other.csv", "", ["UTC=1"], "'UTC=1' is not KEY=VALUE with a constant"),
     ("other.csv", "", ["CODES=many"], "CODES=many: CODES takes a number"),
     ("other.csv", "", ["SPLIT=users"], "SPLIT = 'users': it takes time or last"),
     ("other.csv", "", ["TEST_SHARE=0.95"], "must be above 0, their sum below 1"),

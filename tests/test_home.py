@@ -66,6 +66,71 @@ def test_other_data_alone_leave_the_learning_rate_out_of_the_note(started, path,
     assert "MAX_PROMPT_TOKENS = 256" in note and "LEARNING_RATE" not in note
 
 
+def test_own_data_with_the_shipped_evaluation_are_told_so(each, tmp_path):
+    shutil.copy(TINY / "train.jsonl", tmp_path / "mine.jsonl")
+    data = [{"path": str(tmp_path / "mine.jsonl"), "type": "jsonl", "input": "problem", "output": "solution"}]
+    module, trainer_class = each()
+    trainer = trainer_class()
+    assert module.shipped_evaluation(trainer) == []
+    module.TRAIN_DATASETS = data + module.TRAIN_DATASETS
+    (note,) = module.shipped_evaluation(trainer)
+    assert "NOTE: TRAIN_DATASETS is your own data, but EVAL_DATASETS is still the shipped data" in note
+    assert note in module.run_summary(trainer, 1) and "set EVAL_DATASETS to held-out rows" in note
+    module.EVAL_DATASETS = data
+    assert module.shipped_evaluation(trainer) == []
+    trainer = each(TRAIN_DATASETS=data, EVAL_DATASETS=[])[1]()
+    module.EVAL_DATASETS, trainer.eval_rows = module.TRAIN_DATASETS[1:], []
+    assert module.shipped_evaluation(trainer) == [], "MAX_EVAL_PROMPTS=0: nothing is evaluated"
+
+
+def test_words_that_the_tokenizer_does_not_know_are_counted(each, tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    prompts = ["Tom has 3 apples.", "Zebras have 3 apples."]
+    file.write_text("\n".join(json.dumps({"q": prompt, "a": "3"}) for prompt in prompts))
+    data = [{"path": str(file), "type": "jsonl", "input": "q", "output": "a"}]
+    module, trainer_class = each(TRAIN_DATASETS=data, MAX_EVAL_PROMPTS=4)
+    trainer = trainer_class()
+    ids = [row["ids"] for row in trainer.train_rows]
+    unknown = trainer.tokenizer.unk_token_id
+    assert unknown not in ids[0] and unknown in ids[1]
+    part = ids[1].count(unknown) / (len(ids[0]) + len(ids[1]))
+    said = f"WARNING: TRAIN_DATASETS: {part:.1%} of the tokens, in 1 of 2 rows (the first: mine.jsonl:2), "
+    said += "are <unk>"
+    assert capsys.readouterr().out.count(said) == 1
+    trainer.tokenizer.eos_token = "<unk>"  # as GPT-2's: no word becomes it
+    module.warn_of_unknown_tokens(trainer, trainer.train_rows, "TRAIN_DATASETS")
+    assert "WARNING" not in capsys.readouterr().out, "the shipped prompts have none"
+
+
+@pytest.mark.parametrize("file", ["ppo/ppo.py", "grpo/grpo.py"])
+def test_ten_steps_of_equal_rewards_in_a_row_are_warned_of_once(ppo, grpo, file, capsys):
+    make, name = {"ppo/ppo.py": (ppo, "PPOTrainer"), "grpo/grpo.py": (grpo, "GRPOTrainer")}[file]
+    words = {"MAX_STEPS": 12, "NUM_EPOCHS": 9, "MAX_NEW_TOKENS": 4, "MAX_EVAL_PROMPTS": 0, "BATCH_SIZE": 2}
+    module = make(**words)
+
+    class Mine(getattr(module, name)):
+        def compute_rewards(self, prompts, responses, answers, **columns):
+            return [float(self.run.step == 11 and i == 0) for i in range(len(responses))]
+
+    trainer = Mine()
+    trainer.train()
+    said = capsys.readouterr().out
+    assert said.count("WARNING: in the last 10 steps all responses") == 1 and "logs/samples.jsonl" in said
+    assert said.index("WARNING: in the last 10 steps") > said.index("step 10/12")
+    assert trainer.steps_without_signal == 1, "step 11 had another reward, step 12 none"
+
+
+def test_distillation_has_no_reward_to_be_warned_of(grpo, capsys):
+    module = grpo(
+        MAX_STEPS=11, NUM_EPOCHS=9, MAX_NEW_TOKENS=4, MAX_EVAL_PROMPTS=0, BATCH_SIZE=2, GROUP_SIZE=1
+    )
+    module.KL_COEF, module.REWARD_FUNCTIONS = 1.0, [("exact_answer", 0.0)]
+    trainer = module.GRPOTrainer()
+    assert trainer.distils
+    trainer.train()
+    assert "WARNING" not in capsys.readouterr().out
+
+
 def test_the_note_names_only_constants_of_the_file_with_their_values_as_they_stand_there(path):
     script = load_script(path)
     for name, (tuned, hint) in script._TUNED_FOR_TINY.items():

@@ -132,6 +132,56 @@ def test_a_wrong_override_names_what_to_do(ppo, word, says):
         script.apply_overrides([word])
 
 
+ALL_TRAINERS = [*TRAINERS, "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"]
+ALL_TRAINERS += ["ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"]
+
+
+def test_a_file_of_overrides_is_read_line_by_line(ppo, tmp_path):
+    """Blanks within a value stay; a later argument wins."""
+    script = ppo()
+    (tmp_path / "words.txt").write_text(
+        "\ufeff# mine\n\nSEED=7\r\n  PROMPT_TEMPLATE=Solve {input} now  \nMAX_STEPS=3"
+    )
+    script.apply_overrides(["MAX_STEPS=2", f"@{tmp_path}/words.txt", "SEED=8"])
+    assert (script.SEED, script.MAX_STEPS, script.PROMPT_TEMPLATE) == (8, 3, "Solve {input} now")
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (None, "words.txt: the file cannot be read .*No such file.*one KEY=VALUE per line"),
+        ("", "words.txt: the file has no line: it takes a text file with one KEY=VALUE per line"),
+        ("# nothing\n\n", "words.txt: the file has no line"),
+        (b"\xff\xfe\x00", "words.txt: the file cannot be read .*codec"),
+        ("SEED=3\nMAX_STEP=9", "'MAX_STEP=9' is not KEY=VALUE .* did you mean MAX_STEPS"),
+    ],
+)
+def test_a_file_of_overrides_that_is_missing_or_empty_is_refused(ppo, tmp_path, text, says):
+    """$(cat words.txt) of a missing file leaves no argument, and the shipped data would be trained on."""
+    script = ppo()
+    if text is not None:
+        (tmp_path / "words.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(script.UserError, match=says):
+        script.apply_overrides([f"@{tmp_path}/words.txt"])
+
+
+def test_a_constant_of_another_trainer_is_answered_with_this_ones():
+    modules = {file: load_script(file) for file in ALL_TRAINERS}
+    names = {file: module.constants().keys() for file, module in modules.items()}
+    for file, module in modules.items():
+        for key, here in module._INSTEAD_HERE.items():
+            assert key not in names[file] and any(key in others for others in names.values()), (file, key)
+            known = re.findall(r"[A-Z]+_[A-Z_]+|[A-Z]{4,}", here)
+            assert known and set(known) <= names[file], (file, here)
+            with pytest.raises(
+                module.UserError, match=f"{key} is a constant of other trainers; here set {here.split()[0]}"
+            ):
+                module.apply_overrides([f"{key}=3"])
+    icl = modules["rce/rce_icl.py"]
+    with pytest.raises(icl.UserError, match="MAX_STEPS=5: .* here set RCE_EPOCHS and GRPO_EPOCHS"):
+        icl.apply_overrides(["MAX_STEPS=5"])
+
+
 @pytest.mark.parametrize(
     "constant, value",
     [
