@@ -29,7 +29,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or: KEY=VALUE, @FILE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
-    python rce/rce_icl.py STAGE=evaluate                 # best/ on the test questions, beside the rules
+    python rce/rce_icl.py STAGE=evaluate                 # best/ on EVAL_DATASET's or the test's questions
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
@@ -98,7 +98,7 @@ import rewards
 
 # ================================================================ constants
 
-STAGE = "all"  # all | mine | train | evaluate (EVALUATE_POLICY)
+STAGE = "all"  # all | mine | train | evaluate (EVALUATE_POLICY on EVAL_DATASET)
 EVALUATE_POLICY = "best"  # best, or step_N, of OUTPUT_DIR; or the folder of a policy of this program
 CANDIDATES: str | None = None  # a JSON file of candidates (also the source's), instead of mining
 
@@ -109,6 +109,7 @@ TRAIN_DATASET = {"path": f"{ROOT}/data/banking77/train.csv", "type": "csv"}
 TRAIN_DATASET |= {"input": "text", "output": "category"}
 # None: a fifth of TRAIN_DATASET is held out
 TEST_DATASET: dict | None = {**TRAIN_DATASET, "path": f"{ROOT}/data/banking77/test.csv"}
+EVAL_DATASET: dict | None = None  # for STAGE=evaluate: its rows are the queries; None: the test's
 GOLDS = "aliases"  # aliases: the best of a list counts | annotators: each is one person's, as in VQA
 VALIDATION_QUERIES = 400  # of the training rows: neither trained on nor demonstrations
 TEST_QUERIES: int | None = None  # use only the first N rows; None: all
@@ -247,13 +248,16 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
 _RENAMED = {}  # old names of constants, accepted as arguments
 _INSTEAD_HERE = {  # constants of other trainers: what this file has instead
     "ACTOR_MODEL": "READER (frozen) and POINTER_POLICY (trained)",
+    "EVAL_DATASETS": "EVAL_DATASET and TEST_DATASET",
     "MAX_STEPS": "RCE_EPOCHS and GRPO_EPOCHS",
     "NUM_EPOCHS": "RCE_EPOCHS and GRPO_EPOCHS",
     "MAX_NEW_TOKENS": "MAX_ANSWER_TOKENS",
     "MAX_TRAIN_PROMPTS": "MINE_QUERIES",
     "REWARD_FUNCTIONS": "REWARD_MODE",
 }
-_MAY_CHANGE = "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY".split()  # a resumed run does not report these
+_MAY_CHANGE = (
+    "RESUME OUTPUT_DIR STAGE EVALUATE_POLICY EVAL_DATASET".split()
+)  # a resumed run does not report these
 
 # ================================================================ the maths of RCE and GRPO
 
@@ -860,12 +864,14 @@ class ICLTrainer:
 
     def select(self, query, shots=SHOTS, image=None):
         """Returns the demonstrations, out of all, that this run's best policy (if there is none, the current
-        one) picks for a query, a text and perhaps the path of an image."""
+        one) picks for a query, a text and perhaps the path of an image: id, text, image, golds, answer."""
         query = {"id": f"select {query}", "text": query, "image": image, "golds": [], "split": "select"}
         query["vector"] = self.corpus.embed_query(query)
         best = self.run.folder / "best/policy"
         policy = load_pointer(best, self.corpus.sizes).to(self.device) if best.is_dir() else self.policy
-        return self.corpus.examples(self.pick([query], shots, policy)[0])
+        fields = ("id", "text", "image", "golds", "answer")
+        demonstrations = self.corpus.examples(self.pick([query], shots, policy)[0])
+        return [{name: demo[name] for name in fields} for demo in demonstrations]
 
     def test(self):
         test_policies(self)
@@ -2100,27 +2106,35 @@ def take_vectors(examples, path, constant):
         example["given_vector"] = vector
 
 
+def test_data():
+    """Returns the name of the constant that names the test queries, and its value, which may be None."""
+    if STAGE == "evaluate" and EVAL_DATASET is not None:
+        return "EVAL_DATASET", EVAL_DATASET
+    return "TEST_DATASET", TEST_DATASET
+
+
 # differs: the data of this trainer
 def load_splits(say):
     """{"train", "validation", "test"}: queries, and the demonstrations: training rows that do not validate.
     Candidates that are given decide the queries, and all training rows are demonstrations, as they were when
     they were mined."""
     rows = load_examples(TRAIN_DATASET, "TRAIN_DATASET", "train")
-    if TEST_DATASET is not None:
-        test = load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)
-        sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
-        if sizes[0] != sizes[1]:
-            rule = "the vectors of TRAIN_DATASET and TEST_DATASET must be of one size"
-            raise UserError(f"{rule}, not {sizes[0]} and {sizes[1]} numbers")
-        if Path(TEST_DATASET["path"]).name == Path(TRAIN_DATASET["path"]).name:
-            for row in test:  # two files of one name, or two splits of the hub: ids must differ
-                row["id"] = f"test {row['id']}"
-    else:
+    if TEST_DATASET is None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
         count = min(TEST_QUERIES or 1000, len(rows) // 5)
         test = [{**rows[i], "split": "test"} for i in order[:count]]
         rows = [rows[i] for i in sorted(order[count:])]
         say(f"TEST_DATASET is None: {count} rows of TRAIN_DATASET are the test, {len(rows)} are left")
+    constant, spec = test_data()
+    if spec is not None:
+        test = load_examples(spec, constant, "test", TEST_QUERIES)
+        sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
+        if sizes[0] != sizes[1]:
+            rule = f"the vectors of TRAIN_DATASET and {constant} must be of one size"
+            raise UserError(f"{rule}, not {sizes[0]} and {sizes[1]} numbers")
+        if Path(spec["path"]).name == Path(TRAIN_DATASET["path"]).name:
+            for row in test:  # two files of one name, or two splits of the hub: ids must differ
+                row["id"] = f"test {row['id']}"
     asked = rows
     if CANDIDATES:
         numbers = {int(key) for key, _ in read_json(CANDIDATES)[0] if key.isdecimal()}
@@ -3205,10 +3219,10 @@ def parse_list(record):
 
 # differs: the figures of this trainer
 def evaluate_policy(trainer_class):
-    """Scores EVALUATE_POLICY on the test queries without training: the reader's accuracy after its lists, and
-    after those of the rules, at each of EVAL_SHOTS. Writes OUTPUT_DIR/eval_<policy>_<data>.json, and every
-    query to a .jsonl of that name; a run in OUTPUT_DIR stays as it is. Returns {figure: {"mean", "low",
-    "high"}}."""
+    """Scores EVALUATE_POLICY without training, on the queries of EVAL_DATASET or else the test's: the
+    reader's accuracy after its lists, and after those of the rules, at each of EVAL_SHOTS. Writes
+    OUTPUT_DIR/eval_<policy>_<data>.json, and every query to a .jsonl of that name; a run in OUTPUT_DIR stays
+    as it is. Returns {figure: {"mean", "low", "high"}}."""
     folder = Path(OUTPUT_DIR)
     policy = Path(EVALUATE_POLICY)
     if EVALUATE_POLICY == "best" or EVALUATE_POLICY.startswith("step_"):
@@ -3225,10 +3239,11 @@ def evaluate_policy(trainer_class):
         mean, (low, high) = values.mean().item(), bootstrap_interval(values)
         figures[figure] = {"mean": mean, "low": low, "high": high}
         trainer.run.log(f"{figure:24} {mean:.3f}   95% interval {low:.3f} to {high:.3f}")
-    facts = {"policy": str(policy), "dataset": TEST_DATASET, "queries": len(records), "figures": figures}
+    dataset = test_data()[1]
+    facts = {"policy": str(policy), "dataset": dataset, "queries": len(records), "figures": figures}
     facts |= {"reader": READER, "embedding": EMBEDDING, "pool": POOL, "pool_size": POOL_SIZE}
-    data = Path((TEST_DATASET or TRAIN_DATASET)["path"]).stem
-    if TEST_DATASET is None:
+    data = Path((dataset or TRAIN_DATASET)["path"]).stem
+    if dataset is None:
         data += "_held_out"
     name = re.sub(r"[^\w.-]+", "", "_".join(["eval", *Path(EVALUATE_POLICY).parts[-2:], data]))
     lines = "".join(json.dumps(record) + "\n" for record in records)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_same_state, load_script, untimed
+from conftest import ROOT, assert_same_state, load_script, read, untimed
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -2308,6 +2308,36 @@ def test_a_policy_is_scored_as_the_runs_own_test_scores_it_and_no_file_changes(i
         assert figure["low"] <= figure["mean"] <= figure["high"]
 
 
+def test_another_file_is_scored_whatever_the_run_was_tested_on(icl, trained, tmp_path):
+    """Its queries, under its name; what the policy was trained on stays as it was."""
+    write_rows(tmp_path / "new.csv", 5, 9)
+    data = {**trained[0].TEST_DATASET, "path": f"{tmp_path}/new.csv"}
+    gone = {"EVAL_DATASET": data, "TEST_DATASET": {**data, "path": "gone.csv"}}
+    given = {"EVALUATE_POLICY": str(trained[2] / "best"), "EVAL_SHOTS": (1,)}
+    script = icl(STAGE="evaluate", **gone, **given)
+    script.evaluate_policy(script.ICLTrainer)
+    facts = json.loads((tmp_path / "run/eval_run_best_new.json").read_text())
+    records = read(tmp_path / "run/eval_run_best_new.jsonl")
+    assert facts["dataset"] == data and facts["queries"] == 5
+    rows = (tmp_path / "new.csv").read_text().splitlines()[1:]
+    assert [record["query"] for record in records] == [row.rpartition(",")[0] for row in rows]
+    mean = np.mean([record["shots"]["1"]["accuracy"]["policy"] for record in records])
+    assert facts["figures"]["policy@1"]["mean"] == pytest.approx(mean)
+    with pytest.raises(Exception, match="EVAL_DATASET: nowhere.csv: cannot be read"):
+        script = icl(STAGE="evaluate", EVAL_DATASET={**data, "path": "nowhere.csv"}, **given)
+        script.evaluate_policy(script.ICLTrainer)
+    script = icl(EVAL_DATASET=data)  # while training it is not read
+    assert script.test_data() == ("TEST_DATASET", script.TEST_DATASET)
+
+
+def test_with_a_file_of_its_own_the_rows_held_out_for_the_test_are_no_demonstrations(icl, tmp_path, world):
+    data = {**icl().TEST_DATASET, "path": f"{world}/test.csv"}
+    held_out, demos = icl(TEST_DATASET=None).load_splits(print)
+    splits, same_demos = icl(TEST_DATASET=None, STAGE="evaluate", EVAL_DATASET=data).load_splits(print)
+    assert [demo["id"] for demo in same_demos] == [demo["id"] for demo in demos]
+    assert len(splits["test"]) == 12 and splits["test"] != held_out["test"]
+
+
 @pytest.mark.parametrize("name", ["step_8", "best/policy"])
 def test_a_checkpoint_or_a_folder_is_the_policy_that_is_scored(icl, trained, tmp_path, name):
     given = name if name.startswith("step") else str(trained[2] / name)
@@ -2494,7 +2524,9 @@ def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):
 def test_select_gives_rows_of_the_training_data(trained, world):
     script, trainer, folder = trained
     rows = trainer.select("where is my card please", 3)
-    assert len(rows) == 3 and all(row in trainer.demos for row in rows)
+    assert len(rows) == 3 and {row["id"] for row in rows} <= {demo["id"] for demo in trainer.demos}
+    assert [list(row) for row in rows] == [["id", "text", "image", "golds", "answer"]] * 3
+    assert json.loads(json.dumps(rows)) == rows, "no vectors"
     everything = {**trainer.splits["test"][0], "split": "select", "text": "new"}
     everything.pop("pool")
     assert sorted(trainer.corpus.pool_of(everything).tolist()) == list(range(108))  # not POOL_SIZE of them
@@ -2505,8 +2537,8 @@ def test_select_gives_rows_of_the_training_data(trained, world):
     for parameter in trainer.policy.parameters():  # select() is of best/, whatever the last policy is
         parameter.data.neg_()
     assert trainer.select("where is my card please", 3) == rows
-    assert [trainer.demos[j] for j in trainer.pick([query], 3, best)[0]] == rows
-    assert [trainer.demos[j] for j in trainer.pick([query], 3)[0]] != rows
+    assert [trainer.demos[j]["id"] for j in trainer.pick([query], 3, best)[0]] == [row["id"] for row in rows]
+    assert [trainer.demos[j]["id"] for j in trainer.pick([query], 3)[0]] != [row["id"] for row in rows]
     for parameter in trainer.policy.parameters():
         parameter.data.neg_()
     vector = trainer.corpus.embed_query(trainer.splits["test"][0])
