@@ -3102,9 +3102,20 @@ class Run:
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
+        policy = f"{policy}{self.step_of_best()}"
         return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
 
     # ------------------------------------------------------------ saving and resuming
+
+    def step_of_best(self, first=0):
+        """Returns of which step best/ is, as text. first: the step before anything was trained."""
+        path = self.folder / "best/metrics.json"
+        if not path.exists():
+            return ""
+        step = json.loads(path.read_text())["step"]
+        if step == first < self.step:
+            return f" (of step {step}: no later one was better in evaluation)"
+        return f" (of step {step})"
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""

@@ -2646,9 +2646,20 @@ class Run:
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
+        policy = f"{policy}{self.step_of_best(self.state.begin)}"
         return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
 
     # ------------------------------------------------------------ saving and resuming
+
+    def step_of_best(self, first=0):
+        """Returns of which step best/ is, as text. first: the step before anything was trained."""
+        path = self.folder / "best/metrics.json"
+        if not path.exists():
+            return ""
+        step = json.loads(path.read_text())["step"]
+        if step == first < self.step:
+            return f" (of step {step}: no later one was better in evaluation)"
+        return f" (of step {step})"
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""
@@ -3773,7 +3784,15 @@ def table_lines(figures):
             if has_value and possible and possible["value"] > 0:
                 fraction = f"{figure['reward/value'] / possible['value']:>15.1%}"
             lines.append(f"  {name:14}" + "".join(f"{figure[key]:>15.4f}" for key in keys) + fraction)
-    for key, gained in figures.get("grpo_minus_sft", {}).items():
+    gains_over_sft = figures.get("grpo_minus_sft", {})
+    if gains_over_sft and not any(
+        gained["mean"] or any(gained["interval"]) for gained in gains_over_sft.values()
+    ):
+        lines.append(
+            "  GRPO equals SFT on every row: where no step of GRPO was better on validation, best/ is SFT's"
+        )
+        return lines
+    for key, gained in gains_over_sft.items():
         interval = "95% interval {:+.4f} to {:+.4f}".format(*gained["interval"])
         lines.append(f"  GRPO minus SFT, {key}: {gained['mean']:+.4f} ({interval})")
     return lines

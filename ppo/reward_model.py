@@ -1970,9 +1970,20 @@ class Run:
         model = self.folder / "best/reward_model"
         if not model.exists():
             model = self.checkpoint / "reward_model"
+        model = f"{model}{self.step_of_best()}"
         return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; model: {model}"
 
     # ------------------------------------------------------------ saving and resuming
+
+    def step_of_best(self, first=0):
+        """Returns of which step best/ is, as text. first: the step before anything was trained."""
+        path = self.folder / "best/metrics.json"
+        if not path.exists():
+            return ""
+        step = json.loads(path.read_text())["step"]
+        if step == first < self.step:
+            return f" (of step {step}: no later one was better in evaluation)"
+        return f" (of step {step})"
 
     def save(self):
         """Writes step_N/, removes old checkpoints and draws the plots. All processes must call it."""

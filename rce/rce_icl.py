@@ -1561,9 +1561,20 @@ class Run:
         policy = self.folder / "best/policy"
         if not policy.exists():
             policy = self.checkpoint / "policy"
+        policy = f"{policy}{self.step_of_best(self.state.begin)}"
         return f"Done at step {self.step} of {self.total_steps}. Plots: {OUTPUT_DIR}/*.png; policy: {policy}"
 
     # ------------------------------------------------------------ saving and resuming
+
+    def step_of_best(self, first=0):
+        """Returns of which step best/ is, as text. first: the step before anything was trained."""
+        path = self.folder / "best/metrics.json"
+        if not path.exists():
+            return ""
+        step = json.loads(path.read_text())["step"]
+        if step == first < self.step:
+            return f" (of step {step}: no later one was better in evaluation)"
+        return f" (of step {step})"
 
     # differs: models are never sharded
     def save(self):
@@ -3416,11 +3427,15 @@ def test_lines(figures):
         means = {k: v for k, v in each["accuracy"].items() if not k.startswith(("oracle", "RCE"))}
         best = max(means, key=means.get)
         low, high = each["intervals_of_gains"][best]
-        gain = f"{each['accuracy'][figures['policy']] - means[best]:+.3f} over {best}, the best of the others"
+        gain = round(each["accuracy"][figures["policy"]] - means[best], 3)
+        compared = f"level with {best}"
+        if gain:
+            compared = f"{gain:+.3f} over {best}" if gain > 0 else f"{-gain:.3f} below {best}"
         share = ""
         if each["share_of_gap"] is not None:
             share = f"; {each['share_of_gap']:.0%} of the way from similarity to the oracle"
-        lines.append(f"  {figures['policy']} at {shots} shots: {gain} ({low:+.3f} to {high:+.3f}){share}")
+        interval = f"({low:+.3f} to {high:+.3f}){share}"
+        lines.append(f"  {figures['policy']} at {shots} shots: {compared}, the best of the others {interval}")
     return "\n".join(lines)
 
 

@@ -176,7 +176,16 @@ def test_its_figures_are_the_trainers_own(monkeypatch, script, constants):
             [[candidate(0), candidate(0)]] * 3 + [[candidate(1), candidate(0)]],
             "mine more: 75% of the prompts have no right candidate",
         ),
-        ("hard_only", [[candidate(1, **GREEDY), candidate(0)]] * 4, "mine more: the candidates are hardly"),
+        (
+            "hard_only",
+            [[candidate(1, **GREEDY), candidate(0)], [candidate(0, **GREEDY), candidate(0)]] * 2,
+            "mine more: the candidates are hardly",
+        ),
+        (
+            "hard_only",
+            [[candidate(1, **GREEDY), candidate(0)]] * 4,
+            "mine harder prompts: the policy's own pick is right for 100% of these",
+        ),
         (
             "hard_only",
             [[candidate(1), candidate(1)]] * 3 + [[candidate(0, **GREEDY), candidate(1)]],

@@ -2494,6 +2494,9 @@ def test_the_terminal_names_the_best_of_the_others(icl):
     text = script.test_lines(script.test_figures(results, "RCE"))
     assert "RCE at 2 shots: +0.200 over kNN, the best of the others" in text
     assert "75% of the way from similarity to the oracle" in text
+    for count, words in ((3, "level with kNN, the best of the others"), (1, "0.400 below kNN, the best of")):
+        results[2]["RCE"] = np.array([1.0] * count + [0.0] * (5 - count))
+        assert f"RCE at 2 shots: {words}" in script.test_lines(script.test_figures(results, "RCE"))
 
 
 def test_the_share_of_the_gap_and_the_paired_interval_by_hand(icl):

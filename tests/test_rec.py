@@ -1267,6 +1267,8 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     del figures["rows"]
     (line,) = (line for line in module.table_lines(figures) if line.startswith("  counts "))
     assert line.endswith(f" {100 * share:.1f}%")
+    assert "best/ is SFT's" in module.table_lines(figures)[-1]
+    assert not any("GRPO minus SFT" in line for line in module.table_lines(figures))
     values = np.load(tmp_path / "world/values.npy")
     worth = [[worth_by_hand(values, history, i, module) for i in range(11)] for history, _ in tests]
     assert figures["possible"]["value"] == pytest.approx(np.mean([sorted(some)[-4:] for some in worth]))
@@ -1281,6 +1283,9 @@ def test_every_figure_of_the_table_by_hand_and_best_is_by_validation(rec, tmp_pa
     assert {key: figures["grpo"][key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
     gained = wanted["reward"] - figures["sft"]["reward"]
     assert figures["grpo_minus_sft"]["reward"]["mean"] == pytest.approx(gained, abs=1e-6) != 0
+    del figures["rows"]
+    lines = module.table_lines(figures)
+    assert any(line.startswith(f"  GRPO minus SFT, reward: {gained:+.4f}") for line in lines)
     before = every_list(trainer, trainer.reference, trainer.test_rows)
     one, other = (rows_by_hand(tmp_path / "world", tests, some, module)["reward"] for some in (lists, before))
     interval = figures["grpo_minus_sft"]["reward"]["interval"]

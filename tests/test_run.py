@@ -1373,12 +1373,19 @@ def test_best_and_patience_resume_apart(each):
 
 
 def test_a_run_names_the_policy_that_it_kept(each, tmp_path, capsys):
+    """With its step; one from before the training says that none was better."""
     run = untrained(each).run
     run.checkpoint = tmp_path / "run/step_0"
-    for kept in ("step_0/policy", "best/policy"):
-        assert run.final_message().endswith(f"; policy: {tmp_path}/run/{kept}")
-        run.log_evaluation({"reward": 0.5})
-        capsys.readouterr()
+    assert run.final_message().endswith(f"; policy: {tmp_path}/run/step_0/policy")
+    run.log_evaluation({"reward": 0.5})
+    best = f"; policy: {tmp_path}/run/best/policy"
+    assert run.final_message().endswith(f"{best} (of step 0)")
+    run.step = 3
+    assert run.final_message().endswith(f"{best} (of step 0: no later one was better in evaluation)")
+    assert run.step_of_best(1) == " (of step 0)", "a stage of this run began at step 1"
+    run.log_evaluation({"reward": 0.6})
+    assert run.final_message().endswith(f"{best} (of step 3)")
+    capsys.readouterr()
 
 
 SQUAD = {

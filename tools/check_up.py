@@ -200,6 +200,8 @@ def find_verdict(figures, reward_mode, soft_weight=1.0):
         return f"fix the reward: {what}; take another REWARD_MODE, or look at what says the end of an answer"
     if not without <= 0.5:
         return f"mine more: {without:.0%} of the prompts have no right candidate; propose more, or references"
+    if pick >= 0.98:
+        return f"mine harder prompts: the policy's own pick is right for {pick:.0%} of these"
     if oracle - pick < 0.02:
         what = "the candidates are hardly better than the policy's own pick"
         return f"mine more: {what}; take harder prompts, higher SAMPLE_TEMPERATURES or a larger pool"
