@@ -3269,7 +3269,7 @@ def read_text(path):
 
 
 def read_index():
-    """Returns {item: [codes]} of INDEX_FILE."""
+    """Returns {item: [codes]} of INDEX_FILE. Items of fewer codes than others end with <end>."""
 
     def without_repeats(pairs):  # JSON alone would keep the last of an item that stands twice
         index = {}
@@ -3286,13 +3286,13 @@ def read_index():
     index = read_file(INDEX_FILE, "INDEX_FILE", parse)
     if not isinstance(index, dict) or not index:
         raise UserError(f"{where}: it must be one object of items and their codes, {{item: [code, ...]}}")
-    first = next(iter(index.values()))
     for item, codes in index.items():
         texts = isinstance(codes, list) and all(isinstance(code, str) and code.strip() for code in codes)
-        if not texts or not codes or len(codes) != len(first) or not "".join(codes).isprintable():
-            takes = "it takes a list of codes, equally many for all items"
+        if not texts or not codes or not "".join(codes).isprintable():
+            takes = "it takes a list of codes"
             raise UserError(f"{where}: item {item!r} has {repr(codes)[:60]}: {takes}")
-    return index
+    depth = max(map(len, index.values()))
+    return {item: codes + ["<end>"] * (depth - len(codes)) for item, codes in index.items()}
 
 
 def read_titles(number, count):

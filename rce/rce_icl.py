@@ -156,7 +156,9 @@ MINE_BATCH_SIZE = 100  # queries mined together; a run that is killed loses at m
 REWARD_MODE = "hard_plus_gtprob_separated"  # a mode of rewards/: what r is made of
 HARD_WEIGHT = 1.0  # multiplies the mode's hard mark, 1 (right) or 0 (wrong)
 SOFT_WEIGHT = 1.0  # multiplies the mode's graded part: soft (the accuracy) or gt_prob
-HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score: the score of REWARD_MODE = hybrid
+# Score of REWARD_MODE = hybrid. infoscore: log gt_prob, what a list adds to the log-probability of the golds,
+# but for a number that is the same for all lists of a query
+HYBRID_MIX_SCORE = "logprob"  # logprob | beam_score | infoscore
 HYBRID_ALPHA = 0.5  # 0 to 1: hybrid's weight of the scaled score; that of hard is 1 - HYBRID_ALPHA
 SKIP_FALLBACK = False  # leave out lists of the source's files that its fallback metric marked
 
@@ -239,7 +241,7 @@ _VALID_RANGES = {  # least and greatest value of each number, or the words that 
     "IMAGE_VECTORS": ["both", "mean", "text", "image"],
     "POOL": ["random", "similarity"],
     "DTYPE": ["float32", "bfloat16"],
-    "HYBRID_MIX_SCORE": ["logprob", "beam_score"],
+    "HYBRID_MIX_SCORE": ["logprob", "beam_score", "infoscore"],
     "WEIGHT_REWARDS": ["raw", "zscore"],
     "LR_SCHEDULER_TYPE": ["linear", "cosine", "plateau"],
     "REWARD_MODE": _MODES,
@@ -303,6 +305,8 @@ def shaped_rewards(candidates):
     for candidate in map(dict, candidates):  # copies
         if candidate["hard"]:
             candidate["relevance"] = 0.0  # only wrong lists get it; with HARD_WEIGHT = 0 all look wrong
+        if candidate.get("gt_prob") is not None:
+            candidate["infoscore"] = math.log(max(candidate["gt_prob"], 1e-6))
         for key, weight in (("hard", HARD_WEIGHT), ("soft", SOFT_WEIGHT), ("gt_prob", SOFT_WEIGHT)):
             if candidate.get(key) is not None:
                 candidate[key] *= weight
@@ -700,7 +704,8 @@ class ICLTrainer:
             if REWARD_MODE == "hybrid":
                 self.miner.add_logprobs(groups)
         with self.run.timed("score"):
-            if "gtprob" in REWARD_MODE:  # other modes do without half of the reading
+            uses_infoscore = REWARD_MODE == "hybrid" and HYBRID_MIX_SCORE == "infoscore"
+            if "gtprob" in REWARD_MODE or uses_infoscore:  # other modes do without half of the reading
                 self.miner.score_gold(groups)
             self.miner.verify(groups)
         lists = []

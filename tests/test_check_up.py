@@ -144,6 +144,7 @@ def test_relevance_is_compared_with_the_accuracy_where_the_file_has_it():
         *((icl, {"REWARD_MODE": mode, "HARD_WEIGHT": 0.0}) for mode in tool.MODES),
         (rce, {"REWARD_MODE": "hybrid", "HYBRID_SCORE": "rouge_l", "SIMILARITY_WEIGHT": 0.3}),
         (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score"}),
+        (icl, {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "infoscore", "HYBRID_ALPHA": 0.7}),
         (icl, {"REWARD_MODE": "hybrid", "HYBRID_ALPHA": 0.2, "HARD_WEIGHT": 3.0}),
     ],
 )

@@ -1968,6 +1968,52 @@ def test_the_score_of_hybrid_is_the_one_that_is_named():
         assert script.shaped_rewards(lists) == wanted
 
 
+def test_infoscore_is_what_a_list_adds_to_the_log_probability_of_the_golds():
+    """By hand: of four lists, beside the 0.02 that the golds have without demonstrations."""
+    lists = [{"hard": h, "soft": 0.0, "gt_prob": p} for h, p in ((0, 0.02), (1, 0.5), (0, 0.1), (1, 0.0))]
+    gains = [math.log(p / 0.02) for p in (0.02, 0.5, 0.1, 1e-6)]
+    scaled = [(gain - min(gains)) / (max(gains) - min(gains)) for gain in gains]
+    script = load_script(FILE, REWARD_MODE="hybrid", HYBRID_MIX_SCORE="infoscore", HYBRID_ALPHA=1.0)
+    assert script.shaped_rewards(lists) == pytest.approx(scaled)
+    script.HYBRID_ALPHA = 0.25
+    wanted = [0.25 * x + 0.75 * c["hard"] for x, c in zip(scaled, lists)]
+    assert script.shaped_rewards(lists) == pytest.approx(wanted)
+    with pytest.raises(script.UserError, match="needs .*infoscore, which the candidates lack"):
+        script.shaped_rewards([{"hard": 1, "soft": 1.0}, {"hard": 0, "soft": 0.0}])
+
+
+@pytest.mark.parametrize("score", ["logprob", "infoscore"])
+def test_fresh_lists_get_gt_prob_if_infoscore_needs_it(icl, mined, score):
+    words = {"GRPO_EPOCHS": 1, "ON_POLICY": True, "REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": score}
+    trainer = icl(CANDIDATES=str(mined / "candidates.json"), GROUP_SIZE=3, **words).ICLTrainer()
+    with trainer.run.session(""):
+        trainer.prepare()
+    trainer.state.stage = "grpo"
+    lists = trainer.next_batch().lists
+    known = {c["gt_prob"] is not None for of_query in lists for c in of_query}
+    assert known == {score == "infoscore"}
+
+
+def test_a_run_may_imitate_given_beams_and_a_second_one_goes_on_from_its_policy(icl, mined, tmp_path):
+    """The scores of the beams alone weigh, then the marks of the reader."""
+    records = json.loads((mined / "candidates.json").read_text())
+    for key, record in records.items():
+        if key != "_meta":
+            for n, candidate in enumerate(record["pointer_candidates"]):
+                candidate |= {"beam_score": -float(n), "vqa_correct": 0}
+    (tmp_path / "beams.json").write_text(json.dumps(records))
+    words = {"REWARD_MODE": "hybrid", "HYBRID_MIX_SCORE": "beam_score", "HYBRID_ALPHA": 1.0}
+    first = icl(CANDIDATES=str(tmp_path / "beams.json"), OUTPUT_DIR=str(tmp_path / "first"), **words)
+    trainer = first.ICLTrainer()
+    trainer.test = lambda: None
+    trainer.train()
+    for row in trainer.train_rows:
+        assert row["rewards"].index(max(row["rewards"])) == 0, "the first beam weighs most"
+    policy = sorted((tmp_path / "first").glob("step_*/policy"))[-1]
+    second = icl(CANDIDATES=str(mined / "candidates.json"), POINTER_POLICY=str(policy)).ICLTrainer()
+    assert torch.equal(second.policy.gate.weight, trainer.policy.gate.weight)
+
+
 def test_rows_are_split_by_their_own_numbers_and_seeds(icl):
     one = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, MINE_QUERIES=11)
     other = icl(VALIDATION_QUERIES=9, TEST_QUERIES=7, SEED=5)

@@ -1496,10 +1496,21 @@ def test_items_of_the_same_codes_are_named_counted_and_one(rec, tmp_path, capsys
     assert trainer.recommend([99], 3) == trainer.recommend([11], 3)
 
 
+def test_items_of_fewer_codes_end_with_a_code_of_their_own(rec, tmp_path):
+    """One item's codes begin another's; both are found, and each path has one probability."""
+    codes = {**CODES, "98": ["<a_0>"], "99": ["<a_0>", "<b_0>"]}
+    trainer = trainer_of(rec(**write_world(tmp_path / "unlike", codes)))
+    catalogue = trainer.catalogue
+    assert catalogue.codes[-2:] == [("<a_0>", "<end>", "<end>"), ("<a_0>", "<b_0>", "<end>")]
+    found = trainer.recommend([10, 13], len(codes))
+    assert {row["item"] for row in found} == set(codes)
+    assert sum(row["probability"] for row in found) == pytest.approx(1)
+    assert min(row["probability"] for row in found) > 0
+
+
 HEAD = "user_id,history_item_id,item_id\n"
 ERRORS = [
     ("index.json", json.dumps({**CODES, "98": []}), "item '98' has []: it takes a list of codes"),
-    ("index.json", json.dumps({**CODES, "98": ["<a_0>"]}), "item '98' has ['<a_0>']: it takes"),
     ("index.json", json.dumps({**CODES, "98": ["<a_0>", "<\ud800>", "<c_9>"]}), "item '98' has ['<a_0>', "),
     ("index.json", "[", "cannot be read (Expecting value"),
     ("index.json", "[1]", "it must be one object of items"),

@@ -12,6 +12,7 @@ were verified and did not fail.
 
 import csv
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -114,8 +115,11 @@ def shaped_rewards(candidates, constants):
         shaped = [r + weight * c[graded] for c, r in zip(candidates, shaped)]
     if mode == "hybrid":
         is_list = "pointer" in candidates[0]
-        key = column(constants["HYBRID_MIX_SCORE" if is_list else "HYBRID_SCORE"])
-        scores = [c[key] for c in candidates]
+        name = constants["HYBRID_MIX_SCORE" if is_list else "HYBRID_SCORE"]
+        if name == "infoscore":
+            scores = [math.log(max(c["gt_prob"], 1e-6)) for c in candidates]
+        else:
+            scores = [c[column(name)] for c in candidates]
         width = max(scores) - min(scores) or 1.0
         alpha = float(constants["HYBRID_ALPHA"])
         scaled = [(score - min(scores)) / width for score in scores]
