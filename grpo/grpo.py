@@ -1625,12 +1625,16 @@ def warn_of_unknown_tokens(trainer, rows, constant):
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
         return
-    counts = [row["ids"].count(unknown) for row in rows]
-    if any(counts):
-        part = sum(counts) / sum(len(row["ids"]) for row in rows)
-        first = next(row["id"] for row, count in zip(rows, counts) if count)
-        where = f"{np.count_nonzero(counts)} of {len(rows)} rows (the first: {first})"
-        fault = f"{part:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
+    unknown_tokens = tokens = 0
+    affected = []
+    for row in rows:
+        tokens += len(row["ids"])
+        if unknown in row["ids"]:
+            unknown_tokens += row["ids"].count(unknown)
+            affected.append(row["id"])
+    if affected:
+        where = f"{len(affected)} of {len(rows)} rows (the first: {affected[0]})"
+        fault = f"{unknown_tokens / tokens:.1%} of the tokens, in {where}, are {tokenizer.unk_token}"
         hint = "its tokenizer does not know these words: take a model that does, or other words"
         trainer.run.log(f"WARNING: {constant}: {fault}. ACTOR_MODEL = {ACTOR_MODEL!r}: {hint}")
 
@@ -1986,14 +1990,12 @@ def unsuited_constants():
 def shipped_evaluation(trainer):
     """Returns a line if the run trains on the user's own data but is evaluated on the shipped; else an empty
     list."""
-    own = [spec for spec in TRAIN_DATASETS if not is_shipped(spec["path"])]
-    shipped = [spec for spec in EVAL_DATASETS if is_shipped(spec["path"])]
-    if not own or not shipped or not trainer.eval_rows:
+    trains_on_own = not all(map(is_shipped, column(TRAIN_DATASETS, "path")))
+    evaluates_on_shipped = any(map(is_shipped, column(EVAL_DATASETS, "path")))
+    if not trains_on_own or not evaluates_on_shipped or not trainer.eval_rows:
         return []
     hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
-    fault = (
-        "TRAIN_DATASETS is your own data, but EVAL_DATASETS is still the shipped data, and best/ follows it"
-    )
+    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, which best/ follows, is still the shipped"
     return [f"NOTE: {fault}: {hint}"]
 
 

@@ -1100,14 +1100,12 @@ def unsuited_constants():
 def shipped_evaluation(trainer):
     """Returns a line if the run trains on the user's own data but is evaluated on the shipped; else an empty
     list."""
-    own = [spec for spec in TRAIN_DATASETS if not is_shipped(spec["path"])]
-    shipped = [spec for spec in EVAL_DATASETS if is_shipped(spec["path"])]
-    if not own or not shipped or not trainer.eval_rows:
+    trains_on_own = not all(map(is_shipped, column(TRAIN_DATASETS, "path")))
+    evaluates_on_shipped = any(map(is_shipped, column(EVAL_DATASETS, "path")))
+    if not trains_on_own or not evaluates_on_shipped or not trainer.eval_rows:
         return []
     hint = "set EVAL_DATASETS to held-out rows of yours, or to [] for no evaluation"
-    fault = (
-        "TRAIN_DATASETS is your own data, but EVAL_DATASETS is still the shipped data, and best/ follows it"
-    )
+    fault = "TRAIN_DATASETS is your own data, but EVAL_DATASETS, which best/ follows, is still the shipped"
     return [f"NOTE: {fault}: {hint}"]
 
 

@@ -555,8 +555,8 @@ class ICLTrainer:
             return
         self.corpus.rule = max(reversed(accuracies), key=accuracies.get)
         self.policy.config.rule = self.reference.config.rule = self.corpus.rule
-        found = ", ".join(f"{name} {accuracy:.3f}" for (name, _), accuracy in accuracies.items())
-        self.run.log(f"Rules on validation: {found}; the policy starts as {self.corpus.rule[0]}")
+        scores = ", ".join(f"{name} {accuracy:.3f}" for (name, _), accuracy in accuracies.items())
+        self.run.log(f"Rules on validation: {scores}; the policy starts as {self.corpus.rule[0]}")
 
     def make_optimizer(self, rate):
         return torch.optim.AdamW(self.policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
@@ -3374,8 +3374,8 @@ def baseline_accuracies(trainer, settings, queries, shots):
 def test_oracle(trainer, queries, shots, mined):
     """Returns the accuracy of the best list of each query in `mined`, the first of the queries, NaN for the
     others, (queries,); None if a signal stopped the mining."""
-    some = f"first_{len(mined)}_" if len(mined) < len(queries) else ""
-    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_{some}step_{trainer.run.step}.json"
+    of_first = f"first_{len(mined)}_" if len(mined) < len(queries) else ""
+    path = Path(OUTPUT_DIR) / f"test_candidates_{shots}_{of_first}step_{trainer.run.step}.json"
     if not path.exists() and not trainer.mine(path, mined, shots):
         return None
     facts = list_facts(mined, shots, trainer.reader)
@@ -3402,18 +3402,19 @@ def test_figures(results, name):
     figures = {"queries": len(next(iter(results.values()))[name]), "policy": name, "shots": {}}
     for shots, by_method in results.items():
         gain = by_method[name] - by_method["similarity"]
-        share, intervals = None, {}
+        gap_closed = None
+        intervals = {}
         for method, values in by_method.items():
             known = np.isfinite(values)
             if method != name:
                 intervals[method] = bootstrap_interval((by_method[name] - values)[known])
             if method.startswith("oracle"):
                 gap = (values - by_method["similarity"])[known].mean()
-                share = float(gain[known].mean() / gap) if gap > 0 else None
+                gap_closed = float(gain[known].mean() / gap) if gap > 0 else None
         figures["shots"][str(shots)] = {
             "accuracy": {method: float(np.nanmean(values)) for method, values in by_method.items()},
             "gain_over_similarity": float(gain.mean()),
-            "share_of_gap": share,
+            "share_of_gap": gap_closed,
             "intervals_of_gains": intervals,
         }
     return figures
@@ -3436,11 +3437,11 @@ def test_lines(figures):
         compared = f"level with {best}"
         if gain:
             compared = f"{gain:+.3f} over {best}" if gain > 0 else f"{-gain:.3f} below {best}"
-        share = ""
+        line = f"  {figures['policy']} at {shots} shots: {compared}, the best of the others"
+        line += f" ({low:+.3f} to {high:+.3f})"
         if each["share_of_gap"] is not None:
-            share = f"; {each['share_of_gap']:.0%} of the way from similarity to the oracle"
-        interval = f"({low:+.3f} to {high:+.3f}){share}"
-        lines.append(f"  {figures['policy']} at {shots} shots: {compared}, the best of the others {interval}")
+            line += f"; {each['share_of_gap']:.0%} of the way from similarity to the oracle"
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -239,8 +239,8 @@ MUTANTS = [
     ),
     (
         CHECK,
-        "scores = [c[key] for c in candidates]",
-        "scores = [c[key] or 0.0 for c in candidates]",
+        "scores = [c[column(name)] for c in candidates]",
+        "scores = [c[column(name)] or 0.0 for c in candidates]",
         A_SENTENCE,
     ),
     (CHECK, "TypeError, AttributeError) as error:  #", "TypeError) as error:  #", A_SENTENCE),

@@ -193,7 +193,7 @@ MUTANTS = [
         "run_folder = Path(OUTPUT_DIR)",
         BASE,
     ),
-    (REC, "        if not path.exists():\n", "        if False:\n", BASE),
+    (REC, "        if not path.exists():\n            todo", "        if False:\n            todo", BASE),
     (
         RAG,
         "        if best.is_dir():  # it is missing where",

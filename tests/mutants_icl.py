@@ -404,7 +404,7 @@ MUTANTS = [
     ),
     (
         ICL,
-        '            if "gtprob" in REWARD_MODE:  # other',
+        '            if "gtprob" in REWARD_MODE or uses_infoscore:  # other',
         "            if True:  # other",
         IN_ICL + "fresh_lists_are_read_for_gt_prob_only_if_the_reward_has_it",
     ),
@@ -1052,8 +1052,8 @@ MUTANTS = [
     ),
     (
         ICL,
-        'load_examples(TEST_DATASET, "TEST_DATASET", "test", TEST_QUERIES)',
-        'load_examples(TEST_DATASET, "TEST_DATASET", "test", VALIDATION_QUERIES)',
+        'load_examples(spec, constant, "test", TEST_QUERIES)',
+        'load_examples(spec, constant, "test", VALIDATION_QUERIES)',
         IN_ICL + "rows_are_split_by_their_own_numbers_and_seeds",
     ),
     (
