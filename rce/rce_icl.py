@@ -2122,6 +2122,11 @@ def take_vectors(examples, path, constant):
         example["given_vector"] = vector
 
 
+def is_shipped(path):
+    """Returns whether a path is in the repository's data/."""
+    return Path(path).resolve().is_relative_to(Path(ROOT, "data"))
+
+
 def test_data():
     """Returns the name of the constant that names the test queries, and its value, which may be None."""
     if STAGE == "evaluate" and EVAL_DATASET is not None:
@@ -2144,6 +2149,9 @@ def load_splits(say):
     constant, spec = test_data()
     if spec is not None:
         test = load_examples(spec, constant, "test", TEST_QUERIES)
+        if is_shipped(spec["path"]) and not is_shipped(TRAIN_DATASET["path"]):
+            hint = "set it to rows of yours, or to None, which holds out a fifth of them"
+            say(f"NOTE: TRAIN_DATASET is your own data, but {constant} is still the shipped: {hint}")
         sizes = [len(example.get("given_vector", ())) for example in (rows[0], test[0])]
         if sizes[0] != sizes[1]:
             rule = f"the vectors of TRAIN_DATASET and {constant} must be of one size"

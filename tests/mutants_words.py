@@ -92,6 +92,18 @@ MUTANTS = [
     (GRPO, "        if step == first < self.step:\n", "        if step == first:\n", KEPT + "[grpo]"),
     (GRPO, "{policy}{self.step_of_best()}", "{policy}", KEPT + "[grpo]"),
     (PPO, "def step_of_best(self, first=0):", "def step_of_best(self, first=1):", KEPT + "[ppo]"),
+    (
+        ICL,
+        'if is_shipped(spec["path"]) and not',
+        "if not",
+        IN_ICL + "own_data_with_the_shipped_test_are_told_so",
+    ),
+    (
+        ICL,
+        'and not is_shipped(TRAIN_DATASET["path"])',
+        "",
+        IN_ICL + "own_data_with_the_shipped_test_are_told_so",
+    ),
     (CHECK, "    if pick >= 0.98:\n", "    if oracle >= 0.98:\n", VERDICT),
     (CHECK, "    if pick >= 0.98:\n", "    if pick >= 1.98:\n", VERDICT),
     (CODES, "key.upper(), known, 1, 0.5)", "key.upper(), known, 1, 0.99)", BAD_WORD),

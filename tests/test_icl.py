@@ -2376,6 +2376,17 @@ def test_another_file_is_scored_whatever_the_run_was_tested_on(icl, trained, tmp
     assert script.test_data() == ("TEST_DATASET", script.TEST_DATASET)
 
 
+def test_own_data_with_the_shipped_test_are_told_so(icl, capsys):
+    own, note = (
+        icl().TEST_DATASET,
+        "NOTE: TRAIN_DATASET is your own data, but TEST_DATASET is still the shipped: set it",
+    )
+    shipped = {**own, "path": f"{ROOT}/data/banking77/test.csv"}
+    for test, train, is_told in ((shipped, own, True), (own, own, False), (shipped, shipped, False)):
+        icl(TEST_DATASET=test, TRAIN_DATASET=train, TEST_QUERIES=3).load_splits(print)
+        assert (note in capsys.readouterr().out) == is_told
+
+
 def test_with_a_file_of_its_own_the_rows_held_out_for_the_test_are_no_demonstrations(icl, tmp_path, world):
     data = {**icl().TEST_DATASET, "path": f"{world}/test.csv"}
     held_out, demos = icl(TEST_DATASET=None).load_splits(print)
