@@ -497,19 +497,24 @@ def logits_at(model, ids, places, **options):
         hook.remove()
 
 
+def logprobs_at(model, ids, places, **options):
+    """Returns the log-probabilities of tokens, and whether each is the likeliest, two (tokens,), in float32.
+    Each of places has a token's row, the column where it is predicted, and its id."""
+    row, predicted_at, token = to_device(places, model.device).T
+    with autocast(model):
+        logits = logits_at(model, ids, (row, predicted_at), **options)
+    logprobs = logits.float().log_softmax(-1)  # (tokens, vocabulary)
+    is_likeliest = (logits.argmax(-1) == token).float()
+    return logprobs.gather(-1, token[:, None]).squeeze(-1), is_likeliest
+
+
 def answer_logprobs(model, rows):
     """Returns the log-probability of every trained token of some rows, row after row, and whether it is the
     likeliest, two (tokens,), in float32. Rows are padded on the right, where a causal model cannot see."""
     places = []  # of each token: its row, where it is predicted, its id
     for i, row in enumerate(rows):
         places += [(i, t - 1, row["ids"][t]) for t in row["trained"]]
-    ids = to_device(pad_right(column(rows, "ids"), 0), model.device)
-    row, predicted_at, token = to_device(places, model.device).T
-    with autocast(model):
-        logits = logits_at(model, ids, (row, predicted_at))
-    logprobs = logits.float().log_softmax(-1)  # (tokens, vocabulary)
-    is_likeliest = (logits.argmax(-1) == token).float()
-    return logprobs.gather(-1, token[:, None]).squeeze(-1), is_likeliest
+    return logprobs_at(model, to_device(pad_right(column(rows, "ids"), 0), model.device), places)
 
 
 @torch.no_grad()
