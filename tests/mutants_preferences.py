@@ -3,6 +3,7 @@ smoothing, what a row is read as. mutants.py plants them."""
 
 SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
 DATA, PAIRS = "data/make_preferences.py", "tools/pairs.py"
+TINY_WORLD = "data/make_tiny.py"
 HERE = "tests/test_preferences.py::test_"
 BRADLEY_TERRY = HERE + "the_loss_of_a_pair_is_that_of_bradley_and_terry_with_margin_tie_and_centre"
 SMOOTHED = HERE + "the_dpo_loss_of_a_pair_with_label_smoothing[0.2]"
@@ -287,6 +288,18 @@ MUTANTS = [
         "    if rng.random() < NOISE:",
         "    if rng.random() > NOISE:",
         HERE + "the_shipped_pairs_and_demonstrations_come_from_their_seed",
+    ),
+    (
+        TINY_WORLD,
+        'shutil.copytree(checkpoint / "reward_model", out',
+        "shutil.copytree(policy, out",
+        HERE + "the_shipped_world_is_made_by_the_scripts",
+    ),
+    (
+        TINY_WORLD,
+        "    rng = random.Random(SEED)\n",
+        "    rng = random.Random(SEED + 1)\n",
+        HERE + "the_shipped_world_is_made_by_the_scripts",
     ),
     # Pairs of mined candidates
     (

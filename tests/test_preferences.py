@@ -729,6 +729,29 @@ def test_the_shipped_pairs_and_demonstrations_come_from_their_seed(tmp_path, mon
     assert not held_out & {row["prompt"] for row in read(TINY / "pairs.jsonl")}
 
 
+def test_the_shipped_world_is_made_by_the_scripts(tmp_path, monkeypatch, started):
+    """The problems are the shipped ones; policy and reward model come from ppo/sft.py and
+    ppo/reward_model.py, here after one step each."""
+    ran = []
+
+    def run_here(words):
+        ran.append(dict(word.split("=", 1) for word in words[2:]))
+        limit = "MAX_EVAL_PROMPTS=4" if words[1] == str(ROOT / SFT) else "MAX_EVAL_PAIRS=4"
+        assert started(words[1], *words[2:], limit, shrink=False).returncode == 0
+
+    monkeypatch.setattr("subprocess.check_call", run_here)
+    monkeypatch.setattr(sys, "argv", ["make_tiny.py", f"OUT={tmp_path}", "SFT_STEPS=1", "REWARD_STEPS=1"])
+    runpy.run_path(str(ROOT / "data/make_tiny.py"), run_name="__main__")
+    for name in ("train.jsonl", "test.jsonl", "policy/tokenizer.json"):
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
+    assert ran[1]["BASE_MODEL"] == str(tmp_path / "policy")
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts.keys() >= {"policy_accuracy_sampled", *json.loads((TINY / "facts.json").read_text())}
+    shipped = load_file(TINY / "policy/model.safetensors")
+    assert load_file(tmp_path / "policy/model.safetensors").keys() == shipped.keys()
+    assert "score.weight" in load_file(tmp_path / "reward_model/model.safetensors")
+
+
 def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, monkeypatch, capsys):
     """Right before wrong, then by the grade; not what failed, was not verified or is all alike."""
     rows = []
