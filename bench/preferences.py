@@ -22,7 +22,7 @@ OUT = ROOT / "checkpoints/preferences"
 KL_COEFS = {"PPO, KL_COEF = 0.1": 0.1, "PPO, no KL penalty": 1e-6}  # 1e-6: none, but the KL is logged
 BETAS = (0.3, 0.1, 0.03)
 DPO_STEPS = (19, 38)
-NUM_SAMPLES = 64  # answers to each problem, of which the best is taken
+NUM_SAMPLES = 32  # answers to each problem, of which the best is taken
 PROBLEMS = 200  # held-out ones
 sys.path.insert(0, str(ROOT))
 import rewards
@@ -70,33 +70,37 @@ def answer_logprobs(model, ids, mask, num_prompt):
 @torch.no_grad()
 def measure(policy, seed, num_samples):
     """Returns {"accuracy", "score", "log_ratio"}, (PROBLEMS, num_samples): of answers that the policy
-    samples, whether each is right, its score by the learned reward model, and log pi - log pi_sft."""
+    samples, whether each is right, its score by the learned reward model, and log pi - log pi_sft. Prompts
+    are padded on the left, which these models' relative positions allow."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
     actor = AutoModelForCausalLM.from_pretrained(policy).eval()
-    sft = AutoModelForCausalLM.from_pretrained(OUT / f"sft_{seed}/best/policy").eval()
+    sft_policy = OUT / f"sft_{seed}/best/policy"
+    sft = AutoModelForCausalLM.from_pretrained(sft_policy).eval()
     reward_folder = OUT / f"rm_{seed}/best/reward_model"
     reward_model = AutoModelForSequenceClassification.from_pretrained(reward_folder).eval()
     options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": 64}
     results = {"accuracy": [], "score": [], "log_ratio": []}
     lines = (ROOT / "data/tiny/test.jsonl").read_text().splitlines()[:PROBLEMS]
-    for row in map(json.loads, lines):
-        prompt = tokenizer(row["problem"] + "\n", return_tensors="pt")["input_ids"]
-        prompts = prompt.expand(num_samples, -1)
-        ids = actor.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-        num_prompt = prompt.shape[1]
-        ended = (ids[:, num_prompt:] == tokenizer.eos_token_id).long().cumsum(-1)
+    problems = [json.loads(line) for line in lines]
+    for first in range(0, PROBLEMS, 8):
+        rows = [row for row in problems[first : first + 8] for _ in range(num_samples)]
+        prompts = tokenizer([row["problem"] + "\n" for row in rows], return_tensors="pt", padding=True)
+        width = prompts["input_ids"].shape[1]
+        ids = actor.generate(prompts["input_ids"], attention_mask=prompts["attention_mask"], **options)
+        ended = (ids[:, width:] == tokenizer.eos_token_id).long().cumsum(-1)
         is_answer = torch.cat([torch.ones_like(ended[:, :1]), (ended[:, :-1] == 0).long()], -1)
-        mask = torch.cat([torch.ones_like(prompts), is_answer], -1)
+        mask = torch.cat([prompts["attention_mask"], is_answer], -1)
         ids = torch.where(mask == 1, ids, tokenizer.pad_token_id)
-        log_ratio = answer_logprobs(actor, ids, mask, num_prompt) - answer_logprobs(
-            sft, ids, mask, num_prompt
-        )
-        texts = tokenizer.batch_decode(ids[:, num_prompt:], skip_special_tokens=True)
-        right = rewards.exact_answer([row["problem"]] * num_samples, texts, [row["solution"]] * num_samples)
-        results["accuracy"].append(list(map(float, right)))
-        results["score"].append(reward_model(ids, attention_mask=mask).logits[:, 0].tolist())
-        results["log_ratio"].append(log_ratio.tolist())
+        log_ratio = torch.zeros(len(rows))
+        if policy != sft_policy:
+            log_ratio = answer_logprobs(actor, ids, mask, width) - answer_logprobs(sft, ids, mask, width)
+        texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
+        solutions = [row["solution"] for row in rows]
+        right = torch.tensor(list(map(float, rewards.exact_answer([None] * len(rows), texts, solutions))))
+        scores = reward_model(ids, attention_mask=mask).logits[:, 0]
+        for key, values in (("accuracy", right), ("score", scores), ("log_ratio", log_ratio)):
+            results[key] += values.view(-1, num_samples).tolist()
     return results
 
 
@@ -125,7 +129,7 @@ def curves(seed):
     """Returns {method: points {"kl", "accuracy", "score"}} of a seed; scores less that of the SFT policy."""
     sft = measured(f"samples_sft_{seed}", OUT / f"sft_{seed}/best/policy", seed, NUM_SAMPLES)
     start = best_of(sft, 1)
-    found = {"best of n = 1, 2, ... 64": [best_of(sft, 2**i) for i in range(7)]}
+    found = {"best of n = 1, 2, ... 32": [best_of(sft, 2**i) for i in range(6)]}
     for beta in BETAS:
         points = [start]
         for step in DPO_STEPS:
