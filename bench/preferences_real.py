@@ -7,9 +7,9 @@ sums: SFT on solved sums; a reward model from pairs of a right and a wrong sum; 
 a KL penalty. Each stage's held-out figures are printed.
 
 gsm8k: ../shared/data/gsm8k has four models' solutions to each of 1,319 problems, and whether each is correct.
-A pair is a right and a wrong solution to one problem, at most two pairs per problem. Problems, not pairs, are
-split. Beside the reward model stand the rules that a model must beat, fitted on the same training pairs: the
-longer or the shorter solution, and a logistic regression on counts of words and pairs of words.
+A pair is a right and a wrong solution to one problem, one pair per problem; 500 problems are trained on, 231
+held out. Beside the reward model stand the rules that a model must beat, fitted on the same training pairs:
+the longer or the shorter solution, and a logistic regression on counts of words and pairs of words.
 
 Data and runs go to checkpoints/preferences_real; a run that is there is not repeated. SEED=2 as a second word
 sets the seed.
@@ -132,7 +132,7 @@ def gsm8k_pairs(seed):
         wrong = [s["solution"] for s in solutions if not s["is_correct"]]
         pairs = [(chosen, rejected) for chosen in right for rejected in wrong]
         if pairs:
-            chosen = rng.sample(pairs, min(2, len(pairs)))
+            chosen = [rng.choice(pairs)]
             problems.append([{"prompt": record["question"], "chosen": c, "rejected": r} for c, r in chosen])
     rng.shuffle(problems)
     train, held_out = problems[:TRAIN_PROBLEMS], problems[TRAIN_PROBLEMS:]
@@ -193,7 +193,7 @@ def gsm8k(seed):
         f"EVAL_DATASETS={data_set(write('gsm8k_test.jsonl', held_out), **pair)}",
         f"SEED={seed}",
         "DTYPE=bfloat16",
-        "MAX_TOKENS=400",
+        "MAX_TOKENS=256",
         "MAX_EVAL_PAIRS=None",
         "BATCH_SIZE=16",
         "GRADIENT_ACCUMULATION_STEPS=1",

@@ -1,7 +1,7 @@
 """One optimizer step of ppo/sft.py, ppo/reward_model.py and rce/dpo.py against trl 1.16.0's SFTTrainer,
 RewardTrainer and DPOTrainer: the same rows of data/tiny, the same batches, float32, no recomputed
-activations. Each figure comes from a fresh process; the sides alternate. Needs trl, in an environment of its
-own:
+activations, one thread. Each figure comes from a process of its own, forked after the imports; the sides
+alternate. Needs trl, in an environment of its own:
 
     python -m venv .venv-trl
     .venv-trl/bin/pip install -r bench/requirements-trl.txt
@@ -16,6 +16,7 @@ pass are counted in, for as many pairs as a step has.
 """
 
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -26,8 +27,8 @@ import time
 from speed import ROOT, TINY, WARM_UP, load, random_model, shown, table_head, table_row
 
 SIZES = {  # model: rows per micro-batch of SFT, pairs per micro-batch, steps after the first two, rounds
-    "tiny": (32, 16, 8, 2),
-    "20M": (16, 8, 3, 2),
+    "tiny": (32, 16, 5, 2),
+    "20M": (16, 8, 2, 1),
     "smollm2": (8, 4, 1, 1),
 }
 ACCUMULATION = 2  # micro-batches per step
@@ -157,23 +158,52 @@ def trls(stage, model, size, steps):
     return stamps.result()
 
 
-def child(side, *words):
-    """Returns what a side measured in a fresh process."""
-    command = [sys.executable, __file__, "child", side, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        sys.exit(f"{command} failed:\n{done.stderr[-3000:]}")
-    return json.loads(lines[0].removeprefix("RESULT "))
+class Side:
+    """A process that imports the libraries of one side, and forks one process per measurement."""
+
+    def __init__(self, name):
+        command = [sys.executable, __file__, "serve", name]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        self.process = subprocess.Popen(command, **pipes)
+
+    def measure(self, *arguments):
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+            if line.startswith("FAILED"):
+                break
+        sys.exit(f"{arguments} failed")
 
 
-def compare(stage, name, model):
+def serve(name):
+    """Answers measurements: one line of arguments, one line with the result."""
+    if name == "ours":
+        load(ROOT / SCRIPTS["dpo"])
+    else:
+        import trl
+
+        print(trl.DPOTrainer, trl.SFTTrainer, trl.RewardTrainer)  # they are imported when they are named
+    for line in sys.stdin:
+        if pid := os.fork():
+            _, status = os.waitpid(pid, 0)
+            if status:
+                print("FAILED", flush=True)
+        else:
+            result = {"ours": ours, "trl": trls}[name](*json.loads(line))
+            print("\nRESULT " + json.dumps(result), flush=True)
+            os._exit(0)
+
+
+def compare(stage, name, model, sides):
     rows, pairs, steps, rounds = SIZES[name]
     size = rows if stage == "sft" else pairs
-    results = {"ours": [], "trls": []}
+    results = {side: [] for side in sides}
     for number in range(rounds):
-        for side in list(results)[:: 1 if number % 2 else -1]:
-            results[side].append(child(side, stage, model, size, steps))
+        for side in sides if number % 2 else reversed(sides):
+            results[side].append(sides[side].measure(stage, model, size, steps))
     for key, title in {
         "seconds": "processor seconds per step",
         "peak": "peak memory, MiB",
@@ -186,22 +216,19 @@ def compare(stage, name, model):
 
 
 def main(words):
-    if words[:1] == ["child"]:
-        side, stage, model, size, steps = words[1:]
-        print(
-            "\nRESULT " + json.dumps({"ours": ours, "trls": trls}[side](stage, model, int(size), int(steps)))
-        )
-        return
+    if words[:1] == ["serve"]:
+        return serve(words[1])
     if unknown := set(words) - {*SIZES, *SCRIPTS}:
         sys.exit(f"unknown: {', '.join(unknown)}\n{__doc__}")
     table_head("", "", "ours", "trl", "ours / trl, median of rounds (least to most)")
+    sides = {name: Side(name) for name in ("ours", "trl")}
     with tempfile.TemporaryDirectory() as folder:
         models = {"tiny": str(TINY), "20M": f"{folder}/20M", "smollm2": str(ROOT / "data/real/smollm2")}
         for name in [word for word in words if word in SIZES] or ["tiny", "20M"]:
             if name == "20M":
                 random_model(models[name], name)
             for stage in [word for word in words if word in SCRIPTS] or SCRIPTS:
-                compare(stage, name, models[name])
+                compare(stage, name, models[name], sides)
 
 
 if __name__ == "__main__":
