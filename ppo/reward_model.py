@@ -574,14 +574,11 @@ def map_rows(compute, model, rows):
 # ---------------------------------------------------------------- scoring
 
 
-def forward(model, ids, shared_prompts=None, **options):
-    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes.
-    shared_prompts is a keyword that transformers' models hand on to shared_prompt_attention()."""
+# differs: no sharing of prompts by an attention of its own
+def forward(model, ids, **options):
+    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes."""
     parameters = inspect.signature(model.forward).parameters
-    options = {key: value for key, value in options.items() if key in parameters}
-    if shared_prompts is not None:
-        options["shared_prompts"] = shared_prompts
-    return model(input_ids=ids, **options)
+    return model(input_ids=ids, **{key: value for key, value in options.items() if key in parameters})
 
 
 def is_decoder(model):
