@@ -1,38 +1,36 @@
 """Rebuild data/tiny/ from a seed: word problems, a tokenizer, a base policy and a reward model.
 
-    python data/make_tiny.py            # about 15 minutes on 2 cores
+    python data/make_tiny.py OUT=/tmp/tiny
     python data/make_tiny.py SEED=3 OUT=/tmp/tiny
 
 The problems are chains of two to four sums with one- and two-digit numbers; the solutions
 are written line by line and end in `#### answer`. The base policy learns to write solutions of which
 most follow a bad habit (stop a step early, guess, repeat a step), so it *can* solve the problems but
 mostly does not: reinforcement learning has something to find, and its climb is honest.
-The reward model starts from the policy's weights and learns, by the Bradley-Terry loss, to
-prefer a right solution to a wrong one; its accuracy on held-out pairs is printed.
+The reward model starts from the policy's weights and learns to prefer a right solution to a wrong one.
+ppo/sft.py and ppo/reward_model.py train the two. The shipped models were made with the same data, steps and
+rates, by loops that stood here before those scripts existed: docs/preferences.md compares the two.
 
 Writes train.jsonl, test.jsonl, train.parquet, policy/, reward_model/ and facts.json.
 """
 
 import json
 import random
+import shutil
+import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import torch
-import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 1
-OUT = str(Path(__file__).resolve().parent / "tiny")
+ROOT = Path(__file__).resolve().parents[1]
+OUT = str(ROOT / "data/tiny")
 TRAIN_ROWS = 3000
 PARQUET_ROWS = 1000
 TEST_ROWS = 400
@@ -189,92 +187,86 @@ def make_tokenizer():
     return tokenizer
 
 
-# ---------------------------------------------------------------- training
+# ---------------------------------------------------------------- training, by the scripts of ppo/
 
 
-def pad_right(rows, pad):
-    width = max(map(len, rows))
-    ids = torch.tensor([r + [pad] * (width - len(r)) for r in rows])
-    mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows])
-    return ids, mask
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def cosine_scale(step, total, warmup=100):
-    """Factor of the learning rate: a linear warm-up, then half a cosine down to 0.01."""
-    cosine = torch.cos(torch.tensor(step / total * torch.pi)).item()
-    return min((step + 1) / warmup, 0.5 * (1 + cosine) + 0.01)
+def train(script, folder, **constants):
+    """Runs a trainer from start to end in `folder`. Returns the folder of its last checkpoint and its last
+    evaluation."""
+    common = {"WEIGHT_DECAY": 0.01, "WARMUP_STEPS": 100, "LR_SCHEDULER_TYPE": "cosine", "NUM_EPOCHS": 1}
+    common |= {"GRADIENT_ACCUMULATION_STEPS": 1, "EVAL_EVERY_N_STEPS": 0, "SAVE_EVERY_N_STEPS": 0}
+    common |= {"SEED": SEED, "RESUME": "no", "OUTPUT_DIR": folder}
+    words = [f"{key}={value}" for key, value in {**common, **constants}.items()]
+    subprocess.check_call([sys.executable, str(ROOT / script), *words])
+    evaluations = []
+    for line in (folder / "logs/metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["phase"] == "eval":
+            evaluations.append(record)
+    return folder / f"step_{evaluations[-1]['step']}", evaluations[-1]
 
 
-def train_policy(model, tokenizer, held_out, rng):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LEARNING_RATE, weight_decay=0.01, fused=True)
-    started = time.time()
-    for step in range(SFT_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = SFT_LEARNING_RATE * cosine_scale(step, SFT_STEPS)
-        prompts = []
-        solutions = []
-        while len(prompts) < SFT_BATCH:
-            problem = make_problem(rng)
-            if problem["problem"] not in held_out:
-                habit = rng.choices(list(HABITS), list(HABITS.values()))[0]
-                prompts.append(problem["problem"] + "\n")
-                solutions.append(habit_solution(problem, habit, rng) + tokenizer.eos_token)
-        prompt_ids = tokenizer(prompts)["input_ids"]
-        solution_ids = tokenizer(solutions)["input_ids"]
-        ids, mask = pad_right([p + s for p, s in zip(prompt_ids, solution_ids)], tokenizer.pad_token_id)
-        labels = ids.masked_fill(mask == 0, -100)
-        for row, p in zip(labels, prompt_ids):
-            row[: len(p)] = -100
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 0 or step == SFT_STEPS - 1:
-            seconds = time.time() - started
-            print(f"policy  step {step:5d}/{SFT_STEPS}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+def train_policy(start, test_file, out, work, rng):
+    """Trains the model of the folder `start` on solutions of which most follow a bad habit, each problem
+    once, and copies it to `out`. Returns the last evaluation: how often it solves the held-out problems."""
+    held_out = {json.loads(line)["problem"] for line in test_file.read_text().splitlines()}
+    rows = []
+    while len(rows) < SFT_STEPS * SFT_BATCH:
+        problem = make_problem(rng)
+        if problem["problem"] not in held_out:
+            habit = rng.choices(list(HABITS), list(HABITS.values()))[0]
+            rows.append({"input": problem["problem"], "output": habit_solution(problem, habit, rng)})
+    write_rows(work / "habits.jsonl", rows)
+    columns = {"type": "jsonl", "input": "input", "output": "output"}
+    test_columns = {"type": "jsonl", "input": "problem", "output": "solution"}
+    checkpoint, evaluation = train(
+        "ppo/sft.py",
+        work / "sft",
+        ACTOR_MODEL=start,
+        TRAIN_DATASETS=json.dumps([{"path": str(work / "habits.jsonl"), **columns}]),
+        EVAL_DATASETS=json.dumps([{"path": str(test_file), **test_columns}]),
+        BATCH_SIZE=SFT_BATCH,
+        LEARNING_RATE=SFT_LEARNING_RATE,
+    )
+    # The last one, not best/: most demonstrations are wrong, and the held-out solutions are right
+    shutil.copytree(checkpoint / "policy", out, dirs_exist_ok=True)
+    return evaluation
 
 
-def reward_pairs(count, tokenizer, rng, refuse=()):
-    """ids of `count` right solutions, then of `count` wrong ones of the same problems."""
-    texts = []
-    while len(texts) < count:
+def reward_pairs(count, rng, refuse=()):
+    """Returns `count` pairs of a right and a wrong solution."""
+    rows = []
+    while len(rows) < count:
         problem = make_problem(rng)
         if problem["problem"] not in refuse:
             right = write_solution(problem["steps"], problem["answer"])
             wrong = wrong_solution(problem, rng)
-            texts.append([f"{problem['problem']}\n{text}{tokenizer.eos_token}" for text in (right, wrong)])
-    rights, wrongs = zip(*texts)
-    return tokenizer([*rights, *wrongs])["input_ids"]
+            rows.append({"prompt": problem["problem"], "chosen": right, "rejected": wrong})
+    return rows
 
 
-def reward_scores(model, rows, pad):
-    ids, mask = pad_right(rows, pad)
-    hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    last = hidden[torch.arange(len(rows)), mask.sum(1) - 1]  # (rows, width) at the last real token
-    return model.score(last)[:, 0]  # (rows,)
-
-
-def train_reward_model(model, tokenizer, held_out, rng):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=REWARD_LEARNING_RATE, weight_decay=0.01, fused=True)
-    started = time.time()
-    for step in range(REWARD_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = REWARD_LEARNING_RATE * cosine_scale(step, REWARD_STEPS)
-        pairs = reward_pairs(REWARD_BATCH, tokenizer, rng, held_out)
-        scores = reward_scores(model, pairs, tokenizer.pad_token_id)
-        margin = scores[:REWARD_BATCH] - scores[REWARD_BATCH:]
-        near_zero = 0.01 * scores.square().mean()
-        loss = -F.logsigmoid(margin).mean() + near_zero
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 0 or step == REWARD_STEPS - 1:
-            right = (margin > 0).float().mean()
-            seconds = time.time() - started
-            done = f"step {step:5d}/{REWARD_STEPS}  loss {loss.item():.4f}"
-            print(f"reward  {done}  right pairs {right:.2f}  {seconds:.0f} s", flush=True)
+def train_reward_model(policy, test_file, out, work, rng):
+    """Trains a reward model from the policy's weights and copies it to `out`. Returns the last evaluation."""
+    held_out = {json.loads(line)["problem"] for line in test_file.read_text().splitlines()}
+    write_rows(work / "pairs.jsonl", reward_pairs(REWARD_STEPS * REWARD_BATCH, rng, held_out))
+    write_rows(work / "pairs_test.jsonl", reward_pairs(1000, random.Random(SEED + 1)))
+    columns = {"type": "jsonl", "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    checkpoint, evaluation = train(
+        "ppo/reward_model.py",
+        work / "reward_model",
+        BASE_MODEL=policy,
+        TRAIN_DATASETS=json.dumps([{"path": str(work / "pairs.jsonl"), **columns}]),
+        EVAL_DATASETS=json.dumps([{"path": str(work / "pairs_test.jsonl"), **columns}]),
+        MAX_EVAL_PAIRS=1000,
+        BATCH_SIZE=REWARD_BATCH,
+        LEARNING_RATE=REWARD_LEARNING_RATE,
+    )
+    shutil.copytree(checkpoint / "reward_model", out, dirs_exist_ok=True)
+    return evaluation
 
 
 def main():
@@ -299,9 +291,8 @@ def main():
     in_parquet = rows[TRAIN_ROWS + TEST_ROWS :]
     parts = {"train.jsonl": rows[:TRAIN_ROWS], "test.jsonl": rows[TRAIN_ROWS : TRAIN_ROWS + TEST_ROWS]}
     for name, part in parts.items():
-        (out / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(out / name, part)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(in_parquet), out / "train.parquet")
-    held_out = {row["problem"] for row in parts["test.jsonl"]}
 
     tokenizer = make_tokenizer()
     for row in rows:
@@ -322,25 +313,21 @@ def main():
     )
     policy = LlamaForCausalLM(config)
     print(f"vocabulary {len(tokenizer)}, policy {policy.num_parameters():,} parameters", flush=True)
-    train_policy(policy, tokenizer, held_out, rng)
-    policy.save_pretrained(out / "policy")
-    tokenizer.save_pretrained(out / "policy")
-
-    reward_model = LlamaForSequenceClassification.from_pretrained(out / "policy", num_labels=1)
-    train_reward_model(reward_model, tokenizer, held_out, rng)
-    reward_model.save_pretrained(out / "reward_model")
-    tokenizer.save_pretrained(out / "reward_model")
-
-    with torch.no_grad():
-        pairs = reward_pairs(1000, tokenizer, random.Random(SEED + 1))
-        right, wrong = reward_scores(reward_model, pairs, tokenizer.pad_token_id).chunk(2)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        policy.save_pretrained(work / "start")
+        tokenizer.save_pretrained(work / "start")
+        solved = train_policy(work / "start", out / "test.jsonl", out / "policy", work, rng)
+        scored = train_reward_model(out / "policy", out / "test.jsonl", out / "reward_model", work, rng)
     facts = {
         "seed": SEED,
         "sft_steps": SFT_STEPS,
         "reward_steps": REWARD_STEPS,
-        "reward_model_pair_accuracy": (right > wrong).float().mean().item(),
-        "reward_model_mean_right": right.mean().item(),
-        "reward_model_mean_wrong": wrong.mean().item(),
+        "policy_accuracy_greedy": solved["accuracy_greedy"],
+        "policy_accuracy_sampled": solved["accuracy_sampled"],
+        "reward_model_pair_accuracy": scored["accuracy"],
+        "reward_model_mean_right": scored["chosen_score"],
+        "reward_model_mean_wrong": scored["rejected_score"],
     }
     (out / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts))

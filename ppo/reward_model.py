@@ -287,6 +287,11 @@ class RewardModelTrainer:
         keys = ["prompt", "margin", "tie"]
         self.train_rows = load_pairs(self, TRAIN_DATASETS, "TRAIN_DATASETS", keys, MAX_TRAIN_PAIRS)
         self.eval_rows = load_pairs(self, EVAL_DATASETS, "EVAL_DATASETS", keys, MAX_EVAL_PAIRS)
+        self.read_pairs = self.pair_scores
+        if is_decoder(self.model) and reads_joined(
+            self.model, self.joined_scores, self.pair_scores, self.train_rows
+        ):
+            self.read_pairs = self.joined_scores
         self.held_out = None  # scores and lengths of the last evaluation's pairs, for a picture
         # What a checkpoint keeps beside weights, optimizers and random generators. order: this epoch's
         # permutation of the rows. prompts: their number, compared when a run resumes
@@ -355,6 +360,14 @@ class RewardModelTrainer:
         answers = column(rows, "chosen_inputs") + column(rows, "rejected_inputs")
         return score_answers(model, self.tokenizer, answers).chunk(2)
 
+    def joined_scores(self, model, rows):
+        """Returns what pair_scores() returns, but reads the prompt of a pair once."""
+        chosen = column(column(rows, "chosen_inputs"), "input_ids")
+        rejected = column(column(rows, "rejected_inputs"), "input_ids")
+        ids, options, rejected_places = join_pairs(model, list(zip(chosen, rejected)))
+        last = [(len(first) - 1, places[-1]) for first, places in zip(chosen, rejected_places)]
+        return scores_at(model, ids, last, **options).unbind(1)
+
     def pair_losses(self, rows, chosen, rejected):
         """Returns the loss of each pair, (rows,)."""
         margins = to_device(column(rows, "margin"), chosen.device)
@@ -370,7 +383,7 @@ class RewardModelTrainer:
         with run.timed("update"):
             set_learning_rate(self.optimizers["reward_model"], LEARNING_RATE * scale)
             for micro in gradients.deal(cut_by_length(rows)):
-                chosen, rejected = self.pair_scores(self.model, micro)
+                chosen, rejected = self.read_pairs(self.model, micro)
                 losses = self.pair_losses(micro, chosen, rejected)
                 gradients.backward(self.model, losses.sum() / len(rows))
                 stats = {"loss": losses, "accuracy": agreement(chosen, rejected), "margin": chosen - rejected}
@@ -392,7 +405,7 @@ class RewardModelTrainer:
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            chosen, rejected = (x.double() for x in map_rows(self.pair_scores, self.model, rows))
+            chosen, rejected = (x.double() for x in map_rows(self.read_pairs, self.model, rows))
             loss = self.pair_losses(rows, chosen, rejected).mean().item()
             metrics = {"loss": loss, "negative_loss": -loss}
             metrics |= {"chosen_score": chosen.mean().item(), "rejected_score": rejected.mean().item()}
@@ -566,14 +579,11 @@ def map_rows(compute, model, rows):
 # ---------------------------------------------------------------- scoring
 
 
-def forward(model, ids, shared_prompts=None, **options):
-    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes.
-    shared_prompts is a keyword that transformers' models hand on to shared_prompt_attention()."""
+# differs: no sharing of prompts by an attention of its own
+def forward(model, ids, **options):
+    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes."""
     parameters = inspect.signature(model.forward).parameters
-    options = {key: value for key, value in options.items() if key in parameters}
-    if shared_prompts is not None:
-        options["shared_prompts"] = shared_prompts
-    return model(input_ids=ids, **options)
+    return model(input_ids=ids, **{key: value for key, value in options.items() if key in parameters})
 
 
 def is_decoder(model):
@@ -606,18 +616,62 @@ def score_answers(model, tokenizer, answers):
         with autocast(model):
             return model(**inputs).logits.squeeze(-1).float()
     ids = to_device(pad_right(column(answers, "input_ids"), 0), model.device)
-    last = to_device([len(answer["input_ids"]) - 1 for answer in answers], model.device)
+    last = [[len(answer["input_ids"]) - 1] for answer in answers]
+    return scores_at(model, ids, last).squeeze(-1)
 
-    def last_score_everywhere(head, inputs, output):
-        """The model looks for a row's last token by its id, and may take another; so all have its score."""
-        return output[torch.arange(len(last), device=last.device), last][:, None].expand_as(output)
 
-    hook = model.score.register_forward_hook(last_score_everywhere)
+def scores_at(model, ids, places, **options):
+    """Returns a decoder's scores of ids (rows, T) at some columns of each row, (rows, columns); float32."""
+    columns = to_device(places, model.device)
+    rows = torch.arange(len(ids), device=model.device)[:, None]
+
+    def scores_everywhere(head, inputs, output):
+        """The model looks for a row's last token by its id, and may take another; so all have its scores."""
+        return output[rows, columns].squeeze(-1)[:, None].expand(-1, ids.shape[1], -1)
+
+    hook = model.score.register_forward_hook(scores_everywhere)
     try:
         with autocast(model):
-            return forward(model, ids, use_cache=False).logits.squeeze(-1).float()
+            return forward(model, ids, use_cache=False, **options).logits.float()
     finally:
         hook.remove()
+
+
+def join_pairs(model, pairs):
+    """Returns pairs of texts, two lists of ids each, as rows of ids (rows, T) that a decoder reads once: what
+    both begin with, the rest of the first, the rest of the second; the options that keep the rests apart; and
+    for each row the places of the second text's ids."""
+    rows, positions, owners, second_places = [], [], [], []
+    for first, second in pairs:
+        num_common = len(os.path.commonprefix([first, second]))
+        rows.append(first + second[num_common:])
+        positions.append([*range(len(first)), *range(num_common, len(second))])
+        # 0: of both texts, 1: of the first, 2: of the second; padding: 3
+        num_first, num_second = len(first) - num_common, len(second) - num_common
+        owners.append([0] * num_common + [1] * num_first + [2] * num_second)
+        second_places.append([*range(num_common), *range(len(first), len(first) + num_second)])
+    owner = to_device(pad_right(owners, 3), model.device)
+    is_visible = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])  # (rows, query, key)
+    options = {"position_ids": to_device(pad_right(positions, 0), model.device)}
+    options["attention_mask"] = is_visible.tril()[:, None]
+    return to_device(pad_right(rows, 0), model.device), options, second_places
+
+
+@torch.no_grad()
+def reads_joined(model, joined, separate, rows):
+    """Returns whether joined(model, rows) and separate(model, rows) agree on some pairs, of which one is the
+    longest. Models with another attention, such as a window shorter than the pair, do not."""
+    rows = [max(rows, key=lambda row: row["length"]), *rows[:3]]
+    with full_parameters(model):
+        want = torch.cat(separate(model, rows))
+        try:
+            got = torch.cat(joined(model, rows))
+        except Exception:  # it has no such option, and models say so in many ways
+            return False
+    tolerance = 1e-3
+    if DTYPE != "float32":  # bfloat16 rounds by 1 in 256
+        tolerance = 0.02
+    return bool((got - want).abs().max() <= tolerance * (1 + want.abs().max()))
 
 
 # ---------------------------------------------------------------- the optimizer step

@@ -333,11 +333,10 @@ class SFTTrainer:
 # ---------------------------------------------------------------- loading models
 
 
-# differs: no sharing of prompts
-def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
+# differs: no sharing of prompts, no new head
+def load_model(auto_class, path, constant, device, dtype=torch.float32):
     """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
-    error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
-    start at zero, or hold another one."""
+    error."""
     if (Path(path) / "adapter_config.json").exists():
         hint = "set the LORA_RANK it was trained with, or take its run's best/policy"
         raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
@@ -347,38 +346,30 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
             # Layers that recompute their activations run in training mode, so dropout must be 0 in the config
             if "drop" in name and type(value) is float:
                 setattr(part, name, 0.0)
-    if new_head:
-        config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, info = load_pretrained(auto_class, path, constant, **options)
-    missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    bad_keys = missing | set(info["unexpected_keys"])
-    if new_head:  # the head may be missing or another one: only the body must be complete
-        bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
+    bad_keys = {*info["missing_keys"], *info["unexpected_keys"]}
+    bad_keys |= {key[0] for key in info["mismatched_keys"]}
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
         raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
-    for name, parameter in model.named_parameters():
-        if name in missing:
-            parameter.data = torch.zeros_like(parameter)
-        else:
-            # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
-            parameter.data = parameter.data.clone()
+    for parameter in model.parameters():
+        # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
+        parameter.data = parameter.data.clone()
     model.eval()  # for good: dropout is off in rollout and update alike
     if is_sharded():
         return shard(model, device)
     return model.to(device)
 
 
-def load_trained(run, name, auto_class, path, constant, new_head=False):
+# differs: no new head
+def load_trained(run, name, auto_class, path, constant):
     """Returns a model that is trained: from the folder `name` of the run's checkpoint if there is one, else
-    from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
+    from path. With LORA_RANK it is the frozen model of path with an adapter."""
     saved = run.checkpoint / name if run.checkpoint else None
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
-    if saved:
-        return load_model(auto_class, saved, constant, run.device)
-    return load_model(auto_class, path, constant, run.device, new_head)
+        return load_adapted(auto_class, path, constant, run.device, saved)
+    return load_model(auto_class, saved or path, constant, run.device)
 
 
 def load_tokenizer(path, constant):
@@ -477,14 +468,11 @@ def map_rows(compute, model, rows):
 # ---------------------------------------------------------------- scoring
 
 
-def forward(model, ids, shared_prompts=None, **options):
-    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes.
-    shared_prompts is a keyword that transformers' models hand on to shared_prompt_attention()."""
+# differs: no sharing of prompts by an attention of its own
+def forward(model, ids, **options):
+    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes."""
     parameters = inspect.signature(model.forward).parameters
-    options = {key: value for key, value in options.items() if key in parameters}
-    if shared_prompts is not None:
-        options["shared_prompts"] = shared_prompts
-    return model(input_ids=ids, **options)
+    return model(input_ids=ids, **{key: value for key, value in options.items() if key in parameters})
 
 
 def logits_at(model, ids, places, **options):
@@ -501,19 +489,24 @@ def logits_at(model, ids, places, **options):
         hook.remove()
 
 
+def logprobs_at(model, ids, places, **options):
+    """Returns the log-probabilities of tokens, and whether each is the likeliest, two (tokens,), in float32.
+    Each of places has a token's row, the column where it is predicted, and its id."""
+    row, predicted_at, token = to_device(places, model.device).T
+    with autocast(model):
+        logits = logits_at(model, ids, (row, predicted_at), **options)
+    logprobs = logits.float().log_softmax(-1)  # (tokens, vocabulary)
+    is_likeliest = (logits.argmax(-1) == token).float()
+    return logprobs.gather(-1, token[:, None]).squeeze(-1), is_likeliest
+
+
 def answer_logprobs(model, rows):
     """Returns the log-probability of every trained token of some rows, row after row, and whether it is the
     likeliest, two (tokens,), in float32. Rows are padded on the right, where a causal model cannot see."""
     places = []  # of each token: its row, where it is predicted, its id
     for i, row in enumerate(rows):
         places += [(i, t - 1, row["ids"][t]) for t in row["trained"]]
-    ids = to_device(pad_right(column(rows, "ids"), 0), model.device)
-    row, predicted_at, token = to_device(places, model.device).T
-    with autocast(model):
-        logits = logits_at(model, ids, (row, predicted_at))
-    logprobs = logits.float().log_softmax(-1)  # (tokens, vocabulary)
-    is_likeliest = (logits.argmax(-1) == token).float()
-    return logprobs.gather(-1, token[:, None]).squeeze(-1), is_likeliest
+    return logprobs_at(model, to_device(pad_right(column(rows, "ids"), 0), model.device), places)
 
 
 @torch.no_grad()
@@ -1161,24 +1154,22 @@ def shipped_evaluation(trainer):
 # Small matrices are trained beside a model's frozen weights (2106.09685).
 
 
-def load_adapted(auto_class, path, constant, device, saved, new_head):
+# differs: no new head
+def load_adapted(auto_class, path, constant, device, saved):
     """Returns the model of path, frozen and in DTYPE, with an adapter in float32: the saved one, or a new one
-    that changes nothing yet. A new head is trained whole."""
+    that changes nothing yet."""
     if is_sharded():
         raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
     import peft  # slow
 
     if Path(path).exists():
         path = str(Path(path).resolve())  # the adapter's config names it
-    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
+    model = load_model(auto_class, path, constant, device, getattr(torch, DTYPE))
     targets = LORA_TARGETS
     if LORA_TARGETS != "all-linear":
         targets = LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0)
     config.task_type = "CAUSAL_LM"
-    if new_head:
-        config.task_type = "TOKEN_CLS"
-        config.modules_to_save = ["score", "classifier"]  # the usual names of heads
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)

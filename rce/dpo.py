@@ -270,6 +270,7 @@ class DPOTrainer:
         for rows, constant in ((self.train_rows, "TRAIN_DATASETS"), (self.eval_rows, "EVAL_DATASETS")):
             check_lengths(self, rows, constant)
         check_padding(self.actor, column(self.train_rows, "chosen_answer"))
+        self.read_pairs = pair_reader(self.actor, self.train_rows)
         # What a checkpoint keeps beside weights, optimizers and random generators. order: this epoch's
         # permutation of the rows. prompts: their number, compared when a run resumes
         num_rows = len(self.train_rows)
@@ -295,13 +296,14 @@ class DPOTrainer:
     def add_reference(self):
         """Adds to each row the log-probabilities of its answers under the reference, "ref_chosen" and
         "ref_rejected". Once is enough: the reference never changes. A resumed run computes the same bits."""
-        reference = self.actor
+        reference, read = self.actor, self.read_pairs
         if REFERENCE_MODEL or (self.run.checkpoint and not LORA_RANK):  # else the actor is the initial one
             path = REFERENCE_MODEL or ACTOR_MODEL
             reference = load_model(AutoModelForCausalLM, path, "REFERENCE_MODEL", self.device)
+            read = pair_reader(reference, self.train_rows)
         rows = self.train_rows + self.eval_rows
         with without_adapter(reference):
-            chosen, rejected = map_rows(pair_logprobs, reference, rows)
+            chosen, rejected = map_rows(read, reference, rows)
         for row, ref_chosen, ref_rejected in zip(rows, chosen.tolist(), rejected.tolist()):
             row["ref_chosen"], row["ref_rejected"] = ref_chosen, ref_rejected
 
@@ -353,7 +355,7 @@ class DPOTrainer:
         with run.timed("update"):
             set_learning_rate(self.optimizers["policy"], LEARNING_RATE * scale)
             for micro in gradients.deal(cut_by_length(rows)):
-                losses, stats = self.pair_losses(micro, *pair_logprobs(self.actor, micro))
+                losses, stats = self.pair_losses(micro, *self.read_pairs(self.actor, micro))
                 gradients.backward(self.actor, losses.sum() / len(rows))
                 gradients.log_means(stats, torch.ones_like(losses), len(rows))
             metrics = gradients.finish()
@@ -373,7 +375,7 @@ class DPOTrainer:
         if not rows:
             return {}
         with self.run.timed("evaluate"):
-            chosen, rejected = map_rows(pair_logprobs, self.actor, rows)
+            chosen, rejected = map_rows(self.read_pairs, self.actor, rows)
             _, stats = self.pair_losses(rows, chosen.double(), rejected.double())
             metrics = {name: values.double().mean().item() for name, values in stats.items()}
             metrics["negative_loss"] = -metrics["loss"]
@@ -405,11 +407,10 @@ class DPOTrainer:
 # ---------------------------------------------------------------- loading models
 
 
-# differs: no sharing of prompts
-def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.float32):
+# differs: no sharing of prompts, no new head
+def load_model(auto_class, path, constant, device, dtype=torch.float32):
     """Returns the model of a folder or hub name, in evaluation mode. Missing or unexpected weights are an
-    error. With new_head it gets a head for one label: the checkpoint may lack that head, whose weights then
-    start at zero, or hold another one."""
+    error."""
     if (Path(path) / "adapter_config.json").exists():
         hint = "set the LORA_RANK it was trained with, or take its run's best/policy"
         raise UserError(f"{constant} = {str(path)!r} is a LoRA adapter: {hint}")
@@ -419,38 +420,30 @@ def load_model(auto_class, path, constant, device, new_head=False, dtype=torch.f
             # Layers that recompute their activations run in training mode, so dropout must be 0 in the config
             if "drop" in name and type(value) is float:
                 setattr(part, name, 0.0)
-    if new_head:
-        config.num_labels = 1
     options = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, info = load_pretrained(auto_class, path, constant, **options)
-    missing = set(info["missing_keys"]) | {key[0] for key in info["mismatched_keys"]}
-    bad_keys = missing | set(info["unexpected_keys"])
-    if new_head:  # the head may be missing or another one: only the body must be complete
-        bad_keys = {key for key in missing if key.startswith(model.base_model_prefix + ".")}
+    bad_keys = {*info["missing_keys"], *info["unexpected_keys"]}
+    bad_keys |= {key[0] for key in info["mismatched_keys"]}
     if bad_keys:
         names = ", ".join(sorted(bad_keys))
         raise UserError(f"{constant} = {str(path)!r}: missing or unexpected weights {names}")
-    for name, parameter in model.named_parameters():
-        if name in missing:
-            parameter.data = torch.zeros_like(parameter)
-        else:
-            # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
-            parameter.data = parameter.data.clone()
+    for parameter in model.parameters():
+        # Weights that are memory-mapped from a file may be unaligned, which changes a product's last bit
+        parameter.data = parameter.data.clone()
     model.eval()  # for good: dropout is off in rollout and update alike
     if is_sharded():
         return shard(model, device)
     return model.to(device)
 
 
-def load_trained(run, name, auto_class, path, constant, new_head=False):
+# differs: no new head
+def load_trained(run, name, auto_class, path, constant):
     """Returns a model that is trained: from the folder `name` of the run's checkpoint if there is one, else
-    from path. With LORA_RANK it is the frozen model of path with an adapter, and with the new head."""
+    from path. With LORA_RANK it is the frozen model of path with an adapter."""
     saved = run.checkpoint / name if run.checkpoint else None
     if LORA_RANK:
-        return load_adapted(auto_class, path, constant, run.device, saved, new_head)
-    if saved:
-        return load_model(auto_class, saved, constant, run.device)
-    return load_model(auto_class, path, constant, run.device, new_head)
+        return load_adapted(auto_class, path, constant, run.device, saved)
+    return load_model(auto_class, saved or path, constant, run.device)
 
 
 def load_tokenizer(path, constant):
@@ -549,14 +542,11 @@ def map_rows(compute, model, rows):
 # ---------------------------------------------------------------- scoring
 
 
-def forward(model, ids, shared_prompts=None, **options):
-    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes.
-    shared_prompts is a keyword that transformers' models hand on to shared_prompt_attention()."""
+# differs: no sharing of prompts by an attention of its own
+def forward(model, ids, **options):
+    """Returns the model's output for ids (rows, T), with those of the options that its forward() takes."""
     parameters = inspect.signature(model.forward).parameters
-    options = {key: value for key, value in options.items() if key in parameters}
-    if shared_prompts is not None:
-        options["shared_prompts"] = shared_prompts
-    return model(input_ids=ids, **options)
+    return model(input_ids=ids, **{key: value for key, value in options.items() if key in parameters})
 
 
 def logits_at(model, ids, places, **options):
@@ -573,30 +563,95 @@ def logits_at(model, ids, places, **options):
         hook.remove()
 
 
+def logprobs_at(model, ids, places, **options):
+    """Returns the log-probabilities of tokens, and whether each is the likeliest, two (tokens,), in float32.
+    Each of places has a token's row, the column where it is predicted, and its id."""
+    row, predicted_at, token = to_device(places, model.device).T
+    with autocast(model):
+        logits = logits_at(model, ids, (row, predicted_at), **options)
+    logprobs = logits.float().log_softmax(-1)  # (tokens, vocabulary)
+    is_likeliest = (logits.argmax(-1) == token).float()
+    return logprobs.gather(-1, token[:, None]).squeeze(-1), is_likeliest
+
+
 def answer_logprobs(model, rows):
     """Returns the log-probability of every trained token of some rows, row after row, and whether it is the
     likeliest, two (tokens,), in float32. Rows are padded on the right, where a causal model cannot see."""
     places = []  # of each token: its row, where it is predicted, its id
     for i, row in enumerate(rows):
         places += [(i, t - 1, row["ids"][t]) for t in row["trained"]]
-    ids = to_device(pad_right(column(rows, "ids"), 0), model.device)
-    row, predicted_at, token = to_device(places, model.device).T
-    with autocast(model):
-        logits = logits_at(model, ids, (row, predicted_at))
-    logprobs = logits.float().log_softmax(-1)  # (tokens, vocabulary)
-    is_likeliest = (logits.argmax(-1) == token).float()
-    return logprobs.gather(-1, token[:, None]).squeeze(-1), is_likeliest
+    return logprobs_at(model, to_device(pad_right(column(rows, "ids"), 0), model.device), places)
 
 
 def pair_logprobs(model, rows):
     """Returns log pi of the chosen and of the rejected answers, two (rows,), in float32: sums over an
     answer's tokens, or their mean with LOSS_TYPE = "ipo"."""
     answers = column(rows, "chosen_answer") + column(rows, "rejected_answer")
-    logprobs, _ = answer_logprobs(model, answers)
+    return reduce_pairs(answers, answer_logprobs(model, answers)[0])
+
+
+def joined_logprobs(model, rows):
+    """Returns what pair_logprobs() returns, but reads the prompt of a pair once."""
+    chosen, rejected = column(rows, "chosen_answer"), column(rows, "rejected_answer")
+    pairs = list(zip(column(chosen, "ids"), column(rejected, "ids")))
+    ids, options, rejected_places = join_pairs(model, pairs)
+    places = []  # of each token: its row, where it is predicted, its id
+    for i, answer in enumerate(chosen):
+        places += [(i, t - 1, answer["ids"][t]) for t in answer["trained"]]
+    for i, answer in enumerate(rejected):
+        places += [(i, rejected_places[i][t - 1], answer["ids"][t]) for t in answer["trained"]]
+    return reduce_pairs(chosen + rejected, logprobs_at(model, ids, places, **options)[0])
+
+
+def pair_reader(model, rows):
+    """Returns joined_logprobs, or pair_logprobs for a model that cannot read joined pairs."""
+    return joined_logprobs if reads_joined(model, joined_logprobs, pair_logprobs, rows) else pair_logprobs
+
+
+def reduce_pairs(answers, logprobs):
+    """Returns the sum (with LOSS_TYPE = "ipo" the mean) of the tokens' log-probabilities of each answer, for
+    the first and for the second half of the answers, two (rows,)."""
     by_answer = logprobs.split([len(answer["trained"]) for answer in answers])
     if LOSS_TYPE == "ipo":
         return torch.stack([values.mean() for values in by_answer]).chunk(2)
     return torch.stack([values.sum() for values in by_answer]).chunk(2)
+
+
+def join_pairs(model, pairs):
+    """Returns pairs of texts, two lists of ids each, as rows of ids (rows, T) that a decoder reads once: what
+    both begin with, the rest of the first, the rest of the second; the options that keep the rests apart; and
+    for each row the places of the second text's ids."""
+    rows, positions, owners, second_places = [], [], [], []
+    for first, second in pairs:
+        num_common = len(os.path.commonprefix([first, second]))
+        rows.append(first + second[num_common:])
+        positions.append([*range(len(first)), *range(num_common, len(second))])
+        # 0: of both texts, 1: of the first, 2: of the second; padding: 3
+        num_first, num_second = len(first) - num_common, len(second) - num_common
+        owners.append([0] * num_common + [1] * num_first + [2] * num_second)
+        second_places.append([*range(num_common), *range(len(first), len(first) + num_second)])
+    owner = to_device(pad_right(owners, 3), model.device)
+    is_visible = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])  # (rows, query, key)
+    options = {"position_ids": to_device(pad_right(positions, 0), model.device)}
+    options["attention_mask"] = is_visible.tril()[:, None]
+    return to_device(pad_right(rows, 0), model.device), options, second_places
+
+
+@torch.no_grad()
+def reads_joined(model, joined, separate, rows):
+    """Returns whether joined(model, rows) and separate(model, rows) agree on some pairs, of which one is the
+    longest. Models with another attention, such as a window shorter than the pair, do not."""
+    rows = [max(rows, key=lambda row: row["length"]), *rows[:3]]
+    with full_parameters(model):
+        want = torch.cat(separate(model, rows))
+        try:
+            got = torch.cat(joined(model, rows))
+        except Exception:  # it has no such option, and models say so in many ways
+            return False
+    tolerance = 1e-3
+    if DTYPE != "float32":  # bfloat16 rounds by 1 in 256
+        tolerance = 0.02
+    return bool((got - want).abs().max() <= tolerance * (1 + want.abs().max()))
 
 
 @torch.no_grad()
@@ -1216,24 +1271,22 @@ def shipped_evaluation(trainer):
 # Small matrices are trained beside a model's frozen weights (2106.09685).
 
 
-def load_adapted(auto_class, path, constant, device, saved, new_head):
+# differs: no new head
+def load_adapted(auto_class, path, constant, device, saved):
     """Returns the model of path, frozen and in DTYPE, with an adapter in float32: the saved one, or a new one
-    that changes nothing yet. A new head is trained whole."""
+    that changes nothing yet."""
     if is_sharded():
         raise UserError(f"LORA_RANK = {LORA_RANK} and SHARD = 'fsdp2' do not go together: set one of them")
     import peft  # slow
 
     if Path(path).exists():
         path = str(Path(path).resolve())  # the adapter's config names it
-    model = load_model(auto_class, path, constant, device, new_head, getattr(torch, DTYPE))
+    model = load_model(auto_class, path, constant, device, getattr(torch, DTYPE))
     targets = LORA_TARGETS
     if LORA_TARGETS != "all-linear":
         targets = LORA_TARGETS.replace(" ", "").split(",")
     config = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets, lora_dropout=0.0)
     config.task_type = "CAUSAL_LM"
-    if new_head:
-        config.task_type = "TOKEN_CLS"
-        config.modules_to_save = ["score", "classifier"]  # the usual names of heads
     warnings.filterwarnings("error", "Model has .tie_word_embeddings")  # merging would change both layers
     try:
         model.add_adapter(config)

@@ -3,6 +3,7 @@ smoothing, what a row is read as. mutants.py plants them."""
 
 SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
 DATA, PAIRS = "data/make_preferences.py", "tools/pairs.py"
+TINY_WORLD = "data/make_tiny.py"
 HERE = "tests/test_preferences.py::test_"
 BRADLEY_TERRY = HERE + "the_loss_of_a_pair_is_that_of_bradley_and_terry_with_margin_tie_and_centre"
 SMOOTHED = HERE + "the_dpo_loss_of_a_pair_with_label_smoothing[0.2]"
@@ -17,6 +18,10 @@ TIES = HERE + "margins_and_ties_come_from_their_columns_and_ties_are_in_no_accur
 TURNS = HERE + "every_turn_of_the_assistant_is_trained_and_nothing_else"
 SAME_RUN = HERE + "a_run_that_was_killed_and_resumed_equals_one_that_was_not_and_so_does_one_on_two_processes"
 ADAPTER = HERE + "an_adapter_is_trained_resumed_and_merged_into_best"
+JOINED = HERE + "a_pair_is_read_with_one_prompt_and_gives_the_numbers_of_two_texts"
+SEPARATE = HERE + "a_model_that_cannot_read_joined_pairs_reads_each_answer_with_its_prompt"
+WINDOW = HERE + "an_attention_window_shorter_than_the_longest_pair_is_noticed"
+OTHER_REFERENCE = HERE + "a_reference_that_cannot_read_joined_pairs_is_read_the_plain_way"
 MINED = HERE + "the_best_and_the_worst_candidate_of_a_prompt_are_a_pair"
 SAMPLED = HERE + "sampled_answers_use_no_filter_and_draw_nothing_from_the_training"
 
@@ -78,12 +83,7 @@ MUTANTS = [
         RM_STEP,
     ),
     (RM, "gradients.backward(self.model, losses.sum() / len(rows))", "pass", RM_STEP),
-    (
-        RM,
-        'last = to_device([len(answer["input_ids"]) - 1 for',
-        "last = to_device([ids.shape[1] - 1 for",
-        RM_STEP,
-    ),
+    (RM, 'last = [[len(answer["input_ids"]) - 1]', "last = [[ids.shape[1] - 1]", SEPARATE + "[reward_model]"),
     (
         RM,
         '        margins = to_device(column(rows, "margin"), chosen.device)',
@@ -289,6 +289,18 @@ MUTANTS = [
         "    if rng.random() > NOISE:",
         HERE + "the_shipped_pairs_and_demonstrations_come_from_their_seed",
     ),
+    (
+        TINY_WORLD,
+        'shutil.copytree(checkpoint / "reward_model", out',
+        "shutil.copytree(policy, out",
+        HERE + "the_shipped_world_is_made_by_the_scripts",
+    ),
+    (
+        TINY_WORLD,
+        "    rng = random.Random(SEED)\n",
+        "    rng = random.Random(SEED + 1)\n",
+        HERE + "the_shipped_world_is_made_by_the_scripts",
+    ),
     # Pairs of mined candidates
     (
         PAIRS,
@@ -304,7 +316,43 @@ MUTANTS = [
     ),
     (PAIRS, ' and not c["eval_failed"]', "", MINED),
     (PAIRS, '    if best["text"] == worst["text"]:', "    if False:", MINED),
-    (RM, "last][:, None].expand_as(output)", "last - 1][:, None].expand_as(output)", RM_STEP),
+    (RM, "return output[rows, columns].squeeze", "return output[rows, columns - 1].squeeze", RM_STEP),
+    # Both answers of a pair behind one prompt
+    (
+        RM,
+        "self.read_pairs = self.joined_scores",
+        "self.read_pairs = self.pair_scores",
+        JOINED + "[reward_model]",
+    ),
+    (RM, "last = [(len(first) - 1, places[-1])", "last = [(len(first) - 1, -1)", RM_STEP),
+    (
+        DPO,
+        "(i, rejected_places[i][t - 1], answer",
+        "(i, t - 1, answer",
+        JOINED + "[dpo]",
+    ),
+    (DPO, "return joined_logprobs if reads_joined", "return pair_logprobs if reads_joined", JOINED + "[dpo]"),
+    (
+        DPO,
+        "is_visible = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])",
+        "is_visible = owner[:, None, :] <= owner[:, :, None]",
+        JOINED + "[dpo]",
+    ),
+    (DPO, "is_visible.tril()[:, None]", "is_visible[:, None]", JOINED + "[dpo]"),
+    (
+        DPO,
+        "positions.append([*range(len(first)), *range(num_common, len(second))])",
+        "positions.append(list(range(len(rows[-1]))))",
+        JOINED + "[dpo]",
+    ),
+    (
+        DPO,
+        "    return bool((got - want)",
+        "    return True or bool((got - want)",
+        SEPARATE + "[dpo]",
+    ),
+    (DPO, "    rows = [max(rows, key=lambda row: row", "    rows = [min(rows, key=lambda row: row", WINDOW),
+    (DPO, "            read = pair_reader(reference, self.train_rows)\n", "", OTHER_REFERENCE),
     (
         "tools/show.py",
         '"text", "trained", "chosen"',

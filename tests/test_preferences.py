@@ -16,7 +16,7 @@ from conftest import NATS, ROOT, TINY, assert_same_state, load_script, read, unt
 from safetensors.torch import load_file
 from test_processes import Processes
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, MistralConfig, MistralForCausalLM
 
 SFT, RM, DPO = "ppo/sft.py", "ppo/reward_model.py", "rce/dpo.py"
 CLASSES = {SFT: "SFTTrainer", RM: "RewardModelTrainer", DPO: "DPOTrainer"}
@@ -233,6 +233,102 @@ def test_another_reference_is_read_where_one_is_named(tmp_path):
     answer = row["rejected_answer"]
     want = plain_logprobs(model, answer["ids"], answer["trained"].start).sum().item()
     assert row["ref_rejected"] == pytest.approx(want, rel=1e-4)
+
+
+of_pairs = pytest.mark.parametrize("path", [RM, DPO], ids=["reward_model", "dpo"])
+
+
+def readers(path, trainer):
+    """The two ways in which a trainer can read pairs, the joined one first, and its model."""
+    names = type(trainer).update.__globals__
+    if path == RM:
+        return trainer.joined_scores, trainer.pair_scores, trainer.model
+    return names["joined_logprobs"], names["pair_logprobs"], trainer.actor
+
+
+@of_pairs
+def test_a_pair_is_read_with_one_prompt_and_gives_the_numbers_of_two_texts(path, tmp_path):
+    base = {"BASE_MODEL": str(TINY / "reward_model")} if path == RM else {}
+    trainer = make(path, tmp_path, **base)
+    joined, separate, model = readers(path, trainer)
+    assert trainer.read_pairs == joined
+    num_read = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda *args: num_read.append(args[1][0].numel())
+    )
+    rows = trainer.train_rows[:6]
+    with torch.no_grad():
+        got, want = torch.stack(joined(model, rows)), torch.stack(separate(model, rows))
+    hook.remove()
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert num_read[0] < 0.75 * num_read[1]
+
+
+def test_joined_pairs_share_what_both_begin_with_and_nothing_else():
+    model = SimpleNamespace(device="cpu")
+    ids, options, places = rm.join_pairs(model, [([5, 6, 7, 8], [5, 6, 9]), ([5, 6], [5, 6, 7])])
+    assert ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
+    assert options["position_ids"].tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 0, 0]]
+    assert places == [[0, 1, 4], [0, 1, 2]]  # of the second text's ids
+    seen = options["attention_mask"][0, 0].int().tolist()
+    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+
+
+@of_pairs
+def test_a_model_that_cannot_read_joined_pairs_reads_each_answer_with_its_prompt(path, tmp_path, monkeypatch):
+    """Here the model ignores the mask. Its losses are those of the plain way."""
+    base = {"BASE_MODEL": str(TINY / "reward_model")} if path == RM else {}
+    want = make(path, tmp_path / "a", **base)
+    script = load_script(path, **short(path, OUTPUT_DIR=str(tmp_path / "b"), **base))
+    forward = script.forward
+
+    def no_mask(model, ids, **options):
+        options.pop("attention_mask", None)
+        return forward(model, ids, **options)
+
+    monkeypatch.setattr(script, "forward", no_mask)
+    trainer = getattr(script, CLASSES[path])()
+    assert trainer.read_pairs == readers(path, trainer)[1]
+    rows = slice(0, 6)
+    losses = [t.update(t.train_rows[rows])["loss"] for t in (want, trainer)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_an_attention_window_shorter_than_the_longest_pair_is_noticed(tmp_path):
+    """The first rows fit the window, the longest does not: a mask of our own would undo the window."""
+    config = MistralConfig(vocab_size=82, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    config.update(
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "sliding_window": 40,
+            "eos_token_id": 1,
+            "initializer_range": 0.5,
+        }
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(TINY / "policy").save_pretrained(tmp_path / "base")
+    rows = [{"prompt": "1+2", "chosen": "3", "rejected": "4"}] * 4
+    rows.append({"prompt": "1+2", "chosen": "3" * 60, "rejected": "4" * 60})
+    data = pairs(write(tmp_path / "a.jsonl", *rows), prompt="prompt")
+    trainer = make(
+        DPO, tmp_path / "run", TRAIN_DATASETS=data, EVAL_DATASETS=[], ACTOR_MODEL=str(tmp_path / "base")
+    )
+    assert trainer.read_pairs.__name__ == "pair_logprobs"
+
+
+def test_a_reference_that_cannot_read_joined_pairs_is_read_the_plain_way(tmp_path, monkeypatch):
+    script = load_script(DPO, **short(DPO, OUTPUT_DIR=str(tmp_path), REFERENCE_MODEL=str(TINY / "policy")))
+    read = []
+    reads_joined, map_rows = script.reads_joined, script.map_rows
+    answers = iter([True, False])  # of the actor, of the reference
+    monkeypatch.setattr(script, "reads_joined", lambda *args: next(answers) and reads_joined(*args))
+    monkeypatch.setattr(
+        script, "map_rows", lambda compute, *args: read.append(compute) or map_rows(compute, *args)
+    )
+    script.DPOTrainer()
+    assert [function.__name__ for function in read] == ["pair_logprobs"]
 
 
 # ---------------------------------------------------------------- what is trained of a row
@@ -631,6 +727,29 @@ def test_the_shipped_pairs_and_demonstrations_come_from_their_seed(tmp_path, mon
     held_out = {row["problem"] for row in read(TINY / "test.jsonl")}
     assert not held_out & {row["problem"] for row in read(TINY / "demonstrations.jsonl")}
     assert not held_out & {row["prompt"] for row in read(TINY / "pairs.jsonl")}
+
+
+def test_the_shipped_world_is_made_by_the_scripts(tmp_path, monkeypatch, started):
+    """The problems are the shipped ones; policy and reward model come from ppo/sft.py and
+    ppo/reward_model.py, here after one step each."""
+    ran = []
+
+    def run_here(words):
+        ran.append(dict(word.split("=", 1) for word in words[2:]))
+        limit = "MAX_EVAL_PROMPTS=4" if words[1] == str(ROOT / SFT) else "MAX_EVAL_PAIRS=4"
+        assert started(words[1], *words[2:], limit, shrink=False).returncode == 0
+
+    monkeypatch.setattr("subprocess.check_call", run_here)
+    monkeypatch.setattr(sys, "argv", ["make_tiny.py", f"OUT={tmp_path}", "SFT_STEPS=1", "REWARD_STEPS=1"])
+    runpy.run_path(str(ROOT / "data/make_tiny.py"), run_name="__main__")
+    for name in ("train.jsonl", "test.jsonl", "policy/tokenizer.json"):
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
+    assert ran[1]["BASE_MODEL"] == str(tmp_path / "policy")
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts.keys() >= {"policy_accuracy_sampled", *json.loads((TINY / "facts.json").read_text())}
+    shipped = load_file(TINY / "policy/model.safetensors")
+    assert load_file(tmp_path / "policy/model.safetensors").keys() == shipped.keys()
+    assert "score.weight" in load_file(tmp_path / "reward_model/model.safetensors")
 
 
 def test_the_best_and_the_worst_candidate_of_a_prompt_are_a_pair(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,215 @@
+"""The path from preferences to a policy on pretrained models (those of bench/real.py get) and real text:
+
+    python bench/preferences_real.py sums      # SmolLM2-135M-Instruct: SFT, reward model and PPO, on sums
+    python bench/preferences_real.py gsm8k     # MiniLM as a reward model on pairs of solutions of GSM8K
+
+sums: SFT on solved sums; a reward model from pairs of a right and a wrong sum; PPO on that model alone, with
+a KL penalty. Each stage's held-out figures are printed.
+
+gsm8k: ../shared/data/gsm8k has four models' solutions to each of 1,319 problems, and whether each is correct.
+A pair is a right and a wrong solution to one problem, one pair per problem; 500 problems are trained on, 231
+held out. Beside the reward model stand the rules that a model must beat, fitted on the same training pairs:
+the longer or the shorter solution, and a logistic regression on counts of words and pairs of words.
+
+Data and runs go to checkpoints/preferences_real; a run that is there is not repeated. SEED=2 as a second word
+sets the seed.
+"""
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "checkpoints/preferences_real"
+SMOLLM2 = ROOT / "data/real/smollm2"
+MINILM = ROOT / "data/real/minilm"
+GSM8K = ROOT.parent / "shared/data/gsm8k/example_model_solutions.jsonl"
+QUESTIONS = ["What is {x} + {y}?", "Tom has {x} apples and buys {y} more. How many has he?"]
+SLIPS = [-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20]  # of a wrong sum
+TRAIN_PROBLEMS = 500  # of the 731 problems of GSM8K that have right and wrong solutions
+
+
+def write(name, rows):
+    path = OUT / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def data_set(path, **columns):
+    return json.dumps([{"path": str(path), "type": "jsonl", **columns}])
+
+
+def run(folder, *words):
+    """Runs a trainer, unless its folder holds a finished run, and prints its evaluations."""
+    if not (OUT / folder / "best").exists():
+        command = [sys.executable, *words, f"OUTPUT_DIR={OUT / folder}", "RESUME=no", "SAVE_EVERY_N_STEPS=0"]
+        subprocess.run(command, cwd=ROOT, check=True)
+    lines = (OUT / folder / "logs/metrics.jsonl").read_text().splitlines()
+    for record in map(json.loads, lines):
+        if record["phase"] == "eval":
+            figures = [f"{key} {x:.3f}" for key, x in record.items() if isinstance(x, float)]
+            print(f"{folder:10} step {record['step']:3}  " + "  ".join(figures), flush=True)
+
+
+# ---------------------------------------------------------------- sums
+
+
+def sums(seed):
+    rng = random.Random(seed)
+    cases = [(form, x, y) for form in QUESTIONS for x in range(10, 100) for y in range(2, 50)]
+    rows = []
+    for form, x, y in rng.sample(cases, 1104):
+        right, wrong = (f"{x} + {y} = {x + y + slip}." for slip in (0, rng.choice(SLIPS)))
+        prompt = form.format(x=x, y=y)
+        rows.append({"prompt": prompt, "chosen": right, "rejected": wrong, "answer": str(x + y)})
+    # demonstrations, pairs, prompts of PPO and held-out rows share no sum
+    parts = {"demos": rows[:320], "pairs": rows[320:640], "prompts": rows[640:1040], "held_out": rows[1040:]}
+    paths = {name: write(f"sums_{name}.jsonl", part) for name, part in parts.items()}
+    pair = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    common = [f"SEED={seed}", "DTYPE=bfloat16", "EVAL_EVERY_N_STEPS=10", "LEARNING_RATE=1e-5"]
+    answered = ["ACCURACY_FUNCTION=last_number", "MAX_NEW_TOKENS=20", "MAX_EVAL_PROMPTS=64"]
+    run(
+        "sums_sft",
+        "ppo/sft.py",
+        *common,
+        *answered,
+        f"ACTOR_MODEL={SMOLLM2}",
+        f"TRAIN_DATASETS={data_set(paths['demos'], input='prompt', output='chosen')}",
+        f"EVAL_DATASETS={data_set(paths['held_out'], input='prompt', output='chosen')}",
+        "BATCH_SIZE=16",
+        "GRADIENT_ACCUMULATION_STEPS=1",
+        "NUM_EPOCHS=1",
+    )
+    policy = OUT / "sums_sft/best/policy"
+    run(
+        "sums_rm",
+        "ppo/reward_model.py",
+        *common,
+        f"BASE_MODEL={policy}",
+        f"TRAIN_DATASETS={data_set(paths['pairs'], **pair)}",
+        f"EVAL_DATASETS={data_set(paths['held_out'], **pair)}",
+        "BATCH_SIZE=16",
+        "GRADIENT_ACCUMULATION_STEPS=1",
+        "NUM_EPOCHS=1",
+    )
+    run(
+        "sums_ppo",
+        "ppo/ppo.py",
+        *common,
+        *answered,
+        f"ACTOR_MODEL={policy}",
+        f"REWARD_MODEL={OUT / 'sums_rm/best/reward_model'}",
+        "REWARD_FUNCTIONS=[]",
+        "REWARD_MODEL_WEIGHT=1.0",
+        "KL_COEF=0.1",
+        f"TRAIN_DATASETS={data_set(paths['prompts'], input='prompt', output='answer')}",
+        f"EVAL_DATASETS={data_set(paths['held_out'], input='prompt', output='answer')}",
+        "BATCH_SIZE=8",
+        "GROUP_SIZE=4",
+        "GRADIENT_ACCUMULATION_STEPS=1",
+        "GROUP_EPOCHS=1",
+        "CRITIC_LEARNING_RATE=2e-5",
+        "LAM=1.0",
+        "MAX_STEPS=10",
+    )
+
+
+# ---------------------------------------------------------------- GSM8K
+
+
+def gsm8k_pairs(seed):
+    """Returns the pairs of the training problems and of the others."""
+    rng = random.Random(seed)
+    problems = []
+    for record in map(json.loads, GSM8K.read_text().splitlines()):
+        solutions = [value for value in record.values() if isinstance(value, dict)]
+        right = [s["solution"] for s in solutions if s["is_correct"]]
+        wrong = [s["solution"] for s in solutions if not s["is_correct"]]
+        pairs = [(chosen, rejected) for chosen in right for rejected in wrong]
+        if pairs:
+            chosen = [rng.choice(pairs)]
+            problems.append([{"prompt": record["question"], "chosen": c, "rejected": r} for c, r in chosen])
+    rng.shuffle(problems)
+    train, held_out = problems[:TRAIN_PROBLEMS], problems[TRAIN_PROBLEMS:]
+    return [pair for pairs in train for pair in pairs], [pair for pairs in held_out for pair in pairs]
+
+
+def counts(text):
+    """Returns how often words, numbers, signs and pairs of neighbours stand in a text."""
+    words = re.findall(r"[a-z]+|[0-9.]+|[^\s\w]", text.lower())
+    return Counter(words) + Counter(map(" ".join, itertools.pairwise(words)))
+
+
+def print_baselines(train, held_out):
+    """The accuracy of simple rules on the held-out pairs."""
+    import numpy as np
+    from sklearn.feature_extraction import DictVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, GroupKFold
+    from sklearn.preprocessing import MaxAbsScaler
+
+    def longer(pairs):
+        lengths = np.array([[len(pair[key]) for key in ("chosen", "rejected")] for pair in pairs])
+        return (np.sign(lengths[:, 0] - lengths[:, 1]) + 1) / 2  # equal lengths count a half
+
+    rule, accuracy = "the longer solution", longer(held_out).mean()
+    if longer(train).mean() < 0.5:
+        rule, accuracy = "the shorter solution", 1 - accuracy
+    print(f"{rule}: {accuracy:.3f} of {len(held_out)} held-out pairs")
+    vectorizer, scaler = DictVectorizer(), MaxAbsScaler()
+    texts = [counts(pair[key]) for pair in train for key in ("chosen", "rejected")]
+    fitted = scaler.fit_transform(vectorizer.fit_transform(texts))
+    differences = fitted[::2] - fitted[1::2]
+    signs = np.where(np.arange(len(train)) % 2, 1, -1)  # half of the pairs in reversed order
+    groups = [pair["prompt"] for pair in train]
+    folds = list(GroupKFold(5).split(signs, groups=groups))  # the penalty is chosen on training problems
+    features = differences.multiply(signs[:, None]).tocsr()
+    best = GridSearchCV(
+        LogisticRegression(fit_intercept=False, max_iter=2000),
+        {"C": np.logspace(-4, 2, 7).tolist()},
+        cv=folds,
+    ).fit(features, signs)
+    texts = [counts(pair[key]) for pair in held_out for key in ("chosen", "rejected")]
+    scores = scaler.transform(vectorizer.transform(texts)) @ best.best_estimator_.coef_[0]
+    right = (np.sign(scores[::2] - scores[1::2]) + 1) / 2
+    print(f"logistic regression on words and pairs of words: {right.mean():.3f}", flush=True)
+
+
+def gsm8k(seed):
+    train, held_out = gsm8k_pairs(seed)
+    print(f"{len(train)} training pairs of {TRAIN_PROBLEMS} problems", flush=True)
+    print_baselines(train, held_out)
+    pair = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    run(
+        f"gsm8k_{seed}",
+        "ppo/reward_model.py",
+        f"BASE_MODEL={MINILM}",
+        f"TRAIN_DATASETS={data_set(write('gsm8k_train.jsonl', train), **pair)}",
+        f"EVAL_DATASETS={data_set(write('gsm8k_test.jsonl', held_out), **pair)}",
+        f"SEED={seed}",
+        "DTYPE=bfloat16",
+        "MAX_TOKENS=256",
+        "MAX_EVAL_PAIRS=None",
+        "BATCH_SIZE=16",
+        "GRADIENT_ACCUMULATION_STEPS=1",
+        "LEARNING_RATE=5e-5",
+        "NUM_EPOCHS=1",
+        "EVAL_EVERY_N_STEPS=0",
+    )
+
+
+def main(words):
+    if not words or words[0] not in ("sums", "gsm8k"):
+        sys.exit(__doc__)
+    seed = int(words[1].removeprefix("SEED=")) if words[1:] else 1
+    OUT.mkdir(parents=True, exist_ok=True)
+    {"sums": sums, "gsm8k": gsm8k}[words[0]](seed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
