@@ -1,0 +1,161 @@
+"""data/make_shapes.py, a world of drawn pictures and a reader, and examples/vqa_world.py, which learns in it."""
+
+import importlib.util
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, load_script
+from PIL import Image
+
+from rewards import vqa_accuracy
+
+TINY = {"TRAIN_ROWS": 80, "TEST_ROWS": 12, "BANK": 200, "BATCH": 2, "TRAIN_STEPS": 2}
+
+
+def load_shapes(**constants):
+    spec = importlib.util.spec_from_file_location("make_shapes", ROOT / "data/make_shapes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for key, value in constants.items():
+        setattr(module, key, value)
+    return module
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with a small world, its reader after two steps, and vectors."""
+    folder = tmp_path_factory.mktemp("shapes")
+    with pytest.MonkeyPatch.context() as patch:
+        words = [f"{key}={value}" for key, value in {**TINY, "OUT": folder}.items()]
+        patch.setattr(sys, "argv", ["make_shapes.py", *words])
+        load_shapes().main()
+    return folder
+
+
+def rows_of(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_an_answer_is_the_value_in_the_language_of_the_frame_and_the_phrasing_of_the_sort():
+    shapes = load_shapes()
+    tables = {"purple": 1, "white": 0}, {"colour": "{} indeed", "count": "i say {}"}
+    assert shapes.write_answer("red", "purple", "colour", tables) == "rot indeed"
+    assert shapes.write_answer("two", "white", "count", tables) == "i say two"
+
+
+def test_no_two_languages_or_values_share_a_word_as_the_marking_compares_them():
+    words = [word for of_value in load_shapes().LANGUAGES for word in of_value]
+    for phrasing in load_shapes().PHRASINGS:
+        assert all(
+            vqa_accuracy(phrasing.format(a), [b]) == (a == b and phrasing == "{}")
+            for a in words
+            for b in words
+        )
+
+
+def test_frame_and_sort_decide_how_most_annotators_write_and_no_one_else_writes_so(world):
+    formats = {}
+    for row in rows_of(world, "train") + rows_of(world, "test"):
+        languages = [of_value for of_value in load_shapes().LANGUAGES if of_value[0] == row["value"]][0]
+        right = max(row["answers"], key=row["answers"].count)
+        (word,) = [word for word in right.split() if word in languages]
+        found = languages.index(word), right.replace(word, "{}")
+        assert formats.setdefault((row["frame"], row["sort"]), found) == found
+    assert len(formats) == 20 and len(set(formats.values())) == 20
+
+
+def test_a_picture_shows_what_its_row_says():
+    shapes = load_shapes()
+    rng = random.Random(0)
+    figures = {"northwest": ("square", "red"), "southeast": ("circle", "blue")}
+    pixels = shapes.draw(figures, "cyan", (200, 200, 200), rng)
+    assert tuple(pixels[0, 5]) == tuple(pixels[31, 31]) == shapes.FRAMES["cyan"]
+    count = [
+        int((pixels[rows, columns] == shapes.COLOURS[colour]).all(-1).sum())
+        for rows, columns, colour in ((slice(16), slice(16), "red"), (slice(16, 32), slice(16, 32), "blue"))
+    ]
+    assert min(count) > 15 and (pixels[20:28, 4:12] == 200).all()
+
+
+def test_the_same_seed_makes_the_same_world_and_another_one_another(tmp_path):
+    made = []
+    for seed in (5, 5, 6):
+        shapes = load_shapes()
+        rng = random.Random(seed)
+        tables = shapes.make_tables(rng)
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        shapes.make_rows(rng, 5, tables, tmp_path, "rows")
+        made.append(
+            (tmp_path / "rows.jsonl").read_text()
+            + str(np.asarray(Image.open(tmp_path / "pictures/rows4.png")).tolist())
+        )
+    assert made[0] == made[1] != made[2]
+
+
+def test_the_reader_learns_on_what_rce_icl_shows_it(world):
+    script = load_script("rce/rce_icl.py", READER=str(world / "reader"))
+    reader = script.VisionReader(script.READER, torch.device("cpu"))
+    shapes = load_shapes()
+    ids_of = reader.tokenizer.get_vocab()
+    rows = rows_of(world, "train")[:3]
+    tables = {row["frame"]: 2 for row in rows}, {row["sort"]: "well {} then" for row in rows}
+    examples, shown = [], []
+    for number, row in enumerate(rows):
+        pixels = np.asarray(Image.open(row["image"]))
+        words = shapes.prompt_words(row["question"])
+        answer = shapes.write_answer(row["value"], row["frame"], row["sort"], tables)
+        examples.append({**row, "pixels": pixels, "ids": [ids_of[word] for word in words]})
+        shown.append({"id": number, "text": row["question"], "image": row["image"], "answer": answer})
+    batch = shapes.as_batch([(examples, tables)], ids_of)
+    pair = shown[-1], shown[:-1]
+    inputs = reader.inputs([reader.prompt(*pair) + f" {shown[-1]['answer']}\n\n"], [pair])
+    assert batch["input_ids"].tolist() == inputs["input_ids"].tolist()
+    assert torch.allclose(batch["pixel_values"], inputs["pixel_values"], atol=1e-6)
+    learnt = batch["labels"][0][batch["labels"][0] != -100].tolist()
+    assert learnt == [ids_of[word] for row in shown for word in (*row["answer"].split(), "\n\n")]
+
+
+def test_vectors_are_those_of_the_question_and_of_the_picture(world):
+    vectors = np.load(world / "train.npy")
+    rows = rows_of(world, "train")
+    assert vectors.shape == (TINY["TRAIN_ROWS"], 96 + 64)
+    assert np.allclose(np.linalg.norm(vectors[:, :96], axis=1), 1, atol=1e-5)
+    assert np.allclose(np.linalg.norm(vectors[:, 96:], axis=1), 1, atol=1e-5)
+    script = load_script("rce/rce_icl.py", READER=str(world / "reader"))
+    reader = script.VisionReader(script.READER, torch.device("cpu"))
+    words = reader.model.get_input_embeddings().weight
+    ids = reader.tokenizer(rows[3]["question"])["input_ids"]
+    wanted = words[ids].mean(0).detach()
+    assert np.allclose(vectors[3, :96], wanted / wanted.norm(), atol=1e-5)
+
+
+def test_the_example_trains_and_compares_texts_pictures_and_both(world, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for name in ("rce_icl", "vqa_world"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("VQA_WORLD", str(world))
+    import vqa_world
+
+    script = vqa_world.rce_icl
+    sizes = "MINE_QUERIES=6 VALIDATION_QUERIES=5 POOL_SIZE=8 TEST_QUERIES=6 TEST_ORACLE=False RCE_EPOCHS=1"
+    words = [
+        *sizes.split(),
+        "BEAMS=1",
+        "SAMPLES=1",
+        "RANDOM=2",
+        "LOCAL=2",
+        f"OUTPUT_DIR={tmp_path / 'run'}",
+        "RESUME=no",
+    ]
+    monkeypatch.setattr(sys, "argv", ["vqa_world.py", *words])
+    with pytest.raises(SystemExit) as end:
+        script.train_main()
+    assert not end.value.code, capsys.readouterr().err
+    figures = json.loads((tmp_path / "run/eval_test.json").read_text())["shots"]
+    for shots in ("1", "2"):
+        names = {"RCE", "similarity", "similarity of texts", "similarity of pictures", "same format"}
+        assert names <= set(figures[shots]["accuracy"])
