@@ -65,6 +65,7 @@ LAYERS = 3
 TRAIN_STEPS = 3000
 LEARNING_RATE = 2e-3
 WARMUP = 100
+SAVE_EVERY = 100  # steps; a run that was stopped goes on from there
 
 SIDE = 32  # pixels; a corner, and a patch of the vision tower, has half of it
 COLOURS = {"red": (220, 30, 30), "blue": (40, 60, 230), "green": (20, 160, 50), "yellow": (235, 215, 30)}
@@ -304,8 +305,19 @@ def train_reader(rng, processor, model, folder):
         example["ids"] = [ids_of[word] for word in prompt_words(example["question"])]
         bank.setdefault((example["frame"], example["sort"]), []).append(example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
-    started, losses = time.process_time(), []
-    for step in range(TRAIN_STEPS):
+    saved = folder / "training.pt"  # from which a run that was stopped goes on, if its constants are the same
+    constants = [SEED, BANK, SEQUENCE, BATCH, WIDTH, LAYERS, TRAIN_STEPS, LEARNING_RATE, WARMUP]
+    first, seconds, losses = 0, 0.0, []
+    state = {}
+    if saved.exists():
+        state = torch.load(saved, weights_only=False)
+    if state.get("constants") == constants:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        rng.setstate(state["rng"])
+        first, seconds = state["step"], state["seconds"]
+    for step in range(first, TRAIN_STEPS):
+        started = time.process_time()
         rate = min((step + 1) / WARMUP, 1.0, (TRAIN_STEPS - step) / (0.3 * TRAIN_STEPS))
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * rate
         loss = model(**as_batch(draw_sequences(rng, bank), ids_of)).loss
@@ -314,9 +326,14 @@ def train_reader(rng, processor, model, folder):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-        if step % 100 == 99 or step == TRAIN_STEPS - 1:
-            seconds = time.process_time() - started
-            print(f"step {step + 1}  loss {np.mean(losses[-100:]):.3f}  {seconds:.0f} s", flush=True)
+        seconds += time.process_time() - started
+        if (step + 1) % SAVE_EVERY == 0 or step == TRAIN_STEPS - 1:
+            loss = np.mean(losses[-SAVE_EVERY:])
+            print(f"step {step + 1}  loss {loss:.3f}  {seconds:.0f} s of processor time", flush=True)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng.getstate()}
+            state |= {"step": step + 1, "seconds": seconds, "constants": constants}
+            torch.save(state, saved)
+    saved.unlink(missing_ok=True)
 
 
 @torch.no_grad()

@@ -59,8 +59,9 @@ def trainers_rules(trainer, settings, queries, shots, own=rce_icl.baseline_accur
             query["vector"]
         )  # (pool, words' and pictures' size)
         text, picture = by_part[:, :words].sum(1), by_part[:, words:].sum(1)
-        frame, sort = facts["test" if query["split"] == "test" else "train"][query["number"]]
-        same = torch.tensor([(f == frame) + (s == sort) for f, s in map(facts["train"].__getitem__, pool)])
+        wanted = facts["test" if query["split"] == "test" else "train"][query["number"]]
+        shown = [facts["train"][demo["number"]] for demo in corpus.examples(pool)]
+        same = torch.tensor([(frame == wanted[0]) + (sort == wanted[1]) for frame, sort in shown])
         for name, score in zip(lists, (text, picture, same + text / 10)):
             lists[name].append(pool[score.argsort(descending=True)[:shots]].tolist())
     return accuracies | {name: trainer.accuracy_of(queries, of_rule) for name, of_rule in lists.items()}

@@ -1,4 +1,4 @@
-"""data/make_shapes.py, a world of drawn pictures and a reader, and examples/vqa_world.py, which learns in it."""
+"""data/make_shapes.py, a world of drawn pictures and a reader; examples/vqa_world.py, which learns in it."""
 
 import importlib.util
 import json
@@ -117,6 +117,28 @@ def test_the_reader_learns_on_what_rce_icl_shows_it(world):
     assert torch.allclose(batch["pixel_values"], inputs["pixel_values"], atol=1e-6)
     learnt = batch["labels"][0][batch["labels"][0] != -100].tolist()
     assert learnt == [ids_of[word] for row in shown for word in (*row["answer"].split(), "\n\n")]
+
+
+def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path):
+    weights = []
+    for steps_until_stop in (9, 3):
+        shapes = load_shapes(**TINY, SAVE_EVERY=2)
+        shapes.TRAIN_STEPS = 4
+        torch.manual_seed(0)
+        processor = shapes.make_processor()
+        model = shapes.make_model(processor.tokenizer)
+        begun = {name: value.clone() for name, value in model.state_dict().items()}
+        own, left = shapes.as_batch, iter(range(steps_until_stop))
+        shapes.as_batch = lambda *arguments: next(left) >= 0 and own(*arguments)
+        if steps_until_stop < 4:
+            with pytest.raises(StopIteration):
+                shapes.train_reader(random.Random(0), processor, model, tmp_path)
+            model.load_state_dict(begun)
+            shapes.as_batch = own
+        shapes.train_reader(random.Random(0), processor, model, tmp_path)
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not list(tmp_path.iterdir())
 
 
 def test_vectors_are_those_of_the_question_and_of_the_picture(world):
