@@ -9,20 +9,21 @@ colours. A question is of one of five sorts: it asks for the colour, the shape, 
 the corner of a figure. The picture gives the answer's *value*. How the answer must be *written* is said
 nowhere:
 
-    the colour of the picture's frame   decides the language (of 4)   LANGUAGES, a table of the seed
-    the sort of the question            decides the phrasing (of 5)   PHRASINGS, a table of the seed
+    the sort of the question            decides its first word (of 5)   OPENINGS, by a table of the seed
+    the colour of the picture's frame   decides its last word (of 4)    CLOSINGS, by a table of the seed
 
-So "rot indeed" is right where "red" is wrong. A reader that knows the value must see demonstrations to know
-how to write it: one with the same frame shows the language, one of the same sort shows the phrasing, and
+So "well red sir" is right where "red" is wrong. A reader that knows the value must see demonstrations to
+know how to write it: one of the same sort shows the first word, one with the same frame shows the last, and
 one with both shows both. Other things make rows similar, too: the figures and the background of a picture;
 who asks and when, the wording of a question, and the figure that it names.
 
 Ten annotators answer each question. Each is right with probability RIGHT; otherwise he sees another value.
 
-The reader is a small LLaVA (CLIP's vision tower, Llama). It learns on pictures and questions of its own, in
-sequences of SEQUENCE examples. Each sequence has tables of its own: in one a brown frame means German, in
-the next French. So its weights know no table, and it learns to read the format off the examples before. The
-loss is on every answer of a sequence, so it learns to answer after 0 to SEQUENCE - 1 demonstrations.
+The reader is a small LLaVA (CLIP's vision tower, Llama). First its tower learns to tell what each corner of
+a picture holds. Then all of it learns on pictures and questions of its own, in sequences of 1 to 5
+examples. Each sequence has tables of its own: in one a brown frame means "sir", in the next "friend". So
+its weights know no table, and it learns to read the format off the examples before. The loss is on every
+answer of a sequence, so it learns to answer after 0 to 4 demonstrations.
 
 Writes train.jsonl and test.jsonl (question, answers, image, sort, frame, value), pictures/, reader/ (model
 and processor), and train.npy and test.npy. These hold a vector of each row: the mean of the question's word
@@ -40,7 +41,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     CLIPVisionConfig,
@@ -58,10 +59,11 @@ TRAIN_ROWS = 2000
 TEST_ROWS = 500
 RIGHT = 0.85  # probability that an annotator sees the right value
 BANK = 20000  # pictures with a question that the reader learns on
-SEQUENCE = 5  # examples in a sequence: 0 to 4 demonstrations
-BATCH = 32  # sequences
-WIDTH = 96  # of the language model
+LENGTHS = [1, 2, 3, 5]  # examples in a sequence: 0 to 4 demonstrations
+BATCH = 160  # examples
+WIDTH = 64  # of the language model
 LAYERS = 3
+TOWER_STEPS = 500  # of the vision tower alone, first
 TRAIN_STEPS = 3000
 LEARNING_RATE = 2e-3
 WARMUP = 100
@@ -75,18 +77,9 @@ CORNERS = "northwest northeast southwest southeast".split()
 FRAMES = {"white": (255, 255, 255), "purple": (140, 40, 160), "brown": (120, 70, 20), "cyan": (40, 200, 210)}
 BACKGROUNDS = [(200, 200, 200), (235, 200, 190), (190, 215, 240), (205, 235, 195), (160, 160, 170)]
 
-# Each value, in English, German, French and Portuguese: no word is of two languages
-LANGUAGES = """
-    red rot rouge vermelho, blue blau bleu azul, green gruen vert verde, yellow gelb jaune amarelo,
-    black schwarz noir preto, circle kreis cercle circulo, square quadrat carre quadrado,
-    cross kreuz croix cruz, diamond raute losange losango, one eins un um, two zwei deux dois,
-    three drei trois tres, four vier quatre quatro, yes ja oui sim, no nein non nao,
-    northwest nordwest nordouest noroeste, northeast nordost nordest nordeste,
-    southwest suedwest sudouest sudoeste, southeast suedost sudest sudeste"""
-LANGUAGES = [entry.split() for entry in LANGUAGES.split(",")]
-WORDS = {words[0]: words for words in LANGUAGES}
-PHRASINGS = ["{}", "surely {}", "{} indeed", "well {} then", "i say {}"]
-
+OPENINGS = "well surely look clearly indeed".split()
+CLOSINGS = "sir madam friend captain".split()
+NUMBERS = "one two three four".split()
 NAMES = "anna ben clara david emma felix greta hugo ida jonas".split()
 TIMES = "today yesterday now again later early late often".split()
 SORTS = {  # three wordings of each sort of question
@@ -132,7 +125,8 @@ def single(names):
 
 
 def make_example(rng):
-    """Returns a picture with a question: {"question", "sort", "frame", "value", "pixels"}."""
+    """Returns a picture with a question: {"question", "sort", "frame", "value", "pixels",
+    "figures"}."""
     while True:
         sort = rng.choice(list(SORTS))
         figures = {}
@@ -142,7 +136,7 @@ def make_example(rng):
         shapes = [shape for shape, _ in figures.values()]
         named = ""
         if sort == "count" and figures:
-            value = ["one", "two", "three", "four"][len(figures) - 1]
+            value = NUMBERS[len(figures) - 1]
         elif sort == "presence" and figures:
             value = rng.choice(["yes", "no"])
             named = rng.choice(shapes)
@@ -162,29 +156,25 @@ def make_example(rng):
         frame = rng.choice(list(FRAMES))
         question = f"{rng.choice(NAMES)} asks {rng.choice(TIMES)} " + rng.choice(SORTS[sort]).format(named)
         pixels = draw(figures, frame, rng.choice(BACKGROUNDS), rng)
-        return {"question": question, "sort": sort, "frame": frame, "value": value, "pixels": pixels}
+        example = {"question": question, "sort": sort, "frame": frame, "value": value, "pixels": pixels}
+        return {**example, "figures": figures}
 
 
 def make_tables(rng):
-    """Returns {frame: number of its language} and {sort: its phrasing}, each language and phrasing once."""
-    languages = rng.sample(range(len(FRAMES)), len(FRAMES))
-    phrasings = rng.sample(PHRASINGS, len(PHRASINGS))
-    return dict(zip(FRAMES, languages)), dict(zip(SORTS, phrasings))
+    """Returns {sort: its first word} and {frame: its last word}, each word once."""
+    return dict(zip(SORTS, rng.sample(OPENINGS, 5))), dict(zip(FRAMES, rng.sample(CLOSINGS, 4)))
 
 
-def write_answer(value, frame, sort, tables):
-    """Returns the value in the frame's language and the sort's phrasing."""
-    languages, phrasings = tables
-    return phrasings[sort].format(WORDS[value][languages[frame]])
+def write_answer(value, example, tables):
+    """Returns the value, written as the tables say for the example's sort and frame."""
+    openings, closings = tables
+    return f"{openings[example['sort']]} {value} {closings[example['frame']]}"
 
 
 def values_of(sort):
     """Returns the values that answer a sort of question."""
-    if sort == "colour":
-        return list(COLOURS)
-    return {"shape": SHAPES, "corner": CORNERS, "presence": ["yes", "no"]}.get(
-        sort, ["one", "two", "three", "four"]
-    )
+    values = {"colour": list(COLOURS), "shape": SHAPES, "count": NUMBERS, "corner": CORNERS}
+    return values.get(sort, ["yes", "no"])
 
 
 def make_rows(rng, count, tables, folder, name):
@@ -199,7 +189,7 @@ def make_rows(rng, count, tables, folder, name):
             value = example["value"]
             if rng.random() > RIGHT:
                 value = rng.choice([other for other in values_of(example["sort"]) if other != value])
-            answers.append(write_answer(value, example["frame"], example["sort"], tables))
+            answers.append(write_answer(value, example, tables))
         row = {"question": example["question"], "answers": answers, "image": str(path)}
         row |= {key: example[key] for key in ("sort", "frame", "value")}
         lines.append(json.dumps(row) + "\n")
@@ -212,10 +202,9 @@ def make_rows(rng, count, tables, folder, name):
 
 def make_processor():
     """Returns LLaVA's processor: one token per word of the world; four tokens per picture."""
-    texts = [wording for wordings in SORTS.values() for wording in wordings] + PHRASINGS
-    words = [word for text in texts for word in text.split() if word != "{}"]
-    words += NAMES + TIMES + ["asks", *COLOURS, *SHAPES]
-    words += [word for of_value in LANGUAGES for word in of_value]
+    words = [word for wordings in SORTS.values() for word in " ".join(wordings).split() if word != "{}"]
+    words += [*NAMES, *TIMES, *COLOURS, *SHAPES, *NUMBERS, *CORNERS, *FRAMES, *OPENINGS, *CLOSINGS]
+    words += ["asks", "yes", "no"]
     special = ["<pad>", "<eos>", "<unk>", "<image>", "Question:", "\nAnswer:", "\n\n"]
     vocabulary = {word: n for n, word in enumerate(dict.fromkeys(special + words))}
     made = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
@@ -245,12 +234,14 @@ def make_model(tokenizer):
     text = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
     text |= {"num_hidden_layers": LAYERS}
     text |= {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "bos_token_id": None, **ids}
+    text |= {"tie_word_embeddings": True, "initializer_range": 0.05}
     config = LlavaConfig(
         text_config=LlamaConfig(**text),
         vision_config=CLIPVisionConfig(**vision, image_size=SIDE, patch_size=SIDE // 2),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
         image_seq_length=4,
+        tie_word_embeddings=True,
     )
     return LlavaForConditionalGeneration(config)
 
@@ -261,13 +252,40 @@ def as_pixels(examples):
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
+def train_tower(rng, bank, model, ids_of):
+    """Trains the vision tower and the projection so that what they give for a corner is near the vectors of
+    the words for it: shape, colour, corner and frame, each among its alternatives."""
+    words = [[*SHAPES, "no"], [*COLOURS, "no"], CORNERS, list(FRAMES)]
+    ids = [torch.tensor([ids_of[word] for word in alternatives]) for alternatives in words]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    examples = [example for of_cell in bank.values() for example in of_cell]
+    for _ in range(TOWER_STEPS):
+        chosen = rng.sample(examples, 128)
+        targets = []
+        for example in chosen:
+            for corner in CORNERS:
+                held = (*example["figures"].get(corner, ("no", "no")), corner, example["frame"])
+                targets.append([alternatives.index(word) for alternatives, word in zip(words, held)])
+        targets = torch.tensor(targets).T  # (4, corners)
+        states = torch.cat(model.get_image_features(as_pixels(chosen)).pooler_output)  # (corners, WIDTH)
+        vectors = model.get_input_embeddings().weight
+        logits = [states @ vectors[of_words].T for of_words in ids]
+        optimizer.zero_grad()
+        sum(map(cross_entropy, logits, targets)).backward()
+        optimizer.step()
+    right = [(values.argmax(1) == target).float().mean() for values, target in zip(logits, targets)]
+    print("the tower tells shape, colour, corner, frame: " + " ".join(f"{x:.3f}" for x in right), flush=True)
+
+
 def draw_sequences(rng, bank):
-    """Returns BATCH sequences: SEQUENCE examples of some of the frames and sorts, and tables of their own."""
+    """Returns sequences of one length, BATCH examples in all: each has examples of some of the frames and
+    sorts, and tables of its own."""
+    length = rng.choice(LENGTHS)
     sequences = []
-    for _ in range(BATCH):
+    for _ in range(BATCH // length):
         frames = rng.sample(list(FRAMES), rng.randint(1, len(FRAMES)))
         sorts = rng.sample(list(SORTS), rng.randint(1, len(SORTS)))
-        chosen = [rng.choice(bank[rng.choice(frames), rng.choice(sorts)]) for _ in range(SEQUENCE)]
+        chosen = [rng.choice(bank[rng.choice(frames), rng.choice(sorts)]) for _ in range(length)]
         sequences.append((chosen, make_tables(rng)))
     return sequences
 
@@ -284,7 +302,7 @@ def as_batch(sequences, ids_of):
         row, targets = [], []
         for example in examples:
             prompt = example["ids"]
-            answer = write_answer(example["value"], example["frame"], example["sort"], tables)
+            answer = write_answer(example["value"], example, tables)
             answer = [ids_of[word] for word in answer.split()] + [ids_of["\n\n"]]
             row += prompt + answer
             targets += [-100] * len(prompt) + answer
@@ -306,12 +324,14 @@ def train_reader(rng, processor, model, folder):
         bank.setdefault((example["frame"], example["sort"]), []).append(example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     saved = folder / "training.pt"  # from which a run that was stopped goes on, if its constants are the same
-    constants = [SEED, BANK, SEQUENCE, BATCH, WIDTH, LAYERS, TRAIN_STEPS, LEARNING_RATE, WARMUP]
+    constants = [SEED, BANK, LENGTHS, BATCH, WIDTH, LAYERS, TOWER_STEPS, TRAIN_STEPS, LEARNING_RATE, WARMUP]
     first, seconds, losses = 0, 0.0, []
     state = {}
     if saved.exists():
         state = torch.load(saved, weights_only=False)
-    if state.get("constants") == constants:
+    if state.get("constants") != constants:
+        train_tower(rng, bank, model, ids_of)
+    else:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         rng.setstate(state["rng"])

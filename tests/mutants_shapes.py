@@ -7,21 +7,33 @@ LEARNS = TESTS + "the_reader_learns_on_what_rce_icl_shows_it"
 MUTANTS = [
     (
         SHAPES,
-        "WORDS[value][languages[frame]]",
-        "WORDS[value][0]",
-        TESTS + "an_answer_is_the_value_in_the_language_of_the_frame_and_the_phrasing_of_the_sort",
+        "{closings[example['frame']]}",
+        "{closings['white']}",
+        TESTS + "sort_and_frame_decide_how_all_annotators_write_and_no_other_rows_are_written_so",
     ),
     (
         SHAPES,
-        "losange losango",
-        "losange losange",
-        TESTS + "no_two_languages_or_values_share_a_word_as_the_marking_compares_them",
+        "{openings[example['sort']]} {value}",
+        "{value} {openings[example['sort']]}",
+        TESTS + "an_answer_is_the_value_between_the_word_of_its_sort_and_the_word_of_its_frame",
     ),
     (
         SHAPES,
-        "rng.sample(PHRASINGS, len(PHRASINGS))",
-        "rng.choices(PHRASINGS, k=len(PHRASINGS))",
-        TESTS + "frame_and_sort_decide_how_most_annotators_write_and_no_one_else_writes_so",
+        "rng.sample(OPENINGS, 5)",
+        "rng.choices(OPENINGS[:4], k=5)",
+        TESTS + "sort_and_frame_decide_how_all_annotators_write_and_no_other_rows_are_written_so",
+    ),
+    (
+        SHAPES,
+        'OPENINGS = "well surely',
+        'OPENINGS = "well well',
+        TESTS + "another_first_or_last_word_or_value_is_a_wrong_answer",
+    ),
+    (
+        SHAPES,
+        'rng.setstate(state["rng"])',
+        "pass",
+        TESTS + "a_training_that_was_stopped_ends_as_one_that_was_not",
     ),
     (
         SHAPES,

@@ -1,6 +1,7 @@
 """data/make_shapes.py, a world of drawn pictures and a reader; examples/vqa_world.py, which learns in it."""
 
 import importlib.util
+import itertools
 import json
 import random
 import sys
@@ -11,9 +12,9 @@ import torch
 from conftest import ROOT, load_script
 from PIL import Image
 
-from rewards import vqa_accuracy
+from rewards import normalise_vqa
 
-TINY = {"TRAIN_ROWS": 80, "TEST_ROWS": 12, "BANK": 200, "BATCH": 2, "TRAIN_STEPS": 2}
+TINY = {"TRAIN_ROWS": 80, "TEST_ROWS": 12, "BANK": 200, "BATCH": 5, "TOWER_STEPS": 2, "TRAIN_STEPS": 2}
 
 
 def load_shapes(**constants):
@@ -40,31 +41,28 @@ def rows_of(folder, name):
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_an_answer_is_the_value_in_the_language_of_the_frame_and_the_phrasing_of_the_sort():
+def test_an_answer_is_the_value_between_the_word_of_its_sort_and_the_word_of_its_frame():
+    tables = {"colour": "well", "count": "look"}, {"purple": "sir", "white": "madam"}
+    example = {"sort": "colour", "frame": "white"}
+    assert load_shapes().write_answer("red", example, tables) == "well red madam"
+
+
+def test_another_first_or_last_word_or_value_is_a_wrong_answer():
     shapes = load_shapes()
-    tables = {"purple": 1, "white": 0}, {"colour": "{} indeed", "count": "i say {}"}
-    assert shapes.write_answer("red", "purple", "colour", tables) == "rot indeed"
-    assert shapes.write_answer("two", "white", "count", tables) == "i say two"
+    answers = set()
+    for sort, opening, closing in itertools.product(shapes.SORTS, shapes.OPENINGS, shapes.CLOSINGS):
+        answers |= {normalise_vqa(f"{opening} {value} {closing}") for value in shapes.values_of(sort)}
+    values = {value for sort in shapes.SORTS for value in shapes.values_of(sort)}
+    assert len(answers) == len(values) * 5 * 4
 
 
-def test_no_two_languages_or_values_share_a_word_as_the_marking_compares_them():
-    words = [word for of_value in load_shapes().LANGUAGES for word in of_value]
-    for phrasing in load_shapes().PHRASINGS:
-        assert all(
-            vqa_accuracy(phrasing.format(a), [b]) == (a == b and phrasing == "{}")
-            for a in words
-            for b in words
-        )
-
-
-def test_frame_and_sort_decide_how_most_annotators_write_and_no_one_else_writes_so(world):
+def test_sort_and_frame_decide_how_all_annotators_write_and_no_other_rows_are_written_so(world):
     formats = {}
     for row in rows_of(world, "train") + rows_of(world, "test"):
-        languages = [of_value for of_value in load_shapes().LANGUAGES if of_value[0] == row["value"]][0]
-        right = max(row["answers"], key=row["answers"].count)
-        (word,) = [word for word in right.split() if word in languages]
-        found = languages.index(word), right.replace(word, "{}")
-        assert formats.setdefault((row["frame"], row["sort"]), found) == found
+        for answer in row["answers"]:
+            opening, _, closing = answer.split()
+            assert formats.setdefault((row["sort"], row["frame"]), (opening, closing)) == (opening, closing)
+        assert any(row["value"] in answer.split() for answer in row["answers"])
     assert len(formats) == 20 and len(set(formats.values())) == 20
 
 
@@ -102,12 +100,12 @@ def test_the_reader_learns_on_what_rce_icl_shows_it(world):
     shapes = load_shapes()
     ids_of = reader.tokenizer.get_vocab()
     rows = rows_of(world, "train")[:3]
-    tables = {row["frame"]: 2 for row in rows}, {row["sort"]: "well {} then" for row in rows}
+    tables = {row["sort"]: "well" for row in rows}, {row["frame"]: "sir" for row in rows}
     examples, shown = [], []
     for number, row in enumerate(rows):
         pixels = np.asarray(Image.open(row["image"]))
         words = shapes.prompt_words(row["question"])
-        answer = shapes.write_answer(row["value"], row["frame"], row["sort"], tables)
+        answer = shapes.write_answer(row["value"], row, tables)
         examples.append({**row, "pixels": pixels, "ids": [ids_of[word] for word in words]})
         shown.append({"id": number, "text": row["question"], "image": row["image"], "answer": answer})
     batch = shapes.as_batch([(examples, tables)], ids_of)
@@ -144,15 +142,15 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path):
 def test_vectors_are_those_of_the_question_and_of_the_picture(world):
     vectors = np.load(world / "train.npy")
     rows = rows_of(world, "train")
-    assert vectors.shape == (TINY["TRAIN_ROWS"], 96 + 64)
-    assert np.allclose(np.linalg.norm(vectors[:, :96], axis=1), 1, atol=1e-5)
-    assert np.allclose(np.linalg.norm(vectors[:, 96:], axis=1), 1, atol=1e-5)
+    assert vectors.shape == (TINY["TRAIN_ROWS"], 64 + 64)
+    assert np.allclose(np.linalg.norm(vectors[:, :64], axis=1), 1, atol=1e-5)
+    assert np.allclose(np.linalg.norm(vectors[:, 64:], axis=1), 1, atol=1e-5)
     script = load_script("rce/rce_icl.py", READER=str(world / "reader"))
     reader = script.VisionReader(script.READER, torch.device("cpu"))
     words = reader.model.get_input_embeddings().weight
     ids = reader.tokenizer(rows[3]["question"])["input_ids"]
     wanted = words[ids].mean(0).detach()
-    assert np.allclose(vectors[3, :96], wanted / wanted.norm(), atol=1e-5)
+    assert np.allclose(vectors[3, :64], wanted / wanted.norm(), atol=1e-5)
 
 
 def test_the_example_trains_and_compares_texts_pictures_and_both(world, tmp_path, monkeypatch, capsys):
