@@ -65,7 +65,7 @@ def read(path, key):
 def check_image(path, where):
     try:
         Image.open(path).verify()
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         fail(f"{where}: {path} is no image ({error})")
 
 

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import math
 import re
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +279,40 @@ def test_a_broken_image_names_its_row(tmp_path):
         script.read_image({"id": "test.jsonl:7", "image": str(tmp_path / "image.png")})
 
 
+def png_header(width, height):
+    """A PNG that says it has so many pixels, and has none."""
+    png = b"\x89PNG\r\n\x1a\n"
+    for name, data in ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IEND", b"")):
+        png += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return png
+
+
+def test_an_image_too_large_to_open_names_its_row(tmp_path):
+    script = load_script("rce/rce_icl.py")
+    (tmp_path / "image.png").write_bytes(png_header(100_000, 100_000))
+    with pytest.raises(script.UserError, match=r"test.jsonl:7: .*image.png is no image .*10000000000 pixels"):
+        script.read_image({"id": "test.jsonl:7", "image": str(tmp_path / "image.png")})
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"image": "nowhere.png"}, "rows.jsonl line 2: there is no image 'nowhere.png'"),
+        ({"image": None}, "rows.jsonl line 2: there is no value for column 'image'"),
+        ({}, r"no value for column 'image'; the row has \['answers', 'question'\]"),
+    ],
+)
+def test_a_row_without_its_image_is_named(tmp_path, row, says):
+    script = load_script("rce/rce_icl.py")
+    (first,) = rows_with_images(tmp_path, 1)
+    rows = [{"image": first["image"]}, row]
+    lines = [json.dumps({"question": "what", "answers": ["a"], **row}) + "\n" for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    spec = {"path": str(tmp_path / "rows.jsonl"), "type": "jsonl", "input": "question", "output": "answers"}
+    with pytest.raises(script.UserError, match=says):
+        script.load_examples({**spec, "image": "image"}, "TRAIN_DATASET", "train")
+
+
 def test_more_images_than_the_context_holds_is_one_message(reader, tmp_path):
     made = reader()
     rows = rows_with_images(tmp_path)
@@ -473,6 +509,7 @@ def test_official_files_become_rows_that_the_trainer_reads(make_vqa, official, t
         ("no annotation", "question 9 has no annotation in"),
         ("no image", "question 9: .* has no image 000000000345"),
         ("broken image", "question 9: .*345.jpg is no image"),
+        ("huge image", "question 9: .*345.jpg is no image .*10000000000 pixels"),
         ("no questions", "is no official file of questions"),
         ("half", "give OUT, and either QUESTIONS, ANNOTATIONS and IMAGES, or DATASET"),
     ],
@@ -486,6 +523,8 @@ def test_what_is_wrong_with_official_files_is_one_message(make_vqa, official, fa
         image.unlink()
     elif fault == "broken image":
         image.write_bytes(b"not an image")
+    elif fault == "huge image":
+        image.write_bytes(png_header(100_000, 100_000))
     elif fault == "no questions":
         official["QUESTIONS"].write_text("[]")
     else:
