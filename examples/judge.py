@@ -68,6 +68,7 @@ if __name__ == "__main__":
     try:
         ask("What is 1 + 1?", "2", "2")
     except FAULTS as error:
-        print(f"judge.py: JUDGE_URL = {URL}: no judge replies ({error!r}): start one, or set JUDGE_URL")
+        hint = "start a server, or set JUDGE_URL"
+        print(f"judge.py: JUDGE_URL = {URL}: no judge replies ({error}): {hint}", file=sys.stderr)
         sys.exit(2)
     grpo.train_main()

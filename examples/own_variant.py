@@ -3,9 +3,9 @@
 Shows what a copy needs: the trainer's file and rewards/. The shipped models and data come along, so that the
 copy runs as it is; delete its data/ when you name your own.
 
-In the copy you may delete what you do not use; `ruff check --select F mine/grpo.py` then names what is
-missing. Most copies can do without the sections "decoding with shared prompts" and "scoring with shared
-prompts" (sampling then takes 1.0 to 2.3 times as long, docs/speed.md), "LoRA" and "sharding".
+Change: whatever you like, in the copy. What you do not use may go; `ruff check --select F mine/grpo.py` then
+names what is missing. Most copies can do without the sections "decoding with shared prompts" and "scoring
+with shared prompts" (sampling then takes 1.0 to 2.3 times as long, docs/speed.md), "LoRA" and "sharding".
 
     python examples/own_variant.py grpo/grpo.py mine          # then: python mine/grpo.py
 """

@@ -96,7 +96,8 @@ def judge_server(fail=0, fault="error"):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            number = int(re.search(r"Response: .* (\d+)\n", body["messages"][0]["content"])[1])
+            numbers = re.findall(r"(\d+)\nReference answer", body["messages"][0]["content"]) or [0]
+            number = min(12, int(numbers[0]))
             with lock:
                 seen[1] += 1
                 failed = seen[1] <= fail
@@ -206,7 +207,7 @@ def test_top_p_is_what_is_sampled_and_what_is_trained(example, tmp_path):
 
 
 def test_muon_steps_the_matrices_and_adamw_the_rest_at_one_rate_and_both_resume(example, tmp_path):
-    constants = {"USE_LR_SCHEDULER": True, "MAX_STEPS": 4, "EVAL_DATASETS": [], "RESUME": "yes"}
+    constants = {"USE_LR_SCHEDULER": True, "MAX_STEPS": 2, "EVAL_DATASETS": [], "RESUME": "yes"}
     constants["REWARD_FUNCTIONS"] = [(by_length, 1.0)]
     module = example("muon", **constants)
     trainer = module.MuonTrainer()
@@ -217,12 +218,12 @@ def test_muon_steps_the_matrices_and_adamw_the_rest_at_one_rate_and_both_resume(
     assert any(p is trainer.actor.get_input_embeddings().weight for p in groups["policy"])
     trainer.train()
     rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers.values()]
-    assert rates == pytest.approx([0.25e-4] * 2)  # a linear schedule's fourth of four steps
+    assert rates == pytest.approx([0.5e-4] * 2)  # the second of two steps of a linear schedule
     for name, value in trainer.actor.state_dict().items():
         assert not torch.equal(value, before[name]), name
     again = module.MuonTrainer()
     for one, two in zip(trainer.optimizers.values(), again.optimizers.values()):
-        assert repr(one.state_dict()) == repr(two.state_dict())
+        assert repr(one.state_dict()["state"]) == repr(two.state_dict()["state"])
 
 
 def by_length(prompts, responses, answers):
@@ -232,14 +233,13 @@ def by_length(prompts, responses, answers):
 def test_offloaded_adamw_trains_the_weights_of_plain_adamw(example, grpo, tmp_path):
     constants = {"EVAL_DATASETS": [], "REWARD_FUNCTIONS": [(by_length, 1.0)], "WEIGHT_DECAY": 0.1}
     module = example("offloaded_adamw", **constants)
-    trainers = [
-        grpo(**constants, OUTPUT_DIR=str(tmp_path / "plain")).GRPOTrainer(),
-        module.grpo.GRPOTrainer(),
-    ]
-    assert type(trainers[1].optimizers["policy"]) is module.OffloadedAdamW
-    for trainer in trainers:
+    weights = []
+    for script in (module.grpo, grpo(**constants, OUTPUT_DIR=str(tmp_path / "plain"))):
+        trainer = script.GRPOTrainer()
+        is_offloaded = isinstance(trainer.optimizers["policy"], module.OffloadedAdamW)
+        assert is_offloaded == (script is module.grpo)
         trainer.train()
-    weights = [trainer.actor.state_dict() for trainer in trainers]
+        weights.append(trainer.actor.state_dict())
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
@@ -397,31 +397,22 @@ def in_process(monkeypatch):
         def start(command):
             file = command[1]
             programs.append(file.removeprefix(f"{ROOT}/"))
-            monkeypatch.setattr(sys, "argv", command[1:])
-            code = 0
-            try:
+            with monkeypatch.context() as patched, pytest.raises(SystemExit) as end:
+                patched.setattr(sys, "argv", command[1:])
                 if "/tools/" in file:
                     runpy.run_path(file, run_name="__main__")
-                else:
-                    load_script(programs[-1]).train_main()
-            except SystemExit as end:
-                code = end.code
-            return types.SimpleNamespace(returncode=code)
+                    sys.exit()
+                load_script(programs[-1]).train_main()
+            return types.SimpleNamespace(returncode=end.value.code)
 
-        module = runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="example")
-        main = module["main"]
-        space = main.__globals__
-        space["FOLDER"] = folder
-        space["subprocess"] = types.SimpleNamespace(run=start)
-        for key in {"MINE", "RCE"} & space.keys():
-            space[key] = [
-                *space[key],
-                "MINE_PROMPTS=8",
-                "BEAMS=0",
-                *words_of("rce/rce.py", "GROUP_SIZE=4", "ROUNDS=1"),
-            ]
+        module = load_script(f"examples/{name}.py")
+        module.FOLDER = folder
+        module.subprocess = types.SimpleNamespace(run=start)
+        few = words_of("rce/rce.py", "MINE_PROMPTS=8", "BEAMS=0", "GROUP_SIZE=4", "ROUNDS=1")
+        constant = "RCE" if name == "grpo_after_rce" else "MINE"
+        setattr(module, constant, [*getattr(module, constant), *few])
         monkeypatch.setattr(sys, "argv", [name, *words])
-        main()
+        module.main()
         return programs
 
     return run
@@ -452,7 +443,7 @@ def test_grpo_goes_on_from_the_best_policy_of_rce(in_process, tmp_path):
 def test_a_variant_has_all_that_its_trainer_needs(tmp_path, capsys, monkeypatch):
     """That a trainer runs with rewards/ alone is tested in test_run.py."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    main = runpy.run_path(str(ROOT / "examples/own_variant.py"))["main"]
+    main = load_script("examples/own_variant.py").main
     mine = tmp_path / "mine"
     main(["grpo/grpo.py", str(mine)])
     assert f"python {mine}/grpo.py" in capsys.readouterr().out
@@ -506,7 +497,5 @@ def test_the_notebooks_cells_run_in_order_and_its_outputs_are_of_a_run(tmp_path,
     exec(text, space)
     assert [record["step"] for record in steps_of(tmp_path / "checkpoints/first_run")] == [1, 2]
     (step,) = steps_of(tmp_path / "checkpoints/first_run_short")
-    assert step["reward/short"] < 0 and step["reward"] == pytest.approx(
-        step["reward/exact_answer"] + step["reward/short"]
-    )
-    assert "\n#### " in space["tokenizer"].decode(space["ids"][0]) or space["ids"].shape[1] > 64
+    assert step["reward"] == step["reward/short"] < 0
+    assert space["tokenizer"].decode(space["ids"][0]).startswith(space["row"]["prompt"])
