@@ -2,13 +2,13 @@
 
 Shows a change of next_rows(), which chooses the prompts of a step. state.order is the order of this epoch's
 prompts and state.cursor the place in it; both are in the checkpoint, so a resumed run goes on with the same
-prompts. The order depends on SEED and the epoch alone, and so do all processes agree on it.
+prompts. The order depends on SEED and the epoch alone, so all processes have the same.
 
-Change: difficulty(). `row` has prompt, answer and columns, the whole record of the data. By responses so far
-instead: docs/grpo.md has a recipe that drops prompts once they are solved, with a field of its own in
-self.state.
+Change: difficulty(). A row has prompt, answer and columns, the whole record of the data. To choose by the
+responses so far, see the recipe "solved prompts" in docs/: it drops prompts once they are solved, and keeps
+what it knows in self.state.
 
-    python examples/curriculum.py [KEY=VALUE ...]    # about a minute on one core; grpo.py's constants
+    python examples/curriculum.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
 """
 
 import sys

@@ -8,11 +8,11 @@ Shows four small changes:
 - a schedule: learning_rate_scale(), the factor of LEARNING_RATE after so many steps. This one is constant and
   falls to 0 over the last COOLDOWN of the run.
 - the run ends once the policy is more than MAX_KL nats per token from where it began; it is evaluated and
-  saved as after a last step. KL_COEF must be above 0 for the KL to be measured; 1e-6 trains nothing.
+  saved as after a last step. KL_COEF must be above 0 for the KL to be measured; 1e-6 hardly trains.
 
 Change: each by itself. Started again, a run that ended by its KL makes one more step and ends again.
 
-    python examples/own_metric.py [KEY=VALUE ...]    # about a minute on one core; grpo.py's constants
+    python examples/own_metric.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
 """
 
 import sys

@@ -1,15 +1,15 @@
 """A reward of your own: functions that see responses and return one number for each.
 
 Shows three functions beside the shipped `exact_answer`. A function gets three lists of one length: prompts,
-responses (texts) and answers (None where the data has none). Each function is logged under its own name in
-logs/metrics.jsonl and logs/samples.jsonl, times nothing; the score is the sum of weight * value. A function
-of weight 0 is only logged, so it is a metric.
+responses (texts) and answers (None where the data has none). The values of each function are logged under its
+name in logs/metrics.jsonl and logs/samples.jsonl; the score is the sum of weight * value. A function of
+weight 0 is only logged, so it is a metric.
 
-Change: the functions and their weights. A further parameter gets more: `messages` the whole chat,
-`response_ids` the token ids, and the name of a data column that column. A function that waits for a server:
-judge.py. A score that is no weighted sum: whole_score.py.
+Change: the functions and their weights. A function may have further parameters: `messages` is the whole chat,
+`response_ids` are the token ids, and a parameter named like a column of the data gets that column. For a
+function that waits for a server see judge.py; for a score that is no weighted sum, whole_score.py.
 
-    python examples/own_reward.py [KEY=VALUE ...]    # about a minute on one core; grpo.py's constants
+    python examples/own_reward.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
 """
 
 import operator

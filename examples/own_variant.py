@@ -17,14 +17,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def stop(sentence):
+    print(f"own_variant.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main(arguments):
     if len(arguments) != 2:
         sys.exit(__doc__)
     trainer, folder = ROOT / arguments[0], Path(arguments[1])
     if not trainer.is_file():
-        sys.exit(f"own_variant.py: there is no trainer {arguments[0]}; README.md lists them")
+        stop(f"there is no trainer {arguments[0]}; README.md lists them")
     if folder.exists():
-        sys.exit(f"own_variant.py: {folder} exists already: name a new folder")
+        stop(f"{folder} exists already: name a new folder")
     folder.mkdir(parents=True)
     shutil.copy(trainer, folder)
     for name in ("rewards", "data/tiny"):

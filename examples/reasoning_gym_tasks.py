@@ -21,7 +21,10 @@ import re
 import sys
 from pathlib import Path
 
-import reasoning_gym
+try:
+    import reasoning_gym
+except ImportError:
+    sys.exit("reasoning_gym_tasks.py needs the package: pip install reasoning-gym")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "grpo"))
 import grpo

@@ -8,8 +8,7 @@ later. With an account start it with WANDB_MODE=online.
 
 Change: what is sent; the class stands over PPOTrainer and RCETrainer just as well.
 
-    pip install wandb
-    python examples/wandb_samples.py [KEY=VALUE ...]    # about a minute on one core; grpo.py's constants
+    python examples/wandb_samples.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
 """
 
 import json

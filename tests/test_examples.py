@@ -16,6 +16,7 @@ import torch
 from conftest import NATS, ROOT, TINY, Program, load_script, read, small, words_of
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ONE_STEP = {"MAX_STEPS": 1, "EVAL_DATASETS": []}  # and no evaluation
 
 
 def steps_of(folder):
@@ -38,7 +39,7 @@ def test_an_example_says_what_it_shows_what_to_change_and_how_to_start_it(file):
 
 
 def test_own_rewards_by_hand_and_in_a_run(example, tmp_path):
-    module = example("own_reward", MAX_STEPS=1)
+    module = example("own_reward", **ONE_STEP)
     assert module.short(None, ["", "x" * 50, "x" * 200], None) == [1.0, 0.5, 0.0]
     responses = ["34-23=11\n11+40=51\n#### 51", "1+1=3\n2*2=4", "51", "3-5=1"]
     assert module.right_steps(None, responses, None) == [1.0, 0.5, 0.0, 0.0]
@@ -53,7 +54,7 @@ def test_own_rewards_by_hand_and_in_a_run(example, tmp_path):
 
 
 def test_the_whole_score_is_the_product_of_its_parts(example, tmp_path):
-    module = example("whole_score", REWARD_MODEL=str(TINY / "reward_model"), MAX_STEPS=1)
+    module = example("whole_score", REWARD_MODEL=str(TINY / "reward_model"), **ONE_STEP)
     assert module.brevity(["", "x" * 40, "x" * 80]).tolist() == [1.0, 1.0, 0.5]
     assert module.variety(["a\nb", "a\na\na\nb", "a"]).tolist() == [1.0, 0.5, 1.0]
     module.OwnScoreTrainer().train()
@@ -64,7 +65,7 @@ def test_the_whole_score_is_the_product_of_its_parts(example, tmp_path):
 
 
 def test_token_rewards_come_where_each_right_line_ends(example, tmp_path):
-    module = example("token_rewards", MAX_STEPS=1)
+    module = example("token_rewards", **ONE_STEP)
     trainer = module.StepTrainer()
     said = "34-23=11\n11+40=50\n#### 51<eos>"
     ids = trainer.tokenizer(said)["input_ids"]
@@ -163,7 +164,7 @@ def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name(
 
 def test_a_run_asks_the_judge_about_each_response(asked, tmp_path):
     with judge_server() as (url, seen):
-        module = asked(url, MAX_STEPS=1, EVAL_DATASETS=[])
+        module = asked(url, **ONE_STEP)
         module.grpo.GRPOTrainer().train()
     (step,) = steps_of(tmp_path / "run")
     assert seen[1] == 8 and step["reward"] == step["reward/judge"]
@@ -187,7 +188,7 @@ def test_the_custom_loss_moves_the_policy_elsewhere(example, tmp_path):
     """By its own term alone: all scores are equal, so GRPO itself trains nothing."""
     norms = []
     for longest in (0, 1000):
-        constants = {"MAX_STEPS": 1, "EVAL_DATASETS": [], "REWARD_FUNCTIONS": [("exact_answer", 0.0)]}
+        constants = {**ONE_STEP, "REWARD_FUNCTIONS": [("exact_answer", 0.0)]}
         module = example("custom_loss", **constants, OUTPUT_DIR=str(tmp_path / str(longest)))
         module.MAX_LENGTH = longest
         module.ShorterTrainer().train()
@@ -196,7 +197,7 @@ def test_the_custom_loss_moves_the_policy_elsewhere(example, tmp_path):
 
 
 def test_top_p_is_what_is_sampled_and_what_is_trained(example, tmp_path):
-    module = example("top_p")
+    module = example("top_p", **ONE_STEP)
     trainer = module.grpo.GRPOTrainer()
     trainer.train()
     assert all(step["first_ratio_deviation"] < 1e-3 for step in steps_of(tmp_path / "run"))
@@ -231,7 +232,7 @@ def by_length(prompts, responses, answers):
 
 
 def test_offloaded_adamw_trains_the_weights_of_plain_adamw(example, grpo, tmp_path):
-    constants = {"EVAL_DATASETS": [], "REWARD_FUNCTIONS": [(by_length, 1.0)], "WEIGHT_DECAY": 0.1}
+    constants = {**ONE_STEP, "REWARD_FUNCTIONS": [(by_length, 1.0)], "WEIGHT_DECAY": 0.1}
     module = example("offloaded_adamw", **constants)
     weights = []
     for script in (module.grpo, grpo(**constants, OUTPUT_DIR=str(tmp_path / "plain"))):
@@ -247,25 +248,24 @@ def test_offloaded_adamw_trains_the_weights_of_plain_adamw(example, grpo, tmp_pa
 
 
 def test_the_curriculum_takes_problems_with_few_steps_first_and_each_once(example, tmp_path):
-    module = example("curriculum", MAX_STEPS=1)
-    assert module.grpo.MAX_TRAIN_PROMPTS == 1280 and module.difficulty({"answer": "1+1=2\n#### 2"}) == 1
+    module = example("curriculum", **ONE_STEP)
+    assert module.grpo.MAX_TRAIN_PROMPTS == 1280
+    module.grpo.MAX_TRAIN_PROMPTS = 64
     trainer = module.grpo.GRPOTrainer()
     state = types.SimpleNamespace(epoch=0, order=None, cursor=0)
-    seen = [row for _ in range(160) for row in module.next_rows(trainer.train_rows, state, 8)]
-    assert sorted(row["id"] for row in seen) == sorted(row["id"] for row in trainer.train_rows)
-    hard = [module.difficulty(row) for row in seen]
-    assert hard == sorted(hard) and hard[0] < hard[-1] and state.cursor == 0
-    assert [row["id"] for row in seen] != [
-        row["id"] for row in sorted(trainer.train_rows, key=module.difficulty)
-    ]
+    seen = [row for _ in range(8) for row in module.next_rows(trainer.train_rows, state, 8)]
+    in_order = sorted(trainer.train_rows, key=module.difficulty)
+    assert sorted(row["id"] for row in seen) == sorted(row["id"] for row in in_order)
+    assert [module.difficulty(row) for row in seen] == [module.difficulty(row) for row in in_order]
+    assert module.difficulty(seen[0]) == 2 and module.difficulty(seen[-1]) == 4
+    assert [row["id"] for row in seen] != [row["id"] for row in in_order]  # ties are in random order
     trainer.train()
-    assert all(module.difficulty(trainer.train_rows[i]) == 2 for i in trainer.state.order[:4])
     asked = {sample["prompt"] for sample in read(tmp_path / "run/logs/samples.jsonl")}
-    assert asked <= {row["prompt"] for row in trainer.train_rows if module.difficulty(row) == 2}
+    assert asked and asked <= {row["prompt"] for row in seen[:4]}
 
 
 def test_the_calculator_answers_each_sum_and_the_run_has_its_turns(example, tmp_path):
-    module = example("turns", MAX_STEPS=1)
+    module = example("turns", **ONE_STEP)
     response = "34-23=12\n2*3=\nso 4+4=8\n3-5=1"
     assert module.calculator([], response, None) == "34-23=11\n2*3=6\n3-5=-2"
     assert module.calculator([], "#### 51", None) is None
@@ -276,7 +276,7 @@ def test_the_calculator_answers_each_sum_and_the_run_has_its_turns(example, tmp_
 
 
 def test_distillation_follows_the_teacher_and_names_a_missing_one(example, tmp_path):
-    module = example("distillation", REFERENCE_MODEL=str(TINY / "policy"), MAX_STEPS=1)
+    module = example("distillation", REFERENCE_MODEL=str(TINY / "policy"), MAX_STEPS=1, MAX_EVAL_PROMPTS=2)
     module.DistillationTrainer().train()
     first = read(tmp_path / "run/logs/metrics.jsonl")[0]
     assert first["minus_kl"] == pytest.approx(0, abs=1e-6)  # it is its own teacher
@@ -342,7 +342,7 @@ def test_reasoning_gym_makes_rows_and_asks_the_tasks_own_score(example, tmp_path
 
 
 def test_a_metric_a_panel_a_schedule_and_an_end_by_kl(example, tmp_path):
-    module = example("own_metric", MAX_STEPS=3)
+    module = example("own_metric", MAX_STEPS=3, MAX_EVAL_PROMPTS=2)
     scale = [module.learning_rate_scale(n, 40, 2, None, 0) for n in (0, 1, 2, 30, 35, 39)]
     assert scale == pytest.approx([0.5, 1, 1, 1, 0.5, 0.1])
     module.MAX_KL = -1.0
@@ -454,12 +454,13 @@ def test_a_variant_has_all_that_its_trainer_needs(tmp_path, capsys, monkeypatch)
         *(data["path"] for data in script.TRAIN_DATASETS + script.EVAL_DATASETS),
     ):
         assert path.startswith(f"{mine}/data/tiny/") and (mine / path).exists()
-    for arguments, says in (
-        (["grpo/grpo.py", str(mine)], "exists already"),
-        (["grpo.py", str(tmp_path / "b")], "no trainer"),
+    for trainer, folder, says in (
+        ("grpo/grpo.py", mine, f"{mine} exists already: name a new folder"),
+        ("grpo.py", tmp_path / "new", "there is no trainer grpo.py"),
     ):
-        with pytest.raises(SystemExit, match=says):
-            main(arguments)
+        with pytest.raises(SystemExit) as end:
+            main([trainer, str(folder)])
+        assert end.value.code == 2 and f"own_variant.py: {says}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="A variant of your own"):
         main([])
 
