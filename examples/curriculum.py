@@ -8,7 +8,7 @@ Change: difficulty(). A row has prompt, answer and columns, the whole record of 
 responses so far, see the recipe "solved prompts" in docs/: it drops prompts once they are solved, and keeps
 what it knows in self.state.
 
-    python examples/curriculum.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/curriculum.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import sys

@@ -9,7 +9,7 @@ rows of equal rewards is trained on them.
 Change: the term. In PPO the place is the line `actor_losses = policy_losses` of optimizer_step(); in RCE it
 is the function rce_loss().
 
-    python examples/custom_loss.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/custom_loss.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import sys

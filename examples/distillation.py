@@ -10,7 +10,7 @@ in place of the reference; GROUP_SIZE is then 2 or more. KL_COEF only scales the
 to Adam. Keep GROUP_EPOCHS=1 and MINI_BATCHES=1: the KL's gradient has no ratio.
 
     python grpo/grpo.py                            # the default teacher: best/policy of this run, a minute
-    python examples/distillation.py [KEY=VALUE ...]    # half a minute on one core; KEY: a constant of grpo.py
+    python examples/distillation.py [KEY=VALUE ...]    # half a minute of one core; constants of grpo.py
 """
 
 import sys

@@ -7,7 +7,7 @@ no written answers are needed, only a reward that tells candidates apart.
 Change: MINE, the arguments of rce.py (the reward, the number of prompts and candidates). Arguments of this
 program go to dpo.py. Candidates that are there already are used again: to mine anew, delete the folder.
 
-    python examples/dpo_from_candidates.py [KEY=VALUE ...]    # a minute on one core; KEY: a constant of dpo.py
+    python examples/dpo_from_candidates.py [KEY=VALUE ...]    # a minute of one core; constants of dpo.py
 """
 
 import subprocess

@@ -5,7 +5,7 @@ trl or for transformers' from_pretrained().
 
 Change: the two programs; ppo/sft.py before both, for example. Arguments of this program go to grpo.py.
 
-    python examples/grpo_after_rce.py [KEY=VALUE ...]    # two minutes on one core; KEY: a constant of grpo.py
+    python examples/grpo_after_rce.py [KEY=VALUE ...]    # two minutes of one core; constants of grpo.py
 """
 
 import subprocess

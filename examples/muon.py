@@ -1,15 +1,15 @@
 """Two optimizers: Muon for the matrices, AdamW for everything else (GRPO).
 
 Shows a second entry of self.optimizers. Every entry is clipped, stepped and saved in the checkpoint;
-update() sets the learning rate of "policy", and this class gives it to Muon, too. Muon (kellerjordan.github.io/posts/
-muon; torch.optim.Muon) moves a matrix by its orthogonalised momentum. It is meant for matrices between
+update() sets the learning rate of "policy", and this class gives it to Muon, too. Muon moves a matrix by its
+orthogonalised momentum (kellerjordan.github.io/posts/muon, torch.optim.Muon). It is meant for the matrices of
 hidden layers, so embeddings, the head, biases and norms stay with AdamW. adjust_lr_fn="match_rms_adamw"
 gives its steps the size of AdamW's (2502.16982), so one LEARNING_RATE fits both.
 
 Change: which parameters go where, and the optimizers. For one optimizer with several groups of parameters
 edit make_optimizer() instead.
 
-    python examples/muon.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/muon.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import sys

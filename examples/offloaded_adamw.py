@@ -9,7 +9,7 @@ Change: nothing, or take a class of your own in make_optimizer().
 Tested on the CPU and on the pretended GPU (docs/gpu.md). What the copies cost on a real GPU, 8 bytes per
 parameter and step each way, has not been measured.
 
-    python examples/offloaded_adamw.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/offloaded_adamw.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import sys

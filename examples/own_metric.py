@@ -12,7 +12,7 @@ Shows four small changes:
 
 Change: each by itself. Started again, a run that ended by its KL makes one more step and ends again.
 
-    python examples/own_metric.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/own_metric.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import sys

@@ -9,7 +9,7 @@ Change: the functions and their weights. A function may have further parameters:
 `response_ids` are the token ids, and a parameter named like a column of the data gets that column. For a
 function that waits for a server see judge.py; for a score that is no weighted sum, whole_score.py.
 
-    python examples/own_reward.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/own_reward.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import operator

@@ -8,7 +8,7 @@ have one advantage per response and refuse such lists.
 
 Change: what a line is, and what it is worth.
 
-    python examples/token_rewards.py [KEY=VALUE ...]    # two minutes on one core; KEY: a constant of ppo.py
+    python examples/token_rewards.py [KEY=VALUE ...]    # two minutes of one core; constants of ppo.py
     python bench/dense_rewards.py                       # what rewards per token gain, from random weights
 """
 

@@ -11,7 +11,7 @@ gains. With GROUP_EPOCHS > 1 a sampled token can leave the nucleus of the policy
 and it is not trained. bfloat16 can do this to a token at the edge of the nucleus by rounding alone: if the
 check of the first ratio ends the run, take DTYPE=float32.
 
-    python examples/top_p.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/top_p.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import sys

@@ -10,7 +10,7 @@ Change: the function, MAX_TURNS, MAX_CONTEXT_TOKENS, ENVIRONMENT_ROLE (user or t
 for a sandbox or a server wants ENVIRONMENT_THREADS. A run is exact, resumed or on several processes, if the
 function always answers alike and draws no random numbers of torch, numpy or random.
 
-    python examples/turns.py [KEY=VALUE ...]    # a minute on one core; KEY: a constant of grpo.py
+    python examples/turns.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
     python bench/learning_curves.py examples/turns.py 1 2 3                        # three seeds side by side
 """
 

@@ -8,7 +8,7 @@ later. With an account start it with WANDB_MODE=online.
 
 Change: what is sent; the class stands over PPOTrainer and RCETrainer just as well.
 
-    python examples/wandb_samples.py [KEY=VALUE ...]    # about a minute on one core; KEY: a constant of grpo.py
+    python examples/wandb_samples.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 
 import json

@@ -7,7 +7,7 @@ into self.reward_parts is logged under these names.
 Change: the formula. `columns` holds response_ids, messages and the columns of the data. PPO, GRPO and RCE
 all have compute_rewards(); a sum of functions needs none of this (own_reward.py).
 
-    python examples/whole_score.py [KEY=VALUE ...]    # two minutes on one core; KEY: a constant of ppo.py
+    python examples/whole_score.py [KEY=VALUE ...]    # two minutes of one core; constants of ppo.py
 """
 
 import sys
