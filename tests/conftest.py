@@ -112,6 +112,38 @@ def loader(path, tmp_path):
     return load
 
 
+def load_example(name, monkeypatch, **constants):
+    """The module of examples/NAME.py over a fresh copy of the trainer that it imports. The constants are set
+    where the example has not set them itself; OUTPUT_DIR always."""
+    file = ROOT / f"examples/{name}.py"
+    path = "ppo/ppo.py" if "\nimport ppo\n" in file.read_text() else "grpo/grpo.py"
+    script = load_script(path)
+    shipped = script.constants()
+    monkeypatch.setitem(sys.modules, Path(path).stem, script)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location(f"example_{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    changed = [key for key, value in script.constants().items() if value != shipped[key]]
+    for key, value in small(path).items():
+        if key not in changed:
+            setattr(script, key, value)
+    for key, value in constants.items():
+        assert key in shipped, key
+        setattr(script, key, value)
+    return module
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """example("judge", KEY=value, ...): examples/judge.py over a small trainer, writing below tmp_path."""
+
+    def load(name, **constants):
+        return load_example(name, monkeypatch, **{"OUTPUT_DIR": str(tmp_path / "run"), **constants})
+
+    return load
+
+
 @pytest.fixture
 def ppo(tmp_path):
     """ppo(KEY=value, ...): ppo/ppo.py with small constants, writing below tmp_path."""

@@ -3,7 +3,8 @@ of others, arguments of one type in another order, recipes, stand-ins for server
 
 PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
 RAG, REC, ICL = "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"
-VLLM, COOKBOOK, PAGE = "bench/vllm_rollouts.py", "docs/cookbook.md", "docs/grpo.md"
+VLLM, TOOLS, PAGE = "examples/vllm_server.py", "examples/schema_tools.py", "docs/grpo.md"
+TOP_P, LOSS, ASK = "examples/top_p.py", "examples/custom_loss.py", "examples/judge.py"
 TEST = "tests/test_audit.py::test_"
 GRPO_ROWS = TEST + "grpos_mini_batches_have_the_gradients_of_their_own_rows"
 PPO_ROWS = TEST + "ppos_mini_batches_have_the_gradients_of_their_own_rows"
@@ -38,7 +39,7 @@ MUTANTS = [
     (VLLM, "[rows, : losses.shape[1]]", "[: len(rows), : losses.shape[1]]", SERVER),
     (VLLM, "batch.logprobs, batch.entropies = scored(0), scored(1)", "batch.logprobs = scored(0)", SERVER),
     (
-        COOKBOOK,
+        TOOLS,
         "answered(call) for call in calls",
         "answered(calls[0]) for call in calls",
         TEST + "every_call_of_a_response_gets_its_own_answer",
@@ -237,20 +238,20 @@ MUTANTS = [
     ),
     (PAGE, "total + weights[name] * alone", "total + alone", TEST + "gdpo_is_the_papers_in_float64[0]"),
     (
-        COOKBOOK,
-        "ordered.exp().cumsum(-1) - ordered.exp() > 0.95",
-        "ordered.exp().cumsum(-1) > 0.95",
-        TEST + "the_cookbooks_top_p_keeps_the_fewest_tokens_of_enough_probability",
+        TOP_P,
+        "ordered.exp().cumsum(-1) - ordered.exp() > TOP_P",
+        "ordered.exp().cumsum(-1) > TOP_P",
+        TEST + "the_examples_top_p_keeps_the_fewest_tokens_of_enough_probability",
     ),
     (
-        COOKBOOK,
-        "batch.response_lengths[rows] > 30",
-        "batch.response_lengths[: len(rows)] > 30",
-        TEST + "the_cookbooks_own_term_is_of_each_rows_own_length",
+        LOSS,
+        "batch.response_lengths[rows] > MAX_LENGTH",
+        "batch.response_lengths[: len(rows)] > MAX_LENGTH",
+        TEST + "the_examples_own_term_is_of_each_rows_own_length",
     ),
     # a stand-in that answers every row alike
     (
-        COOKBOOK,
+        ASK,
         "for row in zip(prompts, responses, answers)]\n\n\ngrpo.REWARD",
         "for row in zip(answers, responses, prompts)]\n\n\ngrpo.REWARD",
         TEST + "the_judge_is_told_question_response_and_reference_each_in_its_place",

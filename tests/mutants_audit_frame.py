@@ -2,6 +2,7 @@
 
 PPO, RCE, GRPO = "ppo/ppo.py", "rce/rce.py", "grpo/grpo.py"
 COOKBOOK = "docs/cookbook.md"
+ASK, GYM_FILE, TOOLS_FILE = "examples/judge.py", "examples/reasoning_gym_tasks.py", "examples/schema_tools.py"
 RUN = "tests/test_run.py::test_"
 RECIPES = "tests/test_recipes.py::test_"
 TOOLS = "tests/test_tools.py::test_"
@@ -16,8 +17,8 @@ ASYNC = RUN + "a_reward_function_that_is_async_is_told"
 ANSWERS = RUN + "an_evaluation_of_prompts_without_answers_says_what_it_needs"
 LINES = RUN + "without_a_terminal_a_line_about_every_30_seconds_says_how_far_it_is"
 BAR = RUN + "on_a_terminal_a_bar_stands_below_the_lines_and_vanishes"
-JUDGE = RECIPES + "a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name"
-GYM = RECIPES + "the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score"
+JUDGE = "tests/test_examples.py::test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name"
+GYM = "tests/test_examples.py::test_reasoning_gym_makes_rows_and_asks_the_tasks_own_score"
 SOURCE = TOOLS + "banking77_is_not_cut_without_its_source"
 ARCHIVE = TOOLS + "the_program_that_plants_mutants_knows_an_archives_files"
 IGNORED = TOOLS + "git_keeps_the_page_of_the_checkpoints_and_nothing_else_of_them"
@@ -126,33 +127,33 @@ MUTANTS = [
     (PPO, "now - printed > 30:", "now - printed > 3:", LINES),
     # recipes and turns
     (
-        COOKBOOK,
+        ASK,
         "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
         "FAULTS = (OSError, ValueError, LookupError, TypeError)",
         JUDGE + "[cut short]",
     ),
     (
-        COOKBOOK,
+        ASK,
         "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
         "FAULTS = (OSError, http.client.HTTPException, LookupError, TypeError)",
         JUDGE + "[no JSON]",
     ),
     (
-        COOKBOOK,
+        ASK,
         "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
         "FAULTS = (OSError, http.client.HTTPException, ValueError, TypeError)",
         JUDGE + "[another JSON]",
     ),
     (
-        COOKBOOK,
+        ASK,
         "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)",
         "FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError)",
         JUDGE + "[no content]",
     ),
-    (COOKBOOK, 'folder = Path(grpo.OUTPUT_DIR) / "gym"', 'folder = Path(".")', GYM),
-    (COOKBOOK, "grpo.broadcast_from_rank0(write)", "write()", GYM),
+    (GYM_FILE, 'folder = Path(grpo.OUTPUT_DIR) / "gym"', 'folder = Path(".")', GYM),
+    (GYM_FILE, "grpo.broadcast_from_rank0(write)", "write()", GYM),
     (
-        COOKBOOK,
+        TOOLS_FILE,
         'return text or "(no output)"',
         "return text",
         TURNS + "calls_are_run_and_what_is_wrong_with_them_is_their_answer",

@@ -70,7 +70,7 @@ MUTANTS = [
         REWARDS,
         "parts = pool.map(call, range(0, len(responses), rows))",
         "parts = map(call, range(0, len(responses), rows))",
-        IN_RECIPES + "a_judge_over_http_is_asked_concurrently_and_answers_in_order",
+        "tests/test_examples.py::test_a_judge_over_http_is_asked_concurrently_and_answers_in_order",
     ),
     (
         REWARDS,

@@ -2,7 +2,7 @@
 
 SHOW, PLOT = "tools/show.py", "tools/plot.py"
 IN = "tests/test_tools.py::test_"
-VLLM, IN_VLLM = "bench/vllm_rollouts.py", "tests/test_vllm.py::test_"
+VLLM, IN_VLLM = "examples/vllm_server.py", "tests/test_vllm.py::test_"
 CHECK, IN_CHECK = "tools/check_up.py", "tests/test_check_up.py::test_"
 
 MUTANTS = [
@@ -119,7 +119,7 @@ MUTANTS = [
         IN_CHECK + "a_run_is_checked_by_its_newest_candidates_and_its_own_constants",
     ),
     (CHECK, "constants |= dict(", "dict(", IN_CHECK + "a_file_of_lists_is_read_and_a_reward_can_be_given"),
-    # bench/vllm_rollouts.py
+    # examples/vllm_server.py
     (
         VLLM,
         ".exp().clamp(max=CAP)",

@@ -1,7 +1,7 @@
 """Mutants of the turns. The program that plants them is mutants.py."""
 
 PPO, GRPO = "ppo/ppo.py", "grpo/grpo.py"
-COOKBOOK = "docs/cookbook.md"
+TOOLS = "examples/schema_tools.py"
 T = "tests/test_turns.py::test_"
 CALLS = T + "calls_are_run_and_what_is_wrong_with_them_is_their_answer"
 
@@ -181,23 +181,23 @@ MUTANTS = [
         T + "what_an_environment_raises_is_named[1]",
     ),
     # tools
-    (COOKBOOK, "(?:</tool_call>|\\Z)", "</tool_call>", CALLS),
-    (COOKBOOK, " for call in calls) or None", " for call in calls)", CALLS),
-    (COOKBOOK, 'if asked["name"] not in named:', "if False:", CALLS),
+    (TOOLS, "(?:</tool_call>|\\Z)", "</tool_call>", CALLS),
+    (TOOLS, " for call in calls) or None", " for call in calls)", CALLS),
+    (TOOLS, 'if asked["name"] not in named:', "if False:", CALLS),
     (
-        COOKBOOK,
+        TOOLS,
         "text = value if isinstance(value, str) else json.dumps(value)",
         "text = json.dumps(value)",
         CALLS,
     ),
     (
-        COOKBOOK,
+        TOOLS,
         "functools.partial(plain, tools=schemas)",
         "plain",
         T + "tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool",
     ),
     (
-        COOKBOOK,
+        TOOLS,
         "for tool in TOOLS if tool.__name__ not in shown]:",
         "for tool in []]:",
         T + "a_template_that_shows_no_tools_is_refused",

@@ -1,11 +1,9 @@
 """What an audit found untested: gradients of mini-batches against sums by hand, whose columns are handed on,
 recipes and formulas of papers in float64, bfloat16."""
 
-import importlib.util
 import io
 import json
 import math
-import sys
 import urllib.request
 from types import SimpleNamespace
 
@@ -413,12 +411,10 @@ def test_an_episode_goes_on_if_another_turn_just_fits(grpo):
     assert ask(needed - 1).truncated and ask(needed - 1).ids == [9, 1]
 
 
-def test_every_call_of_a_response_gets_its_own_answer(grpo):
-    space = {"grpo": grpo(), "__name__": "recipe"}
-    exec(recipe("cookbook.md", "tools").replace("import grpo\n", ""), space)
+def test_every_call_of_a_response_gets_its_own_answer(example):
     call = '<tool_call>{{"name": "multiply", "arguments": {{"a": {}, "b": {}}}}}</tool_call>'
     response = " and ".join(call.format(a, a + 1) for a in (2, 5, 7))
-    assert space["run_tools"]([], response, None) == "6\n30\n56"
+    assert example("schema_tools").run_tools([], response, None) == "6\n30\n56"
 
 
 # ---------------------------------------------------------------- formulas of papers, in float64
@@ -528,20 +524,13 @@ def test_prompts_of_exactly_nine_tenths_are_solved(tmp_path):
     assert 0 < len(want) < 6 and set(trainer.state.solved) == want
 
 
-# ---------------------------------------------------------------- further lines of docs/cookbook.md
+# ---------------------------------------------------------------- examples/
 
 
-def block_with(page, words):
-    """The block of Python in a page that has these words."""
-    (block,) = [text for text in (ROOT / "docs" / page).read_text().split("```") if words in text]
-    return block.removeprefix("python\n")
-
-
-def test_the_cookbooks_top_p_keeps_the_fewest_tokens_of_enough_probability():
-    space = {"full_logprobs": GRPO.full_logprobs, "torch": torch}
-    exec(block_with("cookbook.md", "def sampling_logprobs"), space)
+def test_the_examples_top_p_keeps_the_fewest_tokens_of_enough_probability(example):
+    top_p = example("top_p")
     logits = 3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = space["sampling_logprobs"](logits, 0.8)
+    found = top_p.sampling_logprobs(logits, 0.8)
     sizes = []
     for row, got in zip(logits.tolist(), found.tolist()):
         weights = [math.exp(x / 0.8) for x in row]
@@ -556,11 +545,9 @@ def test_the_cookbooks_top_p_keeps_the_fewest_tokens_of_enough_probability():
     assert len(set(sizes)) > 4
 
 
-def test_the_cookbooks_own_term_is_of_each_rows_own_length(grpo):
-    script = grpo(GROUP_SIZE=4, REWARD_FUNCTIONS=[(by_length, 1.0)])
-    space = {"grpo": script}
-    exec(block_with("cookbook.md", "class ShorterTrainer").replace("import grpo\n", ""), space)
-    trainer = space["ShorterTrainer"]("no")
+def test_the_examples_own_term_is_of_each_rows_own_length(example):
+    module = example("custom_loss", GROUP_SIZE=4, REWARD_FUNCTIONS=[(by_length, 1.0)])
+    trainer = module.ShorterTrainer("no")
     torch.manual_seed(1)
     batch = trainer.score(trainer.rollout(trainer.train_rows[:3]))
     trainer.compute_advantages(batch)
@@ -569,15 +556,14 @@ def test_the_cookbooks_own_term_is_of_each_rows_own_length(grpo):
     width = max(len(batch.sequences[i][1]) for i in rows)
     logprobs = batch.logprobs[rows, :width]
     losses = trainer.token_losses(batch, rows, logprobs, logprobs)[0]
-    plain = super(space["ShorterTrainer"], trainer).token_losses(batch, rows, logprobs, logprobs)[0]
+    plain = super(module.ShorterTrainer, trainer).token_losses(batch, rows, logprobs, logprobs)[0]
     too_long = torch.tensor([1.0, 0.0, 1.0, 0.0])[:, None]
     assert torch.allclose(losses - plain, 0.01 * too_long * logprobs, atol=1e-7)
 
 
-def test_the_judge_is_told_question_response_and_reference_each_in_its_place(monkeypatch):
+def test_the_judge_is_told_question_response_and_reference_each_in_its_place(example, monkeypatch):
     """By a stand-in that answers each row with a number of its own."""
-    space = {"grpo": load_script("grpo/grpo.py"), "__name__": "recipe"}
-    exec(recipe("cookbook.md", "judge").replace("import grpo\n", ""), space)
+    module = example("judge")
     asked = []
 
     class Reply:
@@ -596,7 +582,7 @@ def test_the_judge_is_told_question_response_and_reference_each_in_its_place(mon
     monkeypatch.setattr(urllib.request, "urlopen", Reply)
     numbers = range(1, 8)
     rows = [f"asked {n}" for n in numbers], [f"said {n}" for n in numbers], [f"gold {n}" for n in numbers]
-    grades = space["judge"](*rows)
+    grades = module.judge(*rows)
     assert grades == pytest.approx([n / 10 for n in numbers])
     for n, text in zip(numbers, asked):
         want = f"Question: asked {n}\nResponse: said {n}\nReference answer: gold {n}\n"
@@ -607,15 +593,11 @@ def test_the_judge_is_told_question_response_and_reference_each_in_its_place(mon
 
 
 @pytest.fixture
-def vllm(tmp_path, monkeypatch):
-    """bench/vllm_rollouts.py and its trainer, whose server is the trainer's own sampler; what it says of a
+def vllm(example, monkeypatch):
+    """examples/vllm_server.py and its trainer, whose server is the trainer's own sampler; what it says of a
     token's probability is off by a number of that token's own, and of entropies it says nothing."""
-    constants = small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run"), REWARD_FUNCTIONS=[(by_length, 1.0)])
-    script = load_script("grpo/grpo.py", **constants)
-    monkeypatch.setitem(sys.modules, "grpo", script)
-    spec = importlib.util.spec_from_file_location("vllm_rollouts", ROOT / "bench/vllm_rollouts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = example("vllm_server", REWARD_FUNCTIONS=[(by_length, 1.0)])
+    script = module.grpo
     generate = script.generate
     trainer = module.VLLMTrainer("no")
 

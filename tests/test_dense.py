@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_script, read
+from conftest import load_script, read
 
 PPO = load_script("ppo/ppo.py")
 
@@ -93,21 +93,6 @@ def test_a_run_logs_the_sums(ppo, tmp_path):
         assert record["reward"] == record["reward/tokens"] == 2 * record["response_length"]
     for sample in read(tmp_path / "run/logs/samples.jsonl"):
         assert sample["reward"] == sample["reward/tokens"]
-
-
-def test_the_cookbooks_recipe_rewards_each_right_line_where_it_ends(ppo):
-    script = ppo(MAX_STEPS=1)
-    text = (ROOT / "docs/cookbook.md").read_text()
-    recipe = text.split("<!-- recipe: dense reward -->\n```python\n")[1].split("```")[0]
-    space = {"ppo": script}
-    exec(recipe.replace("import ppo\n", ""), space)
-    trainer = space["StepTrainer"]()
-    said = "34-23=11\n11+40=50\n#### 51<eos>"
-    ids = trainer.tokenizer(said)["input_ids"]
-    (row,) = trainer.compute_rewards(["q"], ["#### 51"], ["51"], [ids])
-    ends = [i for i, token in enumerate(ids) if trainer.tokenizer.decode([token]) == "\n"]
-    assert len(ends) == 2 and row == [0.1 * (i == ends[0]) + (i == len(ids) - 1) for i in range(len(ids))]
-    assert rolled_out(trainer, 2).token_scores.sum(1).gt(0).any()
 
 
 def of_three(values):

@@ -4,7 +4,6 @@ its runs."""
 import copy
 import json
 import math
-import shlex
 import shutil
 import signal
 import time
@@ -180,16 +179,6 @@ def test_best_follows_the_kl_to_the_teacher_where_all_rewards_have_weight_0(grpo
     assert [r["minus_kl"] for r in records] == [-x for x in kl] and [r["reward"] for r in records] == [0] * 4
     assert kl[0] > kl[1] > kl[2] > 0 and kl[3] > kl[2]
     assert json.loads((tmp_path / "run/best/metrics.json").read_text())["step"] == 2
-
-
-def test_the_cookbooks_line_distils(started, tmp_path):
-    text = (ROOT / "docs/cookbook.md").read_text().split("<!-- recipe: distillation -->\n```bash\n")[1]
-    line = text.split("```")[0].replace("checkpoints/grpo/best/policy", str(TINY / "policy"))
-    words = shlex.split(line)[2:]
-    run = started("grpo/grpo.py", *words, f"OUTPUT_DIR={tmp_path}/run", "MAX_STEPS=1")
-    assert run.returncode == 0, run.stderr
-    minus_kl = read(tmp_path / "run/logs/metrics.jsonl")[0]["minus_kl"]
-    assert minus_kl == pytest.approx(0, abs=1e-6)  # it is its own teacher
 
 
 def test_a_run_with_a_reward_has_best_follow_that(grpo):

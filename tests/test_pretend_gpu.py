@@ -347,15 +347,12 @@ def test_what_the_profiler_is_asked_of(tmp_path):
     assert gpu.same(tmp_path / "run", tmp_path / "run")
 
 
-def test_the_recipe_of_an_offloaded_optimizer_steps_as_adamw_and_resumes():
-    text = (ROOT / "docs/cookbook.md").read_text()
-    code = text[text.index("class OffloadedAdamW") :]
-    recipe = {"torch": torch}
-    exec(code[: code.index("```")], recipe)
+def test_the_examples_offloaded_optimizer_steps_as_adamw_and_resumes(example):
+    offloaded_class = example("offloaded_adamw").OffloadedAdamW
     torch.manual_seed(0)
     first, second = ([torch.nn.Parameter(torch.ones(n)) for n in (3, 5)] for _ in range(2))
     options = {"lr": 0.1, "weight_decay": 0.1, "fused": True}
-    plain, offloaded = torch.optim.AdamW(first, **options), recipe["OffloadedAdamW"](second, **options)
+    plain, offloaded = torch.optim.AdamW(first, **options), offloaded_class(second, **options)
     for number in range(4):
         for one, two in zip(first, second):
             one.grad = torch.randn(one.shape)
@@ -365,7 +362,7 @@ def test_the_recipe_of_an_offloaded_optimizer_steps_as_adamw_and_resumes():
         assert all(torch.equal(*pair) for pair in zip(first, second))
         if number == 1:
             saved = offloaded.state_dict()
-            offloaded = recipe["OffloadedAdamW"](second, **options)
+            offloaded = offloaded_class(second, **options)
             offloaded.load_state_dict(saved)
 
 

@@ -1,15 +1,9 @@
-"""The recipes of docs/ppo.md, docs/grpo.md and docs/cookbook.md: each is applied to a copy of its trainer and
-compared with numbers worked out by hand, so that none goes stale."""
+"""The recipes of docs/ppo.md and docs/grpo.md: each is applied to a copy of its trainer and compared with
+numbers worked out by hand, so that none goes stale. test_examples.py tests those of examples/."""
 
-import json
 import math
-import re
-import sys
-import threading
 import time
 import types
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -211,87 +205,6 @@ def test_learning_curves_makes_a_program_of_a_recipe(tmp_path):
 # ---------------------------------------------------------------- rewards that wait
 
 
-FAULTS = {  # replies that a judge gives on a bad day: (status, length that is promised, body)
-    "error": (500, 3, b"500"),
-    "cut short": (200, 500, b'{"choices": [{"mess'),
-    "no JSON": (200, 20, b"<html>busy</html>   "),
-    "another JSON": (200, 16, b'{"error": "too"}'),
-    "no content": (200, 45, b'{"choices": [{"message": {"content": null}}]}'),
-}
-
-
-@contextmanager
-def judge_server(fail=0, fault="error"):
-    """A server of OpenAI's protocol that grades by the last word of the response, the later ones sooner; its
-    first `fail` replies are faults. Gives its address and [most requests at a time, requests]."""
-    seen = [0, 0]
-    lock = threading.Lock()
-    open_requests = set()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            number = int(re.search(r"Response: .* (\d+)\n", body["messages"][0]["content"])[1])
-            with lock:
-                seen[1] += 1
-                failed = seen[1] <= fail
-                open_requests.add(self)
-                seen[0] = max(seen[0], len(open_requests))
-            time.sleep(0.02 * (12 - number))
-            with lock:
-                open_requests.remove(self)
-            body = json.dumps({"choices": [{"message": {"content": f"Grade: {number}"}}]}).encode()
-            status, length, body = FAULTS[fault] if failed else (200, len(body), body)
-            self.send_response(status)
-            self.send_header("Content-Length", length)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            """Nothing on the terminal."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions", seen
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def judge_of(url):
-    """The recipe's reward function, asking there without waiting between tries; and the module."""
-    module = load_script("grpo/grpo.py")
-    space = {"grpo": module, "__name__": "recipe"}
-    exec(recipe("cookbook.md", "judge").replace("import grpo\n", ""), space)
-    space["URL"] = url
-    space["time"] = types.SimpleNamespace(sleep=lambda seconds: None)
-    return module, module.REWARD_FUNCTIONS[0][0]
-
-
-def test_a_judge_over_http_is_asked_concurrently_and_answers_in_order():
-    lists = ["2 + 2?"] * 12, [f"it is {i}" for i in range(12)], ["4"] * 12
-    with judge_server() as (url, seen):
-        module, judge = judge_of(url)
-        scores = module.call_reward("judge", judge, *lists)
-    assert scores.tolist() == pytest.approx([min(10, i) / 10 for i in range(12)])
-    assert seen[0] > 4 and seen[1] == 12 and judge.__name__ == "judge"
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_judge_that_fails_is_asked_thrice_and_then_ends_the_run_with_its_name(fault):
-    lists = ["2 + 2?"], ["it is 7"], ["4"]
-    with judge_server(2, fault) as (url, seen):
-        module, judge = judge_of(url)
-        assert module.call_reward("judge", judge, *lists).tolist() == pytest.approx([0.7])
-        assert seen[1] == 3
-    with judge_server(3, fault) as (url, seen):
-        module, judge = judge_of(url)
-        with pytest.raises(Exception) as error:
-            module.call_reward("judge", judge, *lists)
-    assert seen[1] == 3 and error.value.__notes__ == ["(raised by the reward function judge)"]
-
-
 @pytest.mark.parametrize("threads, rows", [(1, 1), (3, 2), (8, 5), (2, 100)])
 def test_threads_change_no_value_and_hand_on_the_columns(threads, rows):
     def scored(prompts, responses, answers, response_ids, source):
@@ -314,67 +227,3 @@ def test_values_that_do_not_fit_their_responses_are_an_error_though_their_sum_do
     module = load_script("grpo/grpo.py")
     with pytest.raises(ValueError, match="3 values for 2 responses"):
         module.call_reward("wrong", module.rewards.threaded(wrong, 2, 2), ["?"] * 4, list("0123"), [None] * 4)
-
-
-# ---------------------------------------------------------------- generated tasks
-
-
-def read_and_leave():
-    raise InterruptedError
-
-
-def test_the_reasoning_gym_recipe_makes_rows_and_asks_the_tasks_own_score(tmp_path, monkeypatch):
-    """With a stand-in for the package: n - 2 n, where a wrong answer that is even is worth a tenth."""
-
-    def create_dataset(task, size, seed, **settings):
-        def entry(n):
-            return {"question": f"{n} - {2 * n} =", "answer": str(-n), "metadata": {"n": n, "seed": seed}}
-
-        return [entry(n) for n in range(size)]
-
-    def score(answer, entry):
-        assert entry["metadata"]["n"] == -int(entry["answer"]) and entry["metadata"]["seed"] == 2
-        return 1.0 if answer == entry["answer"] else 0.1 if answer and int(answer) % 2 == 0 else 0.0
-
-    package = types.SimpleNamespace(create_dataset=create_dataset, get_score_answer_fn=lambda task: score)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    monkeypatch.chdir(tmp_path)
-    module = load_script("grpo/grpo.py")
-    text = recipe("cookbook.md", "reasoning-gym").replace("import grpo\n", "")
-    space = {"grpo": module, "__name__": "recipe"}
-    own = tmp_path / "train.jsonl"
-    own.write_text("mine")
-    exec(text, space)
-    assert list(tmp_path.iterdir()) == [own]  # an import writes nothing
-    for key, value in small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run")).items():
-        setattr(module, key, value)
-    monkeypatch.setattr(module, "rank", lambda: 1)  # another process: the first one writes
-    with pytest.raises(module.UserError, match="gym/train.jsonl.*cannot be read"):
-        space["GymTrainer"]("no")
-    monkeypatch.setattr(module, "rank", lambda: 0)
-    monkeypatch.setattr(module, "load_prompts", lambda *_: read_and_leave())
-    with pytest.raises(InterruptedError):
-        space["GymTrainer"]("no")
-    assert own.read_text() == "mine"
-    assert sorted(path.name for path in (tmp_path / "run/gym").iterdir()) == ["test.jsonl", "train.jsonl"]
-    rows = module.load_rows(module.EVAL_DATASETS, "EVAL_DATASETS")
-    turns = [(turn["role"], turn["content"]) for turn in rows[3]["prompt"]]
-    assert len(rows) == 200 and rows[3]["answer"] == "-3"
-    assert turns == [
-        ("user", "0 - 0 ="),
-        ("assistant", "0"),
-        ("user", "1 - 2 ="),
-        ("assistant", "-1"),
-        ("user", "2 - 4 ="),
-        ("assistant", "-2"),
-        ("user", "3 - 6 ="),
-        ("assistant", "-3"),
-        ("user", "3 - 6 ="),
-    ]
-    assert len(module.load_rows(module.TRAIN_DATASETS, "TRAIN_DATASETS")) == 3000
-    columns = {"entry": [row["columns"]["entry"] for row in rows[:4]]}
-    said = ["0 - 0 = 0", "it is -4.", "I do not know", "3 - 6 = -3"]
-    ((function, weight),) = module.REWARD_FUNCTIONS
-    scores = module.call_reward("solved", function, ["?"] * 4, said, [None] * 4, columns)
-    assert scores.tolist() == pytest.approx([1, 0.1, 0, 1]) and weight == 1
-    assert module.resolve_rewards([(module.ACCURACY_FUNCTION, 1.0)], "")[0][0] == "solved"

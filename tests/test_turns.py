@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench.learning_curves import recipe
 from conftest import (
     NATS,
     Program,
@@ -366,14 +365,11 @@ def test_a_run_with_turns_learns_from_samples_that_are_told_and_resumes_to_the_b
 
 
 @pytest.mark.sweep
-def test_the_cookbooks_calculator_runs_alike_on_two_processes(tmp_path):
-    recipe = (ROOT / "docs/cookbook.md").read_text().split("<!-- recipe: calculator -->\n```python\n")[1]
-    body = recipe.split("```")[0].split("def calculator")[1].split("if __name__")[0]
-    assert body in (ROOT / "bench/calculator.py").read_text()
+def test_the_examples_calculator_runs_alike_on_two_processes(tmp_path):
     words = words_of("grpo/grpo.py", "BATCH_SIZE=4", "MAX_STEPS=2", "EVAL_EVERY_N_STEPS=1")
     for count in (1, 2):
         more = [*words, f"OUTPUT_DIR={tmp_path / str(count)}"]
-        ended = Processes(count, ROOT / "bench/calculator.py", *more, OMP_NUM_THREADS=1).wait()
+        ended = Processes(count, ROOT / "examples/turns.py", *more, OMP_NUM_THREADS=1).wait()
         assert [end.returncode for end in ended] == [0] * count, ended
     assert_same_run(tmp_path / "1", tmp_path / "2")
     assert "user: " in (tmp_path / "1/logs/samples.jsonl").read_text()
@@ -578,7 +574,7 @@ def test_an_environment_may_be_an_object_or_a_partial(tmp_path):
     assert "Changed" in ended[0].stdout and "ENVIRONMENT" not in ended[0].stdout
 
 
-# ---------------------------------------------------------------- tools: a recipe of docs/cookbook.md
+# ---------------------------------------------------------------- tools: examples/schema_tools.py
 
 # in the shape of Qwen2.5's
 WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages -%}
@@ -586,12 +582,11 @@ WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{%
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 
 
-def tool_trainer(grpo, folder, **constants):
-    """(What the recipe defines, its trainer's class over a small module)."""
-    script = grpo(ACTOR_MODEL=folder, MAX_PROMPT_TOKENS=460, MAX_CONTEXT_TOKENS=512, **constants)
-    space = {"grpo": script, "__name__": "recipe"}
-    exec(recipe("cookbook.md", "tools").replace("import grpo\n", ""), space)
-    return SimpleNamespace(**space)
+@pytest.fixture
+def tools(example, tmp_path):
+    """examples/schema_tools.py over a small trainer whose template shows tools."""
+    folder = with_template(tmp_path / "tools", template=WITH_TOOLS)
+    return example("schema_tools", ACTOR_MODEL=folder, MAX_PROMPT_TOKENS=460, MAX_CONTEXT_TOKENS=512)
 
 
 @pytest.mark.parametrize(
@@ -621,8 +616,8 @@ def tool_trainer(grpo, folder, **constants):
         ("#### 42", None),
     ],
 )
-def test_calls_are_run_and_what_is_wrong_with_them_is_their_answer(grpo, response, text):
-    tools = tool_trainer(grpo, str(TINY / "policy"))
+def test_calls_are_run_and_what_is_wrong_with_them_is_their_answer(example, response, text):
+    tools = example("schema_tools")
 
     def fails():
         return 1 / 0
@@ -637,15 +632,13 @@ def test_calls_are_run_and_what_is_wrong_with_them_is_their_answer(grpo, respons
     assert tools.run_tools([{"role": "user", "content": "6 * 7?"}], response, "42") == text
 
 
-def test_a_call_with_wrong_arguments_is_told(grpo):
-    tools = tool_trainer(grpo, str(TINY / "policy"))
+def test_a_call_with_wrong_arguments_is_told(example):
+    tools = example("schema_tools")
     call = '<tool_call>{"name": "multiply", "arguments": {"c": 1}}</tool_call>'
     assert re.match(r"Error: TypeError: multiply\(\) .*'c'", tools.run_tools([], call, None))
 
 
-def test_tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool(grpo, tmp_path):
-    folder = with_template(tmp_path / "tools", template=WITH_TOOLS)
-    tools = tool_trainer(grpo, folder)
+def test_tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool(tools, tmp_path):
     trainer = tools.ToolTrainer()
     schema = get_json_schema(tools.multiply)
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
@@ -660,10 +653,12 @@ def test_tools_are_shown_to_the_policy_and_their_answers_come_as_the_role_tool(g
     trainer.tokenizer.save_pretrained(tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert again.chat_template == trainer.tokenizer.chat_template
+    trainer.train()
+    assert trainer.run.step == 2
 
 
-def test_a_template_that_shows_no_tools_is_refused(grpo):
-    tools = tool_trainer(grpo, str(TINY / "policy"))
+def test_a_template_that_shows_no_tools_is_refused(example):
+    tools = example("schema_tools")
     says = "chat template does not show the tool multiply: take a model"
     with pytest.raises(tools.grpo.UserError, match=says):
         tools.ToolTrainer()

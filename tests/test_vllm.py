@@ -1,15 +1,13 @@
-"""bench/vllm_rollouts.py against a stub with vLLM's interface: what it is asked, what its samples weigh."""
+"""examples/vllm_server.py against a stub with vLLM's interface: what it is asked, what its samples weigh."""
 
-import importlib.util
 import json
 import math
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from conftest import NATS, ROOT, load_script, read, small
+from conftest import NATS, load_script, read
 from transformers import AutoModelForCausalLM
 
 FEW = {"MAX_NEW_TOKENS": 24, "BATCH_SIZE": 2, "GROUP_SIZE": 4, "MAX_STEPS": 2, "MAX_EVAL_PROMPTS": 2}
@@ -57,7 +55,7 @@ class Stub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
+def served(example, tmp_path, monkeypatch):
     """served(shift, KEY=value, ...): the module after a small run, its trainer, what the server was asked."""
     servers = []
 
@@ -68,19 +66,8 @@ def served(tmp_path, monkeypatch):
         server.script = load_script("grpo/grpo.py", BATCH_SIZE=2, GROUP_SIZE=4)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("VLLM_URL", f"http://127.0.0.1:{server.server_port}")
-        script = load_script(
-            "grpo/grpo.py",
-            **{
-                **small("grpo/grpo.py"),
-                **FEW,
-                "OUTPUT_DIR": str(tmp_path / f"run{len(servers)}"),
-                **constants,
-            },
-        )
-        monkeypatch.setitem(sys.modules, "grpo", script)
-        spec = importlib.util.spec_from_file_location("vllm_rollouts", ROOT / "bench/vllm_rollouts.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        out = str(tmp_path / f"run{len(servers)}")
+        module = example("vllm_server", **{**FEW, "OUTPUT_DIR": out, **constants})
         trainer = module.VLLMTrainer()
         trainer.train()
         return module, trainer, server.asked
@@ -125,13 +112,10 @@ def test_tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap(serve
     assert gradients[0] > 0 and gradients[1] / gradients[0] == pytest.approx(2 * 1.5, rel=1e-3)
 
 
-def test_without_a_server_one_sentence_says_so(tmp_path, monkeypatch):
+def test_without_a_server_one_sentence_says_so(example, monkeypatch):
     monkeypatch.setenv("VLLM_URL", "http://127.0.0.1:9")
-    script = load_script("grpo/grpo.py", **{**small("grpo/grpo.py"), "OUTPUT_DIR": str(tmp_path / "run")})
-    monkeypatch.setitem(sys.modules, "grpo", script)
-    spec = importlib.util.spec_from_file_location("vllm_rollouts", ROOT / "bench/vllm_rollouts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = example("vllm_server")
+    script = module.grpo
     with pytest.raises(script.UserError, match="VLLM_URL = http://127.0.0.1:9: no server answers"):
         module.VLLMTrainer().train()
     script.LORA_RANK = 4

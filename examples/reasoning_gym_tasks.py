@@ -1,0 +1,83 @@
+"""Generated problems: reasoning-gym's tasks and their own scores (GRPO).
+
+Shows a trainer that makes its data. The package reasoning-gym (0.1.25 has 106 tasks, nothing to download)
+makes problems from a seed and scores responses. The rows go to OUTPUT_DIR/gym/; each prompt is a chat with
+four answered problems before the question. The reward function reads the column `entry` of its row.
+
+Change: TASK, SETTINGS, how a response's answer is found (here its last number).
+
+It needs a model that reads English; the shipped policy does not learn it. SmolLM2-135M-Instruct does, in 30
+steps of 8 x 8 responses, ten minutes of one core: sampled score on 64 problems of another seed 0.14 before,
+0.84 after (mean of seeds 1, 2, 3; 0.81 to 0.89). There are only 200 such problems: of those that were never
+trained on, 9% were right before and 71% after.
+
+    pip install reasoning-gym
+    python examples/reasoning_gym_tasks.py ACTOR_MODEL=HuggingFaceTB/SmolLM2-135M-Instruct BATCH_SIZE=8 \
+        GROUP_SIZE=8 MAX_STEPS=30 MAX_EVAL_PROMPTS=64 EVAL_SAMPLES=1 MAX_NEW_TOKENS=16 LEARNING_RATE=1e-5
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+try:
+    import reasoning_gym
+except ImportError:
+    sys.exit("reasoning_gym_tasks.py needs the package: pip install reasoning-gym")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "grpo"))
+import grpo
+
+TASK = "chain_sum"
+SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def entries(size, seed):
+    return reasoning_gym.create_dataset(TASK, size=size, seed=seed, **SETTINGS)
+
+
+def write_rows(path, size, seed, shown=4):
+    """Writes generated problems, each after `shown` answered ones; the task's score reads `entry`."""
+    turns = []
+    for entry in entries(shown, 0):
+        turns.append({"role": "user", "content": entry["question"]})
+        turns.append({"role": "assistant", "content": entry["answer"]})
+    with open(path, "w") as file:
+        for entry in entries(size, seed):
+            chat = [*turns, {"role": "user", "content": entry["question"]}]
+            file.write(json.dumps({"chat": chat, "answer": entry["answer"], "entry": entry}) + "\n")
+
+
+def solved(prompts, responses, answers, entry):
+    """Returns the task's own score of each response's last number, 0 to 1."""
+    score = reasoning_gym.get_score_answer_fn(TASK)
+    numbers = [re.findall(r"-?\d+", response) or [None] for response in responses]
+    return [score(found[-1], e) for found, e in zip(numbers, entry)]
+
+
+class GymTrainer(grpo.GRPOTrainer):
+    """Writes its problems into OUTPUT_DIR/gym/ before it reads them."""
+
+    def __init__(self, resume_from_checkpoint=None):
+        folder = Path(grpo.OUTPUT_DIR) / "gym"
+        columns = {"type": "jsonl", "input": "chat", "output": "answer"}
+        grpo.TRAIN_DATASETS = [{"path": f"{folder}/train.jsonl", **columns}]
+        grpo.EVAL_DATASETS = [{"path": f"{folder}/test.jsonl", **columns}]
+
+        def write():
+            folder.mkdir(parents=True, exist_ok=True)
+            grpo.write_atomically(folder / "train.jsonl", lambda tmp: write_rows(tmp, 3000, seed=1))
+            grpo.write_atomically(folder / "test.jsonl", lambda tmp: write_rows(tmp, 200, seed=2))
+
+        grpo.find_device()  # several processes meet here
+        grpo.broadcast_from_rank0(write)  # the first one writes, the others wait
+        super().__init__(resume_from_checkpoint)
+
+
+grpo.REWARD_FUNCTIONS = [(solved, 1.0)]
+grpo.ACCURACY_FUNCTION = solved
+grpo.OUTPUT_DIR = f"{grpo.ROOT}/checkpoints/reasoning_gym_tasks"
+
+if __name__ == "__main__":
+    grpo.run_main(GymTrainer)

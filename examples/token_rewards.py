@@ -1,0 +1,50 @@
+"""Rewards inside a response: a number for each token (PPO).
+
+Shows a process reward: 0.1 where a line of the solution ends and is true, 1 at the last token for the right
+answer. compute_rewards() of ppo.py may return a list per response with one number for each of its
+response_ids, its EOS included. The critic learns which token earned what; GAMMA and LAM say how far back a
+reward counts. The score that is logged is the sum. MISSING_EOS_PENALTY falls on the last token. GRPO and RCE
+have one advantage per response and refuse such lists.
+
+Change: what a line is, and what it is worth.
+
+    python examples/token_rewards.py [KEY=VALUE ...]    # two minutes of one core; constants of ppo.py
+    python bench/dense_rewards.py                       # what rewards per token gain, from random weights
+"""
+
+import operator
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ppo"))
+import ppo
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def is_right(line):
+    """Returns whether a line such as 34-23=11 is true."""
+    found = re.fullmatch(r"(\d+)([-+*])(\d+)=(\d+)", line)
+    return bool(found) and OPERATORS[found[2]](int(found[1]), int(found[3])) == int(found[4])
+
+
+class StepTrainer(ppo.PPOTrainer):
+    def compute_rewards(self, prompts, responses, answers, response_ids, **columns):
+        rows = []
+        for ids, right in zip(response_ids, ppo.rewards.exact_answer(prompts, responses, answers)):
+            values = []
+            line = ""
+            for token in ids:
+                line += self.tokenizer.decode([token])
+                values.append(0.1 * is_right(line.strip()) if line.endswith("\n") else 0.0)
+                line = "" if line.endswith("\n") else line
+            values[-1] += right
+            rows.append(values)
+        return rows
+
+
+ppo.OUTPUT_DIR = f"{ppo.ROOT}/checkpoints/token_rewards"
+
+if __name__ == "__main__":
+    ppo.run_main(StepTrainer)
