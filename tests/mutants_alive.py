@@ -3,7 +3,7 @@ of others, arguments of one type in another order, recipes, stand-ins for server
 
 PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
 RAG, REC, ICL = "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"
-VLLM, COOKBOOK, PAGE = "bench/vllm_rollouts.py", "docs/cookbook.md", "docs/grpo.md"
+VLLM, COOKBOOK, PAGE = "bench/vllm_rollouts.py", "docs/cookbook.md", "docs/change-the-algorithm.md"
 TEST = "tests/test_audit.py::test_"
 GRPO_ROWS = TEST + "grpos_mini_batches_have_the_gradients_of_their_own_rows"
 PPO_ROWS = TEST + "ppos_mini_batches_have_the_gradients_of_their_own_rows"
