@@ -1,5 +1,5 @@
-"""The recipes of docs/change-the-algorithm.md and docs/cookbook.md: each is applied to a copy of its trainer and
-compared with numbers worked out by hand, so that none goes stale."""
+"""The recipes of docs/change-the-algorithm.md and docs/cookbook.md: each is applied to a copy of its trainer
+and compared with numbers worked out by hand, so that none goes stale."""
 
 import json
 import math
