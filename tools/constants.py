@@ -40,7 +40,8 @@ def constants_of(path):
     lines = block_of(path)
     rows = []
     section = "Stage"
-    for node in ast.parse("\n".join(lines)).body:
+    text = "\n".join(lines)
+    for node in ast.parse(text).body:
         above = comment_above(lines, node.lineno - 1)
         starts_section = above and not lines[node.lineno - 2 - len(above)].strip()
         if starts_section and re.match("[A-Z]", above[0]) and "None:" not in above[0]:
@@ -52,9 +53,8 @@ def constants_of(path):
             section = "Bookkeeping"
         beside = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
         meaning = " ".join(filter(None, beside)).removeprefix("noqa: F821").strip()
-        rows.append(
-            (section, target.id, ast.unparse(node.value), meaning or first_meaning(above, starts_section))
-        )
+        default = " ".join(ast.get_source_segment(text, node.value).split())
+        rows.append((section, target.id, default, meaning or first_meaning(above, starts_section)))
     return rows
 
 
@@ -75,7 +75,7 @@ def first_meaning(above, starts_section):
 
 def shown(default):
     """Returns a default as a table shows it."""
-    text = re.sub(r"f'\{ROOT\}/([^']*)'", r"'\1'", default)
+    text = re.sub(r'f"\{ROOT\}/([^"]*)"', r'"\1"', default)
     return "in the file" if len(text) > LONGEST else "`" + text.replace("|", "\\|") + "`"
 
 
