@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, load_script, small
 from test_rag import world  # noqa: F401 (a fixture)
+from test_rec import write_world
+from test_vision import embedder_folder, family, llava, rows_with_images  # noqa: F401 (fixtures)
 
 PAGES = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "checkpoints/README.md")]
 PAGES += sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("examples/README.md"))
@@ -90,7 +92,8 @@ def test_the_page_of_constants_has_each_trainers_constants_with_their_comments()
     module = load_script("tools/constants.py")
     text = module.page()
     for path in (*module.TOGETHER, *module.ALONE):
-        for name in load_script(path).constants():
+        block = "\n".join(module.block_of(path))
+        for name in filter(lambda name: f"\n{name}" in block, load_script(path).constants()):
             assert f"| `{name}` |" in text, (path, name)
     assert "| `LEARNING_RATE` | `1e-4` (ppo, grpo, dpo)" in text
     assert (
@@ -215,6 +218,56 @@ def test_the_preset_for_a_small_card_runs(started, tmp_path):
 # ---------------------------------------------------------------- published results, with stand-ins
 
 
+@pytest.mark.parametrize("embedder_folder", ["clip"], indirect=True)
+@pytest.mark.parametrize("family", [llava], indirect=True, ids=["llava"])
+def test_the_commands_of_okvqa_run(family, embedder_folder, started, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "stubs").mkdir()
+    runs = [w for w in commands(ROOT / "docs/published.md", tmp_path / "stubs") if w[0] == "rce/rce_icl.py"]
+    assert [word for words in runs for word in words if word.startswith(("STAGE", "GRPO_EPOCHS"))] == [
+        "GRPO_EPOCHS=0",
+        "STAGE=evaluate",
+        "STAGE=train",
+        "GRPO_EPOCHS=2",
+    ]
+    monkeypatch.chdir(tmp_path)
+    reader, processor = family
+    processor.save_pretrained(reader)
+    Path("data/okvqa").mkdir(parents=True)
+    rows = rows_with_images(tmp_path, 4)
+    for name, count in (("train", 24), ("test", 4)):
+        lines = [
+            {
+                "question": f"{row['text']} {name} {n}",
+                "answers": ["ab"] * 7 + ["b"] * 3,
+                "image": row["image"],
+            }
+            for n, row in zip(range(count), rows * count)
+        ]
+        Path(f"data/okvqa/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stand_in = [
+        f"READER={reader}",
+        f"EMBEDDING={embedder_folder}",
+        "DTYPE=float32",
+        "VALIDATION_QUERIES=6",
+        "POOL_SIZE=4",
+    ]
+    stand_in += [
+        "BEAMS=1",
+        "SAMPLES=1",
+        "SAMPLE_TEMPERATURES=[1.0]",
+        "RETRIEVED=1",
+        "RANDOM=2",
+        "LOCAL=0",
+        "KEEP_TOP=2",
+    ]
+    stand_in += ["KEEP_RANDOM=1", "MINE_QUERIES=8", "MAX_ANSWER_TOKENS=2", "RCE_EPOCHS=1", "TEST_QUERIES=2"]
+    stand_in += ["REWARD_MODE=hard_plus_gtprob"]  # its answers are words of a and b: seldom right
+    for path, *words in runs:
+        done = started(path, *words, *stand_in, shrink=False)
+        assert done.returncode == 0, done.stderr
+    assert Path("runs/okvqa_grpo/best/policy").is_dir()
+
+
 def test_the_commands_of_hotpotqa_run_on_a_small_t5(started, world, tmp_path):  # noqa: F811
     (tmp_path / "stubs").mkdir()
     runs = [w for w in commands(ROOT / "docs/published.md", tmp_path / "stubs") if w[0] == "ppo/ppo_rag.py"]
@@ -237,6 +290,31 @@ def test_the_commands_of_hotpotqa_run_on_a_small_t5(started, world, tmp_path):  
     for number, (path, *words) in enumerate(runs):
         done = started(path, *words, *stand_in, f"OUTPUT_DIR={tmp_path / str(number)}", shrink=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_commands_of_recommendation_run_on_a_small_catalogue(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_world(tmp_path / "industrial", rows=130)
+    (tmp_path / "industrial/items.txt").rename(tmp_path / "industrial/info.txt")
+    runs = commands(ROOT / "docs/published.md", tmp_path)
+    runs = [words for words in runs if words[0] == "grpo/grpo_rec.py"]
+    assert [word for words in runs for word in words if word.startswith(("STAGE", "MAX_STEPS"))] == [
+        "STAGE=sft",
+        "STAGE=rl",
+        "MAX_STEPS=2",  # of 131 lines
+    ]
+    stand_in = [
+        f"ACTOR_MODEL={TINY / 'policy'}",
+        "SFT_EPOCHS=1",
+        "MAX_EVAL_ROWS=4",
+        "EVAL_BEAMS=20",
+        "GROUP_SIZE=4",
+    ]
+    stand_in += ["BATCH_SIZE=4", "MAX_STEPS=1", "DTYPE=float32", "RESUME=yes", "MAX_TRAIN_ROWS=20"]
+    for path, *words in runs:
+        done = started(path, *words, *stand_in, shrink=False)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/industrial/best/policy").is_dir()
 
 
 # ---------------------------------------------------------------- snippets

@@ -49,6 +49,8 @@ def constants_of(path):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if target.id.startswith("_"):
+            continue
         if section.startswith("Panels"):
             section = "Bookkeeping"
         beside = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
