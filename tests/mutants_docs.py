@@ -77,6 +77,18 @@ MUTANTS = [
         "tests/test_run.py::test_the_presets_run[quick experiment]",
     ),
     (
+        "docs/troubleshooting.md",
+        "| `advantage_abs` | fall",
+        "| `advantage_mean_abs` | fall",
+        TEST + "what_troubleshooting_names_exists",
+    ),
+    (
+        "docs/troubleshooting.md",
+        '| "in use by another run" |',
+        '| "is in use by a run" |',
+        TEST + "what_troubleshooting_names_exists",
+    ),
+    (
         "docs/change-the-algorithm.md",
         "self.state[p] = {key: x.to(p.device) for key, x in self.state[p].items()}\n            super().step()",
         "super().step()\n            self.state[p] = {}",

@@ -210,6 +210,27 @@ def test_the_preset_for_a_small_card_runs(started, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_what_troubleshooting_names_exists():
+    """Its constants are in constants.md, its metrics in reference.md, its messages in a trainer."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    constants = (ROOT / "docs/constants.md").read_text()
+    for name in set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", page)) - {"OMP_NUM_THREADS"}:
+        assert f"| `{name}` |" in constants, name
+    reference = (ROOT / "docs/reference.md").read_text().split("## Metrics")[1]
+    defined = set(re.findall(r"`([a-z0-9@_/<>, ]+)`", reference))
+    rows = page.split("## Metric by metric")[1].split("## Presets")[0]
+    for cell in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE):
+        for metric in re.findall(r"`(.*?)`", cell):
+            assert metric in defined, metric
+    sources = [(ROOT / path).read_text() for path in ("ppo/ppo.py", "grpo/grpo.py")]
+    messages = page.split("## When the program ends")[1].split("## Metric by metric")[0]
+    first_cells = "\n".join(re.findall(r"^\| ([^|]*) \|", messages, re.MULTILINE))
+    quoted = re.findall(r'["`]([^"`\n]{9,})["`]', first_cells)
+    assert len(quoted) == 4
+    for message in quoted:
+        assert any(message in source for source in sources), message
+
+
 # ---------------------------------------------------------------- published results, with stand-ins
 
 
