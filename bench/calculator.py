@@ -1,4 +1,4 @@
-"""GRPO with turns: a calculator answers the tiny policy's sums. docs/turns-and-tools.md explains it.
+"""GRPO with turns: a calculator answers the tiny policy's sums. The recipe of docs/cookbook.md, as a program.
 
 python bench/calculator.py [KEY=VALUE ...]                  # any of grpo.py's constants
 python bench/learning_curves.py bench/calculator.py 1 2 3   # three seeds side by side

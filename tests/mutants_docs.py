@@ -88,10 +88,4 @@ MUTANTS = [
         '| "is in use by a run" |',
         TEST + "what_troubleshooting_names_exists",
     ),
-    (
-        "docs/change-the-algorithm.md",
-        "self.state[p] = {key: x.to(p.device) for key, x in self.state[p].items()}\n            super().step()",
-        "super().step()\n            self.state[p] = {}",
-        "tests/test_pretend_gpu.py::test_the_recipe_of_an_offloaded_optimizer_steps_as_adamw_and_resumes",
-    ),
 ]

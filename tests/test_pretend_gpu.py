@@ -348,7 +348,7 @@ def test_what_the_profiler_is_asked_of(tmp_path):
 
 
 def test_the_recipe_of_an_offloaded_optimizer_steps_as_adamw_and_resumes():
-    text = (ROOT / "docs/change-the-algorithm.md").read_text()
+    text = (ROOT / "docs/cookbook.md").read_text()
     code = text[text.index("class OffloadedAdamW") :]
     recipe = {"torch": torch}
     exec(code[: code.index("```")], recipe)
