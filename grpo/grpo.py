@@ -166,7 +166,7 @@ MAX_NEW_TOKENS = 64
 TEMPERATURE = 1.0  # > 0; for top-p and the like edit sampling_logprobs
 
 # Turns: a function(messages, response, answer) returns the next turn's text, or None at the end. The policy
-# then responds again. Only its own tokens are trained (docs/turns-and-tools.md)
+# then responds again. Only its own tokens are trained (examples/turns.py)
 ENVIRONMENT: "function | None" = None  # noqa: F821
 ENVIRONMENT_ROLE = "user"  # user | tool: role of those turns in the chat template
 ENVIRONMENT_THREADS = 1  # calls at the same time, for a function that waits for a sandbox or HTTP
