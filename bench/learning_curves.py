@@ -3,7 +3,7 @@
     python bench/learning_curves.py ppo/ppo.py 1 2 3 [KEY=VALUE ...]
     python bench/learning_curves.py grpo/grpo.py 1 2 3 recipe=maxrl show=entropy,kl
 
-recipe=NAME: with that recipe of docs/ppo.md or docs/grpo.md; show=...: these metrics too, of evaluations or
+recipe=NAME: with that recipe of docs/change-the-algorithm.md; show=...: these metrics too, of evaluations or
 of the training step before. Steps that not all seeds have evaluated are left out.
 """
 
@@ -37,7 +37,7 @@ def patched(text, lines):
 
 def with_recipe(script, name, folder):
     """A program in `folder`: the trainer with the recipe's lines, or the recipe's class over it."""
-    lines = recipe(f"{script.stem}.md", name)
+    lines = recipe("change-the-algorithm.md", name)
     for beside in ("rewards", "data"):
         (folder / beside).symlink_to(ROOT / beside)
     text = patched(script.read_text(), lines)

@@ -1165,7 +1165,7 @@ def forward(model, ids, shared_prompts=None, **options):
 
 class PreallocatedCacheLayer(DynamicLayer):
     """A cache layer that keeps its keys and values in larger buffers. transformers' own layer copies all keys
-    at every token, which took 39% of a rollout's time (docs/speed.md)."""
+    at every token, which took 39% of a rollout's time (docs/lab/speed.md)."""
 
     def __init__(self, layer):
         super().__init__()
@@ -1307,8 +1307,8 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
 
 # ---------------------------------------------------------------- decoding with shared prompts
 # Keys and values of a prompt are kept once for all its responses: a rollout takes 0.44 to 0.7 of the time
-# (docs/speed.md). Whoever deletes this section must also delete every line above it that names shared_prompts
-# or _SHARED_DECODING: they are in load_model(), check_models(), forward() and Decoder.
+# (docs/lab/speed.md). Whoever deletes this section must also delete every line above it that names
+# shared_prompts or _SHARED_DECODING: they are in load_model(), check_models(), forward() and Decoder.
 
 _SHARED_DECODING = WeakSet()  # models for which check_models() found that decoding this way is right
 

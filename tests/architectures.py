@@ -692,22 +692,34 @@ HEAD = """| model type | class, variant | outcome | decoding | scoring | largest
 |---|---|---|---|---|---|---|"""
 
 
-WRITTEN = """# What the trainers do with each architecture
+WRITTEN = """# Which architectures work
 
-Written by `python tests/architectures.py --write docs/architectures.md` with transformers {version}: every
-model type of AutoModelForCausalLM, built tiny with random weights, sampled from, scored and trained one step
-by grpo/grpo.py in float32, against a plain forward pass of each row by itself; {summary}.
-The three trainers share the code that this is about. Tests hold it: a dozen types by default, all of them by
-`python -m pytest -m sweep tests/test_architectures.py`. A row concerns text: no image, no sound was put in.
+| | model types |
+|---|---|
+| work | `llama` (Llama 2 and 3), `mistral`, `ministral`, `mixtral`, `qwen2` (Qwen2 and 2.5), `qwen2_moe`, `qwen3`, `qwen3_moe`, `qwen3_next`, `qwen3_5_text`, `gemma`, `gemma2`, `gemma3_text`, `gemma4_text`, `phi`, `phi3` (Phi 3 and 4), `phimoe`, `smollm3`, `olmo`, `olmo2`, `olmo3`, `olmoe`, `granite`, `glm`, `glm4`, `deepseek_v2`, `deepseek_v3`, `gpt_oss`, `cohere`, `cohere2`, `exaone4`, `ernie4_5`, `lfm2`, `falcon`, `falcon_h1`, `starcoder2`, `stablelm`, `gpt2`, `gpt_neox`, `opt`, `bloom`, `mamba2`, `hunyuan_v1_dense` |
+| are refused with a message | `bart`, `mamba`, `falcon_mamba`, `rwkv`, `recurrent_gemma`, `nemotron_h`, `zamba2`, `xlstm`, `deepseek_v4`, `roberta`; `bert` unless it is built as a decoder |
+
+`"model_type"` in a model's `config.json` is its type. PPO also needs a token classification class for the critic: Gemma 3 and OLMo 2
+have none.
+
+## How it was found
+
+`python tests/architectures.py --write docs/architectures.md` wrote this page with transformers {version}. It builds
+every model type of AutoModelForCausalLM tiny, with random weights, samples from it, scores it and trains one step with
+grpo/grpo.py in float32. It compares with a plain forward pass of each row alone. {summary}.
+ppo.py, grpo.py, rce.py and grpo_rec.py share this code. The tests try a dozen types;
+`python -m pytest -m sweep tests/test_architectures.py` tries all. A row is about text: no image or sound was put in.
 
 - shared: rows of a prompt share its keys while decoding, its pass while scoring; rows: each has its own
-- equal: sampler, scorer and plain pass agree to {tolerance} nats, the first step's ratios are 1 and its
-  gradient is that of the plain pass, with GRADIENT_CHECKPOINTING too where the model has it
-- refused: the trainer ends with the sentence shown
-- wrong: it sampled, scored or trained by other numbers, whether or not the first update then stopped it
-- traceback: it ended in no sentence
+- equal: sampler, scorer and plain pass agree to {tolerance} nats, the first step's ratios are 1, and its
+  gradient is that of the plain pass, also with GRADIENT_CHECKPOINTING if the model has it
+- refused: the trainer ends with the message shown
+- wrong: it sampled, scored or trained with other numbers, whether or not the first update then stopped it
+- traceback: it ended without a message
 - not built: there was no tiny model to try, for the reason shown
-"""
+
+## Every type
+"""  # noqa: E501
 
 
 def main():

@@ -3,7 +3,7 @@ of others, arguments of one type in another order, recipes, stand-ins for server
 
 PPO, GRPO, RCE = "ppo/ppo.py", "grpo/grpo.py", "rce/rce.py"
 RAG, REC, ICL = "ppo/ppo_rag.py", "grpo/grpo_rec.py", "rce/rce_icl.py"
-VLLM, TOOLS, PAGE = "examples/vllm_server.py", "examples/schema_tools.py", "docs/grpo.md"
+VLLM, TOOLS, PAGE = "examples/vllm_server.py", "examples/schema_tools.py", "docs/change-the-algorithm.md"
 TOP_P, LOSS, ASK = "examples/top_p.py", "examples/custom_loss.py", "examples/judge.py"
 TEST = "tests/test_audit.py::test_"
 GRPO_ROWS = TEST + "grpos_mini_batches_have_the_gradients_of_their_own_rows"

@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     (GRPO, "    groups = groups - groups[:, :1]\n", "    groups = groups * 1\n", RECIPES),
     (
-        "docs/grpo.md",
+        "docs/change-the-algorithm.md",
         "batch.advantages = total / (",
         "batch.advantages = (total - total.mean()) / (",
         RECIPES,
@@ -238,7 +238,7 @@ MUTANTS = [
         "tests/test_turns.py::test_an_environment_that_returns_no_text_is_told",
     ),
     (
-        "docs/grpo.md",
+        "docs/change-the-algorithm.md",
         "            if name not in weights:\n",
         "            if False:\n",
         TEST + "gdpo_names_a_part_that_has_no_weight",

@@ -159,10 +159,10 @@ MUTANTS = [
         TURNS + "calls_are_run_and_what_is_wrong_with_them_is_their_answer",
     ),
     (
-        COOKBOOK,
-        "| the smallest step, `ppo/ppo.py` (an",
-        "| the smallest step (an",
-        RUN + "the_guides_scenarios_name_their_trainer",
+        "docs/troubleshooting.md",
+        "| the smallest step in memory, `ppo/ppo.py` (",
+        "| the smallest step in memory (",
+        "tests/test_run.py::test_the_presets_name_their_trainer",
     ),
     # the frame
     ("data/make_banking77.py", "    if not SOURCE or missing:", "    if not SOURCE:", SOURCE),

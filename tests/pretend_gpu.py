@@ -19,7 +19,7 @@ counted in LOG, each with the line of this repository that did it:
     host       a language model, or other PreTrainedModel, that runs on the CPU
     unit       token: a forward pass of one token a row; backward: a backward pass; step: an optimizer's
 
-Numbers are the CPU's to the bit. One device, no streams, no memory limit, no times, no NCCL: docs/gpu.md.
+Numbers are the CPU's to the bit. One device, no streams, no memory limit, no times, no NCCL: docs/lab/gpu.md.
 """
 
 import collections

@@ -482,7 +482,7 @@ def test_gdpo_is_the_papers_in_float64(seed, grpo, tmp_path):
     """2601.05242: each reward is standardised in its group, the weighted sum over the batch."""
     size, rewards = 4, {"right": 2.0, "short": 0.5, "even": 1.0}
     space = {"grpo": grpo(GROUP_SIZE=size)}
-    exec(recipe("grpo.md", "gdpo").replace("import grpo\n", ""), space)
+    exec(recipe("change-the-algorithm.md", "gdpo").replace("import grpo\n", ""), space)
     generator = torch.Generator().manual_seed(seed)
     values = {
         "right": (torch.rand(24, generator=generator) < 0.5).double(),

@@ -1,4 +1,4 @@
-"""The recipes of docs/ppo.md and docs/grpo.md: each is applied to a copy of its trainer and compared with
+"""The recipes of docs/change-the-algorithm.md: each is applied to a copy of its trainer and compared with
 numbers worked out by hand, so that none goes stale. test_examples.py tests those of examples/."""
 
 import math
@@ -11,11 +11,12 @@ from bench import learning_curves
 from bench.learning_curves import recipe
 from conftest import ROOT, Program, assert_same_state, load_script, small, untimed
 
+PAGE = "change-the-algorithm.md"
+
 
 def patched(path, name, **constants):
     """A trainer's module with a recipe's lines."""
-    page = path.split("/")[1].replace(".py", ".md")
-    text = learning_curves.patched((ROOT / path).read_text(), recipe(page, name))
+    text = learning_curves.patched((ROOT / path).read_text(), recipe(PAGE, name))
     module = types.ModuleType("patched")
     module.__file__ = str(ROOT / path)
     exec(compile(text, path, "exec"), vars(module))
@@ -92,7 +93,7 @@ def subclass(name, tmp_path, **constants):
     """A recipe's class over grpo/grpo.py with small constants, made."""
     constants = small("grpo/grpo.py", OUTPUT_DIR=str(tmp_path / "run"), **constants)
     space = {"grpo": load_script("grpo/grpo.py", **constants)}
-    exec(recipe("grpo.md", name).replace("import grpo\n", ""), space)
+    exec(recipe(PAGE, name).replace("import grpo\n", ""), space)
     return next(value for key, value in space.items() if key.endswith("Trainer"))("no")
 
 
@@ -167,7 +168,7 @@ def with_state(name, out, **constants):
     if name == "solved prompts":
         return patched("grpo/grpo.py", name, **constants).GRPOTrainer()
     space = {"grpo": load_script("grpo/grpo.py", **constants)}
-    exec(recipe("grpo.md", name).replace("import grpo\n", ""), space)
+    exec(recipe(PAGE, name).replace("import grpo\n", ""), space)
     return space["AdaptiveEntropyTrainer"]()
 
 

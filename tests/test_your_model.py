@@ -1,4 +1,4 @@
-"""The commands of docs/your-model.md, with a tiny random Qwen2 with a chat template, on local problems."""
+"""The commands of docs/your-model.md and your-data.md, with a tiny random Qwen2 on local problems."""
 
 import json
 import re
@@ -10,8 +10,12 @@ import torch
 from conftest import ROOT, TINY
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-PAGE = (ROOT / "docs/your-model.md").read_text()
-COMMANDS = re.findall(r"^python (?:grpo|ppo)/.*?(?=\n```)", PAGE, re.M | re.S)
+PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("your-model", "your-data")]
+COMMANDS = re.findall(
+    r"^python (?:grpo|ppo)/[^\n]*Qwen.*?(?=\n```)|^python grpo/\S+ STAGE=.*?(?=\n```)",
+    "\n".join(PAGES),
+    re.M | re.S,
+)
 CHAT_TEMPLATE = (  # Qwen2.5's form, in words that the tiny tokenizer has
     "{% for m in messages %}{{ '(' + m['role'] + ')' }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ '(assistant)' }}\n{% endif %}"
@@ -57,7 +61,7 @@ def gsm8k(monkeypatch, tmp_path):
         (tmp_path / file).write_text("question,answer\n" + lines)
 
 
-def test_the_page_has_the_commands_that_are_run_here():
+def test_the_pages_have_the_commands_that_are_run_here():
     assert len(COMMANDS) == 4
 
 
