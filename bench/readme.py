@@ -80,7 +80,7 @@ def rec_figures(folder):
     tested = json.loads((folder / "eval_test.json").read_text())
     figures = {}
     for name, each in tested.items():
-        if "intervals" in each:
+        if isinstance(each, dict) and "intervals" in each:
             figures[f"{name}.reward"] = (each["reward"], "")
             figures[f"{name}.value"] = (each["reward/value"] / tested["possible"]["value"], "%")
             figures[f"{name}.hr"] = (each["hr@10"], "%")

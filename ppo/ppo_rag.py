@@ -27,7 +27,7 @@ Deliberate deviations:
 
 It writes into OUTPUT_DIR: eval_baseline_*.json, logs/ (metrics.jsonl, samples.jsonl, training_*.log), step_N/
 checkpoints, best/policy/, eval_test.json, and the plots rag_learning.png, rag_actions.png,
-training_metrics_detailed.png and ppo_rag_metrics_with_entropy.png. docs/ppo_rag.md defines every metric and
+training_metrics_detailed.png and ppo_rag_metrics_with_entropy.png. docs/reference-rag.md defines metrics and
 observation.
 
 To change         see

@@ -3824,7 +3824,9 @@ def read_candidates(path, rows, vocabulary):
         where = f"{path} row {number}"
         lacking = {"prompt_id", "prompt", "token_ids", "hard", "eval_failed"} - record.keys()
         if lacking:
-            raise UserError(f"{where}: there is no column {lacking.pop()!r}; docs/rce.md lists them")
+            raise UserError(
+                f"{where}: there is no column {lacking.pop()!r}; docs/reference-rce.md lists them"
+            )
         key, ids, hard = record["prompt_id"], record["token_ids"], record["hard"]
         if key not in rows or as_text(rows[key]["prompt"]) != record["prompt"]:
             raise UserError(f"{where}: prompt_id {key!r} with this prompt is not in TRAIN_DATASETS")

@@ -25,7 +25,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
-- mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/rce_icl.md.
+- mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/reference-icl.md.
 
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or override: KEY=VALUE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
@@ -33,7 +33,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
-GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/rce_icl.md defines every metric.
+GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/reference-icl.md defines every metric.
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
@@ -3134,7 +3134,9 @@ def read_candidates(path, splits, demos, reader):
             parsed[key] = pool, lists, *counts
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
+            raise UserError(
+                f"{path}, query {key}: cannot be read ({fault}); see docs/reference-icl.md"
+            ) from None
         if key not in known or told not in (None, known[key]["text"]):
             raise UserError(f"{path}, query {key}: there is no such query in the data")
     all_numbers = sorted(
