@@ -31,7 +31,7 @@ which is what is shown to a user (docs/grpo_rec.md has both).
 
 Writes into OUTPUT_DIR: training_config.json, logs/ (training_*.log, metrics.jsonl, samples.jsonl), step_N/
 checkpoints, sft/policy/ (the best of SFT), best/policy/, eval_test.json, rec_learning.png,
-training_metrics_detailed.png and grpo_rec_metrics_with_entropy.png. docs/reference-rec.md defines every metric.
+training_metrics_detailed.png and grpo_rec_metrics_with_entropy.png. docs/reference-rec.md defines metrics.
 
 To change      see
 the loss       policy_loss, token_losses; sft_update     the data       TRAIN_FILE ...; read_rows

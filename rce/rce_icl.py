@@ -33,7 +33,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
-GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/reference-icl.md defines every metric.
+GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/reference-icl.md defines metrics.
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
