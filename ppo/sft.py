@@ -157,7 +157,7 @@ OUTPUT_DIR = f"{ROOT}/checkpoints/sft"
 SEED = 1
 USE_WANDB = False
 WANDB_PROJECT = "hackable-rlhf"
-# Panels of sft_metrics_with_entropy.png: (label, metrics); training_metrics_detailed.png shows every metric
+# Panels of sft_metrics_with_entropy.png: (label, metrics); training_metrics_detailed.png has all that change
 PLOT_PANELS = [
     ("loss (nats per token)", ["loss"]),
     ("token_accuracy", ["token_accuracy"]),
@@ -1667,9 +1667,15 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def changes(records, key):
+    """Returns whether a metric has two different values in the records, or one value alone."""
+    values = [record[key] for record in records if record.get(key) is not None]
+    return len(values) == 1 or len(set(values)) > 1
+
+
 def plot_metric(axis, records, phase, key, color, label):
-    """Plots a metric by step. Training: faint, with its rolling mean. Evaluation: points, and a dashed line
-    at the first one."""
+    """Plots a metric by step. Training: each step faint, and the rolling mean. Evaluation: points, and a
+    dashed line at the first one. line_styles() returns a legend's lines for them."""
     points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
     axis.xaxis.get_major_locator().set_params(integer=True)
     if not points:
@@ -1679,32 +1685,51 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        steps = f"mean of {window} steps" if window > 1 else "each step"
-        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
+        axis.plot(x, rolling, color=color, label=label)
     else:
-        axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.plot(x, y, "o-", color=color, markersize=4, linewidth=0.8, label=label)
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
 
 
-def draw_plot(records, path, title, panels):
-    """Draws a grid of panels, each (y label, metrics)."""
+def line_styles(axis, names):
+    """Returns empty lines whose labels say what plot_metric() draws. names: what each phase shows."""
+    train, held_out = names["train"], names["eval"]
+    return [
+        *axis.plot([], [], color="C0", alpha=0.25, label=f"{train}, each step"),
+        *axis.plot([], [], color="C0", label=f"{train}, mean over 1/12 of the steps"),
+        *axis.plot([], [], "o-", color="C1", markersize=4, linewidth=0.8, label=held_out),
+        *axis.plot([], [], "--", color="C1", linewidth=0.8, label=f"{held_out}, first evaluation"),
+    ]
+
+
+def draw_plot(records, path, title, panels, names):
+    """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
+    each phase shows, {"train": ..., "eval": ...}."""
+    records = [record for record in records if record["phase"] in names]
+    panels = [panel for panel in panels if any(changes(records, key) for key in panel[1])] or panels
     height = math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(16, 0.8 + 3.4 * height))
+    figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
-    figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
-    figure.suptitle(title, y=1 - 0.2 * inch)
+    figure.subplots_adjust(0.08, 0.5 * inch, 0.99, 1 - 1.0 * inch, wspace=0.36, hspace=0.36)
+    figure.suptitle(title, y=1 - 0.1 * inch)
     for number, (label, keys) in enumerate(panels, 1):
         if label in ("entropy", "kl", "approx_kl"):
             label += " (nats per token)"
+        if label == "response_length":
+            label += " (tokens)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            plot_metric(axis, records, "train", key, f"C{2 * i}", key)
-            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", key)
-        if axis.lines:
+            for color, phase in enumerate(names, 2 * i):
+                name = names[phase] if len(keys) == 1 else key
+                plot_metric(axis, records, phase, key, f"C{color}", name)
+        if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize=8)
-    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
+    lines = line_styles(axis, names)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - 0.3 * inch)}
+    figure.legend(handles=lines, ncols=2, fontsize=9, **place)
+    write_atomically(path, partial(figure.savefig, format="png", dpi=120))
 
 
 # ---------------------------------------------------------------- the run
@@ -1721,6 +1746,7 @@ class Run:
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
+        self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
         self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
@@ -1953,8 +1979,10 @@ class Run:
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
-        draw_plot(records, detailed, f"{self.title}: every metric", all_panels)
-        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+        title = f"{self.title}: every metric that changed"
+        draw_plot(records, detailed, title, all_panels, self.phase_names)
+        path = self.folder / f"{self.name}_metrics_with_entropy.png"
+        draw_plot(records, path, self.title, self.panels, self.phase_names)
 
     def final_message(self):
         if self.stop_signal:

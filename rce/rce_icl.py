@@ -25,7 +25,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
 - every list counts, none is picked before rewards are normalised, and they are so once, not twice;
 - RCE weighs raw rewards; the policy that mines is the policy that is trained, its state update included;
 - the policy weighs similarity and a classifier, by queries that the network is not trained on (stacking);
-- mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/rce_icl.md.
+- mined lists are recombined ("local"); best/ leaves the rule for a clear gain. More: docs/reference-icl.md.
 
     python rce/rce_icl.py GRPO_EPOCHS=2 ON_POLICY=True   # edit the constants below, or: KEY=VALUE, @FILE
     python rce/rce_icl.py STAGE=mine, then python tools/check_up.py checkpoints/rce_icl, then STAGE=train
@@ -33,7 +33,7 @@ Deviations from the source (Lever-Plus v3), whose documents report that GRPO hur
     python rce/rce_icl.py READER=Qwen/Qwen2.5-0.5B-Instruct EMBEDDING=sentence-transformers/all-MiniLM-L6-v2
 
 Writes into OUTPUT_DIR: embeddings_<digest>.npz, candidates.json, test_candidates_*.json, rce/policy/ (where
-GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/rce_icl.md defines every metric.
+GRPO follows), best/policy/, eval_test.json, logs/, step_N/, pictures. docs/reference-icl.md defines metrics.
 
 To change      see
 the losses     rce_loss, grpo_loss, update           the reader     READER; load_reader, VoteReader
@@ -1268,9 +1268,15 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def changes(records, key):
+    """Returns whether a metric has two different values in the records, or one value alone."""
+    values = [record[key] for record in records if record.get(key) is not None]
+    return len(values) == 1 or len(set(values)) > 1
+
+
 def plot_metric(axis, records, phase, key, color, label):
-    """Plots a metric by step. Training: faint, with its rolling mean. Evaluation: points, and a dashed line
-    at the first one."""
+    """Plots a metric by step. Training: each step faint, and the rolling mean. Evaluation: points, and a
+    dashed line at the first one. line_styles() returns a legend's lines for them."""
     points = [(r["step"], r[key]) for r in records if r["phase"] == phase and r.get(key) is not None]
     axis.xaxis.get_major_locator().set_params(integer=True)
     if not points:
@@ -1280,32 +1286,51 @@ def plot_metric(axis, records, phase, key, color, label):
         window = max(1, len(y) // 12)
         rolling = [y[max(0, i - window) : i].mean() for i in range(1, len(y) + 1)]
         axis.plot(x, y, color=color, alpha=0.25)
-        steps = f"mean of {window} steps" if window > 1 else "each step"
-        axis.plot(x, rolling, color=color, label=f"{label}, {steps}")
+        axis.plot(x, rolling, color=color, label=label)
     else:
-        axis.plot(x, y, "o-", color=color, markersize=5, linewidth=0.8, label=f"{label}, held out")
+        axis.plot(x, y, "o-", color=color, markersize=4, linewidth=0.8, label=label)
         axis.axhline(y[0], color=color, linestyle="--", linewidth=0.8)
 
 
-def draw_plot(records, path, title, panels):
-    """Draws a grid of panels, each (y label, metrics)."""
+def line_styles(axis, names):
+    """Returns empty lines whose labels say what plot_metric() draws. names: what each phase shows."""
+    train, held_out = names["train"], names["eval"]
+    return [
+        *axis.plot([], [], color="C0", alpha=0.25, label=f"{train}, each step"),
+        *axis.plot([], [], color="C0", label=f"{train}, mean over 1/12 of the steps"),
+        *axis.plot([], [], "o-", color="C1", markersize=4, linewidth=0.8, label=held_out),
+        *axis.plot([], [], "--", color="C1", linewidth=0.8, label=f"{held_out}, first evaluation"),
+    ]
+
+
+def draw_plot(records, path, title, panels, names):
+    """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
+    each phase shows, {"train": ..., "eval": ...}."""
+    records = [record for record in records if record["phase"] in names]
+    panels = [panel for panel in panels if any(changes(records, key) for key in panel[1])] or panels
     height = math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(16, 0.8 + 3.4 * height))
+    figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again
-    figure.subplots_adjust(0.055, 0.5 * inch, 0.99, 1 - 0.6 * inch, wspace=0.22, hspace=0.25)
-    figure.suptitle(title, y=1 - 0.2 * inch)
+    figure.subplots_adjust(0.08, 0.5 * inch, 0.99, 1 - 1.0 * inch, wspace=0.36, hspace=0.36)
+    figure.suptitle(title, y=1 - 0.1 * inch)
     for number, (label, keys) in enumerate(panels, 1):
         if label in ("entropy", "kl", "approx_kl"):
             label += " (nats per token)"
+        if label == "response_length":
+            label += " (tokens)"
         axis = figure.add_subplot(height, 3, number, xlabel="training step", ylabel=label)
         axis.grid(alpha=0.3)
         axis.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # short labels stay inside
         for i, key in enumerate(keys):
-            plot_metric(axis, records, "train", key, f"C{2 * i}", key)
-            plot_metric(axis, records, "eval", key, f"C{2 * i + 1}", key)
-        if axis.lines:
+            for color, phase in enumerate(names, 2 * i):
+                name = names[phase] if len(keys) == 1 else key
+                plot_metric(axis, records, phase, key, f"C{color}", name)
+        if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize=8)
-    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
+    lines = line_styles(axis, names)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - 0.3 * inch)}
+    figure.legend(handles=lines, ncols=2, fontsize=9, **place)
+    write_atomically(path, partial(figure.savefig, format="png", dpi=120))
 
 
 # ---------------------------------------------------------------- the run
@@ -1322,6 +1347,7 @@ class Run:
         self.name = name
         self.title = name  # of the plots
         self.panels = []  # of the algorithm's plot: (label, metrics)
+        self.phase_names = {"train": "training", "eval": "held out"}  # of the plots
         self.device = device
         # A new run moves these of an earlier one aside
         self.old_files = ["logs", "step_*", "best", "training_*", "eval_*", f"{name}_*.png"]
@@ -1554,8 +1580,10 @@ class Run:
         keys = dict.fromkeys(key for record in records for key in record if key not in ("phase", "step"))
         all_panels = [(key, [key]) for key in keys]
         detailed = self.folder / "training_metrics_detailed.png"
-        draw_plot(records, detailed, f"{self.title}: every metric", all_panels)
-        draw_plot(records, self.folder / f"{self.name}_metrics_with_entropy.png", self.title, self.panels)
+        title = f"{self.title}: every metric that changed"
+        draw_plot(records, detailed, title, all_panels, self.phase_names)
+        path = self.folder / f"{self.name}_metrics_with_entropy.png"
+        draw_plot(records, path, self.title, self.panels, self.phase_names)
 
     # differs: mining trains no policy
     def final_message(self):
@@ -3178,7 +3206,9 @@ def read_candidates(path, splits, demos, reader):
             parsed[key] = pool, lists, *counts
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise UserError(f"{path}, query {key}: cannot be read ({fault}); see docs/rce_icl.md") from None
+            raise UserError(
+                f"{path}, query {key}: cannot be read ({fault}); see docs/reference-icl.md"
+            ) from None
         if key not in known or told not in (None, known[key]["text"]):
             raise UserError(f"{path}, query {key}: there is no such query in the data")
     all_numbers = sorted(
@@ -3454,18 +3484,33 @@ def test_lines(figures):
 
 
 def draw_results(figures, path, title):
-    """Draws icl_results.png: test accuracy by shots of the policy and what it is compared with."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    """Draws icl_results.png: test accuracy of similarity, the best of the other rules, the policy and the
+    oracle as bars, for each number of shots; below them what the policy gains over the best rule."""
+    policy = figures["policy"]
+    bars, names = {}, []
+    for shots, each in figures["shots"].items():
+        accuracy = each["accuracy"]
+        rules = {name: value for name, value in accuracy.items() if not name.startswith(("oracle", "RCE"))}
+        rule = max(rules, key=rules.get)
+        for label, value in (("similarity", accuracy["similarity"]), ("best rule", rules[rule])):
+            bars.setdefault(label, []).append(value)
+        for method, value in accuracy.items():  # the policies, and the oracle if there is one
+            if method not in rules:
+                bars.setdefault(method, []).append(value)
+        gain = f"{policy} minus it: {accuracy[policy] - rules[rule]:+.1%}"
+        interval = "({:+.1%} to {:+.1%})".format(*each["intervals_of_gains"][rule])
+        names.append(f"shots: {shots}\nbest rule: {rule}\n{gain}\n{interval}")
+    figure = Figure(figsize=(9.5, 5), layout="constrained")
     axis = figure.subplots()
-    shots = list(map(int, figures["shots"]))
-    accuracies = column(figures["shots"].values(), "accuracy")
-    for method in accuracies[0]:
-        style = "o-" if method.startswith("RCE") else "o--"
-        axis.plot(shots, column(accuracies, method), style, label=method)
-    axis.set(xlabel="shots", ylabel="test accuracy", xticks=shots, ylim=(0, 1.02), title=title)
-    figure.legend(fontsize=8, loc="outside right upper")
-    axis.grid(alpha=0.3)
-    write_atomically(path, partial(figure.savefig, format="png", dpi=100))
+    for number, (label, heights) in enumerate(bars.items()):
+        places = np.arange(len(names)) + 0.8 * (number - (len(bars) - 1) / 2) / len(bars)
+        drawn = axis.bar(places, heights, 0.75 / len(bars), label=label)
+        axis.bar_label(drawn, [f"{height:.1%}" for height in heights], fontsize=8)
+    axis.set(ylabel="test accuracy", ylim=(0, 1.05), title=title)
+    axis.set_xticks(range(len(names)), names)
+    axis.grid(alpha=0.3, axis="y")
+    figure.legend(loc="outside lower center", ncols=4)
+    write_atomically(path, partial(figure.savefig, format="png", dpi=120))
 
 
 def train_main():

@@ -58,6 +58,12 @@ MUTANTS = [
     # plot.py
     (
         PLOT,
+        "return len(values) == 1 or len(set(values)) > 1",
+        "return True",
+        IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes",
+    ),
+    (
+        PLOT,
         "with suppress(ValueError):  # a line half-written",
         "with suppress(OSError):",
         IN + "every_metric_of_a_run_is_drawn_as_far_as_it_goes",
@@ -71,8 +77,8 @@ MUTANTS = [
     ),
     (
         PLOT,
-        "shared = [key for key in first if all(key in metrics for metrics in others)]",
-        "shared = list(first)",
+        "everywhere = all(key in metrics for metrics in others)",
+        "everywhere = True",
         IN + "several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour",
     ),
     (

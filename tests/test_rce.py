@@ -373,7 +373,7 @@ def test_a_form_without_a_mark_gives_the_answers_own_probability(rce, toy):
 def test_candidates_have_the_columns_that_are_promised(mined):
     table = pq.read_table(mined)
     records = table.to_pylist()
-    promised = (ROOT / "docs/rce.md").read_text().split("## Candidates")[1].split("## ")[0]
+    promised = (ROOT / "docs/reference-rce.md").read_text().split("## Candidates")[1].split("## ")[0]
     columns = re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`.*?) \|", promised, re.MULTILINE)))
     assert {*columns, "reward/exact_answer", "reward/rouge_l"} == set(table.column_names)
     groups = {}

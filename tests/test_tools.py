@@ -171,9 +171,11 @@ def a_run(folder, *, steps=24, seed=0, **more):
     records = []
     for step in range(steps + 1):
         if step:
-            records.append({"phase": "train", "step": step, "reward": step + seed, "entropy": 0.5, **more})
+            records.append(
+                {"phase": "train", "step": step, "reward": step + seed, "entropy": 1 / step, **more}
+            )
         if step % 12 == 0:
-            records.append({"phase": "eval", "step": step, "reward": -step - seed, "accuracy": 0.5})
+            records.append({"phase": "eval", "step": step, "reward": -step - seed, "accuracy": step / 100})
     return write(folder, *records, name="metrics.jsonl", end='{"phase": "train", "step": 99, "rew')
 
 
@@ -191,6 +193,9 @@ def plot(monkeypatch, capsys, drawing):
         return figure, path
 
     return run
+
+
+STYLES = ["training, each step", "training, mean of 2 steps", "held out"]
 
 
 def panels(figure):
@@ -211,30 +216,30 @@ def legend(figure):
 
 def test_every_metric_of_a_run_is_drawn_as_far_as_it_goes(plot, tmp_path):
     nan = float("nan")
-    run = a_run(tmp_path / "one", broken=None, **{"seconds/update": 2.0, "kl": nan, "name": "x"})
+    run = a_run(tmp_path / "one", broken=None, clip_fraction=0.0, **{"kl": nan, "name": "x"})
     write(run, {"phase": "mine", "step": 0, "mined": 1.0}, name="mined.jsonl")
     with open(run / "logs/metrics.jsonl", "a") as file:
         file.write("\n" + (run / "logs/mined.jsonl").read_text())
     figure, path = plot(run)
-    assert path == "metrics.png" and figure.get_figwidth() == 16
+    assert path == "metrics.png"
     drawn = panels(figure)
-    assert list(drawn) == ["reward", "accuracy", "entropy (nats a token)", "seconds/update (s)"]
+    assert list(drawn) == ["reward", "accuracy", "entropy (nats per token)"]  # clip_fraction is always 0
     faint, rolling, held_out, start = drawn["reward"]
     assert faint[1] == [[step, step] for step in range(1, 25)]
     assert rolling[1] == [[1, 1], *([step, step - 0.5] for step in range(2, 25))]  # mean of 24 // 12
     assert held_out[1] == [[0, 0], [12, -12], [24, -24]]
     assert start[1] == [[0, 0], [1, 0]]  # over the whole width
-    assert len(drawn["accuracy"]) == len(drawn["seconds/update (s)"]) == 2
-    assert list(legend(figure)) == ["one", "training, mean of 2", "held out"]
+    assert len(drawn["accuracy"]) == len(drawn["entropy (nats per token)"]) == 2
+    assert list(legend(figure)) == ["one", *STYLES, "held out, first evaluation"]
 
 
 def test_several_runs_are_drawn_where_they_share_a_metric_each_in_its_colour(plot, tmp_path):
     one, two = a_run(tmp_path / "one", extra=1), a_run(tmp_path / "two", steps=36, seed=5, other=1)
     figure, _ = plot(one, two)
     drawn = panels(figure)
-    assert list(drawn) == ["reward", "accuracy", "entropy (nats a token)"]
+    assert list(drawn) == ["reward", "accuracy", "entropy (nats per token)"]
     named = legend(figure)
-    assert list(named) == ["one", "two", "training, mean of 3", "held out"]
+    assert list(named)[:4] == ["one", "two", "training, each step", "training, mean of 3 steps"]
     for name, first in (("one", 1), ("two", 6)):
         faint, rolling, _held_out, _start = [line for c, line in drawn["reward"] if c == named[name]]
         assert faint[0] == [1, first] and rolling[3] == [4, first + 2]
@@ -264,7 +269,7 @@ def test_metrics_are_chosen_and_a_run_without_one_is_left_out_of_its_panel(plot,
             ["run", "--metrics", "reward,kl"],
             "--metrics kl: no run has it; they have accuracy, entropy, reward",
         ),
-        (["run", "apart"], "these runs share no metric: name some by --metrics"),
+        (["run", "apart"], "these runs share no metric that changes: name some by --metrics"),
         (["run", "--out", "x.word"], "--out x.word: Format 'word' is not supported"),
         (["run", "--out", "none/x.png"], "--out none/x.png: "),
     ],

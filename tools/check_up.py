@@ -169,7 +169,7 @@ def check_up(groups, proposed, constants):
             sources[name if temperature is None else f"{name} at {temperature:g}"].append(c["hard"])
     figures |= {f"positive rate, {name}": mean(values) for name, values in sorted(sources.items())}
     for name, percent in (("min", 0), ("p25", 25), ("median", 50), ("p75", 75), ("max", 100)):
-        figures[f"positives a prompt, {name}"] = float(np.percentile(right or [np.nan], percent))
+        figures[f"positives per prompt, {name}"] = float(np.percentile(right or [np.nan], percent))
     figures["prompts without a positive"] = mean([n == 0 for n in right])
     figures["prompts with flat reward"] = mean([max(r) - min(r) < 1e-6 for r in shaped])
     marks = [("gt_prob", "hard"), ("soft", "hard"), ("gt_prob", "soft")]

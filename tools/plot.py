@@ -4,7 +4,8 @@
     python tools/plot.py checkpoints/seed_1 checkpoints/seed_2 # all that they share, each run in a colour
     python tools/plot.py checkpoints/seed_* --metrics reward,accuracy_sampled --out seeds.png
 
-Training is faint with a rolling mean on top, evaluation is points from a dashed start. The ending of --out
+Without --metrics it leaves out a metric that never changes. A faint line is each training step, the line on
+top its rolling mean; points are evaluations, and a dashed line marks the first one. The ending of --out
 chooses the kind of file: png, pdf, svg.
 """
 
@@ -47,16 +48,22 @@ def read_metrics(run):
 
 def with_unit(key):
     """A metric's name with its unit."""
-    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats a token")}
+    units = {"response_length": "tokens", **dict.fromkeys(("entropy", "kl", "approx_kl"), "nats per token")}
     unit = "s" if key.startswith("seconds/") else units.get(key)
     return f"{key} ({unit})" if unit else key
+
+
+def changes(phases):
+    """Returns whether a metric has two different values, or one value alone."""
+    values = [value for points in phases.values() for _, value in points]
+    return len(values) == 1 or len(set(values)) > 1
 
 
 def draw(runs, keys, path):
     """Write a grid of panels, one for each of the metrics `keys`, of {name: read_metrics()}."""
     width = min(3, len(keys))
     height = math.ceil(len(keys) / 3)
-    figure = Figure(figsize=(16, 0.6 + 3.4 * height), layout="constrained")
+    figure = Figure(figsize=(9.5, 1 + 2.2 * height), layout="constrained")
     figure.get_layout_engine().set(wspace=0.03)
     longest = max(len(phases["train"]) for metrics in runs.values() for phases in metrics.values())
     window = max(1, longest // 12)
@@ -75,35 +82,42 @@ def draw(runs, keys, path):
                 axis.plot(steps, values, color=colour, alpha=0.25, zorder=1)
                 axis.plot(steps, [sum(part) / len(part) for part in parts], color=colour)
             if phases["eval"]:
-                axis.plot(*zip(*phases["eval"]), "o-", color=colour, markersize=5, linewidth=0.8)
+                axis.plot(*zip(*phases["eval"]), "o-", color=colour, markersize=4, linewidth=0.8)
                 axis.axhline(phases["eval"][0][1], color=colour, linestyle="--", linewidth=0.8)
     legend = [Line2D([], [], color=colour, linewidth=4, label=name) for name, colour in zip(runs, colours)]
-    legend.append(Line2D([], [], color="grey", label=f"training, mean of {window}"))
-    legend.append(Line2D([], [], color="grey", marker="o", markersize=5, linewidth=0.8, label="held out"))
-    columns = max(1, 160 // max(20, 8 + max(map(len, runs))))  # as many as 16 inches hold
-    figure.legend(handles=legend, loc="outside upper center", ncols=min(columns, len(legend)))
-    figure.savefig(path, dpi=100)
+    held_out = {"color": "grey", "linewidth": 0.8}
+    legend.append(Line2D([], [], color="grey", alpha=0.4, label="training, each step"))
+    legend.append(Line2D([], [], color="grey", label=f"training, mean of {window} steps"))
+    legend.append(Line2D([], [], marker="o", markersize=4, label="held out", **held_out))
+    legend.append(Line2D([], [], linestyle="--", label="held out, first evaluation", **held_out))
+    columns = max(1, 100 // max(20, 8 + max(map(len, runs))))  # as many as the width holds
+    figure.legend(handles=legend, loc="outside upper center", ncols=min(columns, len(legend)), fontsize=9)
+    figure.savefig(path, dpi=120)
 
 
 def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's OUTPUT_DIR")
-    parser.add_argument("--metrics", metavar="A,B", help="these alone, in this order")
+    parser.add_argument("--metrics", metavar="A,B", help="only these metrics, in this order")
     parser.add_argument("--out", metavar="FILE", default="metrics.png")
     words = parser.parse_args()
     names = [Path(run).resolve().name for run in words.runs]
     names = names if len(set(names)) == len(names) else words.runs
     runs = {name: read_metrics(run) for name, run in zip(names, words.runs)}
     first, *others = runs.values()
-    shared = [key for key in first if all(key in metrics for metrics in others)]
+    shared = []
+    for key in first:
+        everywhere = all(key in metrics for metrics in others)
+        if everywhere and any(changes(metrics[key]) for metrics in runs.values()):
+            shared.append(key)
     keys = words.metrics.split(",") if words.metrics else shared
     there = {key for metrics in runs.values() for key in metrics}
     for key in keys:
         if key not in there:
             stop(f"--metrics {key}: no run has it; they have {', '.join(sorted(there))}")
     if not keys:
-        stop("these runs share no metric: name some by --metrics")
+        stop("these runs share no metric that changes: name some by --metrics")
     try:
         draw(runs, keys, words.out)
     except (ValueError, OSError) as error:  # an ending unknown to matplotlib, a folder that is not there
