@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "rce"))
-import rce_icl  # noqa: E402
+import rce_icl
 
 WORLD = Path(os.environ.get("VQA_WORLD", ROOT / "checkpoints/shapes"))  # where data/make_shapes.py writes
 
