@@ -388,11 +388,13 @@ def test_wandb_offline_writes_a_real_run_whose_table_has_the_samples(tmp_path):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """in_process(NAME, folder, *words): runs an example whose programs run in this process; returns their
-    names."""
+    """in_process(NAME, folder, *words): runs an example whose programs run in this process;
+    in_process.programs are their names."""
+
+    programs = []
 
     def run(name, folder, *words):
-        programs = []
+        programs.clear()
 
         def start(command):
             file = command[1]
@@ -408,20 +410,22 @@ def in_process(monkeypatch):
         module = load_script(f"examples/{name}.py")
         module.FOLDER = folder
         module.subprocess = types.SimpleNamespace(run=start)
-        few = words_of("rce/rce.py", "MINE_PROMPTS=8", "BEAMS=0", "GROUP_SIZE=4", "ROUNDS=1")
+        few = words_of(
+            "rce/rce.py", "MINE_PROMPTS=8", "BEAMS=0", "GROUP_SIZE=4", "ROUNDS=1", "EVAL_SAMPLES=1"
+        )
         constant = "RCE" if name == "grpo_after_rce" else "MINE"
         setattr(module, constant, [*getattr(module, constant), *few])
         monkeypatch.setattr(sys, "argv", [name, *words])
         module.main()
-        return programs
 
+    run.programs = programs
     return run
 
 
 def test_dpo_trains_on_the_best_and_worst_candidates_that_rce_mined(in_process, tmp_path):
     words = ["MAX_STEPS=1", "MAX_EVAL_PAIRS=2", "MAX_NEW_TOKENS=8"]
-    programs = in_process("dpo_from_candidates", tmp_path, *words)
-    assert programs == ["rce/rce.py", "tools/pairs.py", "rce/dpo.py"]
+    in_process("dpo_from_candidates", tmp_path, *words)
+    assert in_process.programs == ["rce/rce.py", "tools/pairs.py", "rce/dpo.py"]
     pairs = {pair["prompt"] for pair in read(tmp_path / "pairs.jsonl")}
     (step,) = steps_of(tmp_path / "dpo")
     sampled = {sample["prompt"] for sample in read(tmp_path / "dpo/logs/samples.jsonl")}
@@ -429,12 +433,12 @@ def test_dpo_trains_on_the_best_and_worst_candidates_that_rce_mined(in_process, 
     with pytest.raises(SystemExit) as end:
         in_process("dpo_from_candidates", tmp_path, "BETA=-1")
     assert end.value.code == 2  # that of the program that failed
-    assert (tmp_path / "rce/candidates_round_1.parquet").exists()
+    assert in_process.programs == ["tools/pairs.py", "rce/dpo.py"]  # nothing was mined again
 
 
 def test_grpo_goes_on_from_the_best_policy_of_rce(in_process, tmp_path):
-    words = words_of("grpo/grpo.py", "MAX_STEPS=1")
-    assert in_process("grpo_after_rce", tmp_path, *words) == ["rce/rce.py", "grpo/grpo.py"]
+    in_process("grpo_after_rce", tmp_path, *words_of("grpo/grpo.py", "MAX_STEPS=1", "EVAL_DATASETS=[]"))
+    assert in_process.programs == ["rce/rce.py", "grpo/grpo.py"]
     config = json.loads((tmp_path / "grpo/training_config.json").read_text())
     assert config["constants"]["ACTOR_MODEL"] == f"{tmp_path}/rce/best/policy"
     assert len(steps_of(tmp_path / "grpo")) == 1
