@@ -8,6 +8,9 @@ Change: difficulty(). A row has prompt, answer and columns, the whole record of 
 responses so far, see the recipe "solved prompts" in docs/: it drops prompts once they are solved, and keeps
 what it knows in self.state.
 
+Run (seed 1, 40 steps, 64 s of one core): 20% of sampled answers right before; 67% after 10 steps, 83% after
+20 and 92% after 40. grpo.py's random order: 72%, 84% and 95%. On these problems a curriculum gains nothing.
+
     python examples/curriculum.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 

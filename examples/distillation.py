@@ -9,6 +9,9 @@ logged; data without answers needs others than exact_answer. With a weight above
 in place of the reference; GROUP_SIZE is then 2 or more. KL_COEF only scales the loss, which hardly matters
 to Adam. Keep GROUP_EPOCHS=1 and MINI_BATCHES=1: the KL's gradient has no ratio.
 
+Run (mean of seeds 1, 2, 3, a teacher of 95%): 21% of sampled answers right before, 80% after 20 steps and
+90% after 40, which sample 1,280 responses. GRPO itself has 71% after 2,560 responses.
+
     python grpo/grpo.py                            # the default teacher: best/policy of this run, a minute
     python examples/distillation.py [KEY=VALUE ...]    # half a minute of one core; constants of grpo.py
 """

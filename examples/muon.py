@@ -4,10 +4,13 @@ Shows a second entry of self.optimizers. Every entry is clipped, stepped and sav
 update() sets the learning rate of "policy", and this class gives it to Muon, too. Muon moves a matrix by its
 orthogonalised momentum (kellerjordan.github.io/posts/muon, torch.optim.Muon). It is meant for the matrices of
 hidden layers, so embeddings, the head, biases and norms stay with AdamW. adjust_lr_fn="match_rms_adamw"
-gives its steps the size of AdamW's (2502.16982), so one LEARNING_RATE fits both.
+gives its steps the size of AdamW's (2502.16982), so that both take the same LEARNING_RATE.
 
 Change: which parameters go where, and the optimizers. For one optimizer with several groups of parameters
 edit make_optimizer() instead.
+
+Run (seed 1, 20 steps, 40 s of one core): 20% of sampled answers right before, 41% after. AdamW alone has 84%
+then: on the shipped model Muon learns more slowly at this rate. No other rate was tried.
 
     python examples/muon.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """

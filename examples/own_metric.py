@@ -12,6 +12,8 @@ Shows four small changes:
 
 Change: each by itself. Started again, a run that ended by its KL makes one more step and ends again.
 
+Run (seed 1, 42 s of one core): it ended at step 14 of 40, with 80% of sampled answers right.
+
     python examples/own_metric.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 

@@ -9,6 +9,9 @@ Change: the functions and their weights. A function may have further parameters:
 `response_ids` are the token ids, and a parameter named like a column of the data gets that column. For a
 function that waits for a server see judge.py; for a score that is no weighted sum, whole_score.py.
 
+Run (seed 1, 20 steps, 45 s of one core): 20% of sampled answers right before, 85% after; right_steps 0.81
+before, 0.97 after; as_many_lines, which is not trained, 0.27 before and 0.93 after.
+
     python examples/own_reward.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 

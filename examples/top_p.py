@@ -11,6 +11,9 @@ gains. With GROUP_EPOCHS > 1 a sampled token can leave the nucleus of the policy
 and it is not trained. bfloat16 can do this to a token at the edge of the nucleus by rounding alone: if the
 check of the first ratio ends the run, take DTYPE=float32.
 
+Run (seed 1, 20 steps, 39 s of one core): 20% of sampled answers right before, 93% after. grpo.py, which
+samples from the full distribution, has 84% then. Both are evaluated by what they sample from.
+
     python examples/top_p.py [KEY=VALUE ...]    # a minute of one core; constants of grpo.py
 """
 

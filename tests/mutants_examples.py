@@ -77,4 +77,5 @@ MUTANTS = [
     (E + "grpo_after_rce.py", 'run("grpo/grpo.py", actor, ', 'run("grpo/grpo.py", ', AFTER),
     (E + "own_variant.py", '("rewards", "data/tiny")', '("rewards",)', VARIANT),
     (E + "own_variant.py", "    if folder.exists():\n", "    if False:\n", VARIANT),
+    (E + "first_run.ipynb", 'grpo.RESUME = \\"yes\\"', 'grpo.RESUME = \\"no\\"', NOTEBOOK),
 ]

@@ -348,7 +348,8 @@ def test_a_metric_a_panel_a_schedule_and_an_end_by_kl(example, tmp_path):
     module.MAX_KL = -1.0
     trainer = module.MetricTrainer()
     assert ("headroom", ["headroom"]) in trainer.run.panels
-    trainer.train()
+    assert trainer.train()["headroom"] == 1 - trainer.run.evaluation["accuracy_sampled"]
+    assert {"headroom", "accuracy_greedy", "reward"} <= trainer.evaluate(["How many?"], ["#### 1"]).keys()
     first, step, last = read(tmp_path / "run/logs/metrics.jsonl")
     assert [record["step"] for record in (first, step, last)] == [0, 1, 1]
     assert last["headroom"] == 1 - last["accuracy_sampled"] and 0 < step["distinct_responses"] <= 1
@@ -388,11 +389,13 @@ def test_wandb_offline_writes_a_real_run_whose_table_has_the_samples(tmp_path):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """in_process(NAME, folder, *words): runs an example whose programs run in this process; returns their
-    names."""
+    """in_process(NAME, folder, *words): runs an example whose programs run in this process;
+    in_process.programs are their names."""
+
+    programs = []
 
     def run(name, folder, *words):
-        programs = []
+        programs.clear()
 
         def start(command):
             file = command[1]
@@ -408,20 +411,19 @@ def in_process(monkeypatch):
         module = load_script(f"examples/{name}.py")
         module.FOLDER = folder
         module.subprocess = types.SimpleNamespace(run=start)
-        few = words_of("rce/rce.py", "MINE_PROMPTS=8", "BEAMS=0", "GROUP_SIZE=4", "ROUNDS=1")
-        constant = "RCE" if name == "grpo_after_rce" else "MINE"
-        setattr(module, constant, [*getattr(module, constant), *few])
+        few = words_of("rce/rce.py", "MINE_PROMPTS=8", "BEAMS=0", "GROUP_SIZE=4", "MAX_TRAIN_PROMPTS=8")
+        module.MINE = [*module.MINE, *few]
         monkeypatch.setattr(sys, "argv", [name, *words])
         module.main()
-        return programs
 
+    run.programs = programs
     return run
 
 
 def test_dpo_trains_on_the_best_and_worst_candidates_that_rce_mined(in_process, tmp_path):
-    words = ["MAX_STEPS=1", "MAX_EVAL_PAIRS=2", "MAX_NEW_TOKENS=8"]
-    programs = in_process("dpo_from_candidates", tmp_path, *words)
-    assert programs == ["rce/rce.py", "tools/pairs.py", "rce/dpo.py"]
+    words = ["MAX_STEPS=1", "EVAL_DATASETS=[]"]
+    in_process("dpo_from_candidates", tmp_path, *words)
+    assert in_process.programs == ["rce/rce.py", "tools/pairs.py", "rce/dpo.py"]
     pairs = {pair["prompt"] for pair in read(tmp_path / "pairs.jsonl")}
     (step,) = steps_of(tmp_path / "dpo")
     sampled = {sample["prompt"] for sample in read(tmp_path / "dpo/logs/samples.jsonl")}
@@ -429,15 +431,28 @@ def test_dpo_trains_on_the_best_and_worst_candidates_that_rce_mined(in_process, 
     with pytest.raises(SystemExit) as end:
         in_process("dpo_from_candidates", tmp_path, "BETA=-1")
     assert end.value.code == 2  # that of the program that failed
-    assert (tmp_path / "rce/candidates_round_1.parquet").exists()
+    assert in_process.programs == ["tools/pairs.py", "rce/dpo.py"]  # nothing was mined again
 
 
-def test_grpo_goes_on_from_the_best_policy_of_rce(in_process, tmp_path):
-    words = words_of("grpo/grpo.py", "MAX_STEPS=1")
-    assert in_process("grpo_after_rce", tmp_path, *words) == ["rce/rce.py", "grpo/grpo.py"]
-    config = json.loads((tmp_path / "grpo/training_config.json").read_text())
-    assert config["constants"]["ACTOR_MODEL"] == f"{tmp_path}/rce/best/policy"
-    assert len(steps_of(tmp_path / "grpo")) == 1
+def test_grpo_goes_on_from_the_best_policy_of_rce(monkeypatch, tmp_path):
+    """The words of both programs; that a trainer takes another's best/policy is tested in test_grpo.py."""
+    module = load_script("examples/grpo_after_rce.py")
+    found = []
+
+    def start(command):
+        script = load_script(command[1].removeprefix(f"{ROOT}/"))
+        script.apply_overrides(command[2:])
+        found.append(script)
+        return types.SimpleNamespace(returncode=0)
+
+    module.FOLDER = tmp_path
+    module.subprocess = types.SimpleNamespace(run=start)
+    monkeypatch.setattr(sys, "argv", ["grpo_after_rce.py", "MAX_STEPS=7"])
+    module.main()
+    rce, grpo = found
+    assert hasattr(rce, "RCETrainer") and hasattr(grpo, "GRPOTrainer")
+    assert f"{rce.OUTPUT_DIR}/best/policy" == grpo.ACTOR_MODEL and rce.OUTPUT_DIR != grpo.OUTPUT_DIR
+    assert rce.STAGE == "all" and grpo.MAX_STEPS == 7 and rce.MAX_STEPS is None
 
 
 def test_a_variant_has_all_that_its_trainer_needs(tmp_path, capsys, monkeypatch):
@@ -479,7 +494,7 @@ def test_the_notebooks_cells_run_in_order_and_its_outputs_are_of_a_run(tmp_path,
     assert "step 20, held out" in shown and "step 30, held out" in shown and "image/png" in shown
     assert "Traceback" not in shown and "/work/" not in shown and "stderr" not in shown
 
-    script = load_script("grpo/grpo.py", **small("grpo/grpo.py"))
+    script = load_script("grpo/grpo.py", **small("grpo/grpo.py", MAX_EVAL_PROMPTS=1, MAX_TRAIN_PROMPTS=8))
     monkeypatch.setitem(sys.modules, "grpo", script)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
@@ -496,7 +511,8 @@ def test_the_notebooks_cells_run_in_order_and_its_outputs_are_of_a_run(tmp_path,
         text = text.replace(long, short)
     space = {}
     exec(text, space)
-    assert [record["step"] for record in steps_of(tmp_path / "checkpoints/first_run")] == [1, 2]
+    records = read(tmp_path / "checkpoints/first_run/logs/metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 1, 2, 2]  # the evaluation of step 1 is kept
     (step,) = steps_of(tmp_path / "checkpoints/first_run_short")
     assert step["reward"] == step["reward/short"] < 0
     assert space["tokenizer"].decode(space["ids"][0]).startswith(space["row"]["prompt"])

@@ -1186,6 +1186,7 @@ def test_the_presets_name_their_trainer(grpo):
     for name, words in rows:
         script = grpo()
         script.apply_overrides(words.split())
+        script.MAX_TRAIN_PROMPTS, script.MAX_EVAL_PROMPTS = 4, 2
         if "`ppo/ppo.py`" in name:
             with pytest.raises(script.UserError, match="GROUP_SIZE = 1"):
                 script.GRPOTrainer()
@@ -1203,34 +1204,20 @@ def test_the_presets_run(name, tmp_path, started, monkeypatch):
     # the page gives this very list
     assert " ".join(f"{key}={value}" for key, value in chosen.items()) in documentation()
     out = tmp_path / "run"
-    fewer = {"MAX_NEW_TOKENS": 24, "MAX_STEPS": 2, "MAX_TRAIN_PROMPTS": 48, "MAX_EVAL_PROMPTS": 4}
+    fewer = {"MAX_NEW_TOKENS": 24, "MAX_STEPS": 3, "MAX_TRAIN_PROMPTS": 48, "MAX_EVAL_PROMPTS": 4}
     constants = {"OUTPUT_DIR": out, **fewer, **chosen}
     done = started("ppo/ppo.py", *(f"{key}={value}" for key, value in constants.items()), shrink=False)
     assert done.returncode == 0, done.stderr
     train = [record for record in read(out / "logs/metrics.jsonl") if record["phase"] == "train"]
     prompts = min(48, chosen.get("MAX_TRAIN_PROMPTS", 48))
     per_step = chosen["BATCH_SIZE"] * chosen.get("GRADIENT_ACCUMULATION_STEPS", 2)
-    assert len(train) == min(2, math.ceil(prompts / per_step))
+    assert len(train) == min(3, math.ceil(prompts / per_step))
     assert f"In each step: {per_step} prompts x {chosen.get('GROUP_SIZE', 4)} responses" in done.stdout
     assert bool(list(out.glob("wandb/offline-run-*"))) == chosen.get("USE_WANDB", False)
     rates = [record["learning_rate"] for record in train]
     assert (rates[-1] < rates[0]) == (chosen.get("LR_SCHEDULER_TYPE") == "cosine")
     # not due earlier: saved at the end
     assert [path.name for path in out.glob("step_*")] == [f"step_{len(train)}"]
-
-
-def test_a_custom_metric_by_overriding_evaluate(ppo, tmp_path):
-    script = ppo(MAX_STEPS=1)
-
-    class Mine(script.PPOTrainer):
-        def evaluate(self, prompts=None, answers=None):
-            return {**super().evaluate(prompts, answers), "mine": 7.0}
-
-    trainer = Mine()
-    assert trainer.train()["mine"] == 7.0
-    assert read(tmp_path / "run/logs/metrics.jsonl")[0]["mine"] == 7.0
-    metrics = trainer.evaluate(["Tom has 1 apples. How many apples are there now?"], ["#### 1"])
-    assert {"accuracy_greedy", "accuracy_sampled", "reward"} <= metrics.keys()
 
 
 @pytest.mark.parametrize("path", SOME, ids=["ppo", "grpo", "rce"])

@@ -104,7 +104,9 @@ def test_tokens_that_the_server_found_less_likely_weigh_more_up_to_the_cap(serve
     """Of a server whose log-probabilities are off by a constant: min(exp(-shift), 2), and KL by hand."""
     gradients = []
     for shift in (math.log(1.5), -math.log(3.0)):
-        module, _, _ = served(shift, MAX_STEPS=1, MAX_GRAD_NORM=1e9, REWARD_FUNCTIONS=[(length, 1.0)])
+        module, _, _ = served(
+            shift, MAX_STEPS=1, MAX_GRAD_NORM=1e9, REWARD_FUNCTIONS=[(length, 1.0)], EVAL_DATASETS=[]
+        )
         (step,) = steps_of(module)
         gradients.append(step["grad_norm"])
         assert step["sampler_kl"] == pytest.approx(math.exp(-shift) - 1 + shift, abs=NATS)
