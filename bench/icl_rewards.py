@@ -85,6 +85,8 @@ def main(words):
                         settings = {**constants, "WEIGHT_REWARDS": weights, "STAGE": "train"}
                         trainer = trainer_of(options, seed, folder, **settings)
                         trainer.train()
+                    if trainer.run.stop_signal:  # by Ctrl-C or a time limit: half a run is no figure
+                        sys.exit("stopped; what is in results.jsonl is not run again")
                     line = {"reward": name, "weights": weights, "seed": seed, **trainer.found}
                     found[name, weights, seed] = line
                     with open(results, "a") as file:

@@ -65,7 +65,11 @@ def figures_of(seed, cell, out, words):
         if cell is None:
             return load(words, **constants).evaluate()
         names = ("CANDIDATES", "TEMPERATURE", "GROUP_SIZE")
-        return load(words, **constants, **dict(zip(names, cell))).train()
+        trainer = load(words, **constants, **dict(zip(names, cell)))
+        figures = trainer.train()
+        if trainer.run.stop_signal:  # by Ctrl-C or a time limit: half a run is no figure
+            sys.exit("stopped; what is in results.jsonl is not run again")
+        return figures
 
 
 def main(words):

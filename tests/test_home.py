@@ -105,19 +105,19 @@ def test_words_that_the_tokenizer_does_not_know_are_counted(each, tmp_path, caps
 @pytest.mark.parametrize("file", ["ppo/ppo.py", "grpo/grpo.py"])
 def test_ten_steps_of_equal_rewards_in_a_row_are_warned_of_once(ppo, grpo, file, capsys):
     make, name = {"ppo/ppo.py": (ppo, "PPOTrainer"), "grpo/grpo.py": (grpo, "GRPOTrainer")}[file]
-    words = {"MAX_STEPS": 12, "NUM_EPOCHS": 9, "MAX_NEW_TOKENS": 4, "MAX_EVAL_PROMPTS": 0, "BATCH_SIZE": 2}
+    words = {"MAX_STEPS": 13, "NUM_EPOCHS": 9, "MAX_NEW_TOKENS": 4, "MAX_EVAL_PROMPTS": 0, "BATCH_SIZE": 2}
     module = make(**words)
 
     class Mine(getattr(module, name)):
         def compute_rewards(self, prompts, responses, answers, **columns):
-            return [float(self.run.step == 11 and i == 0) for i in range(len(responses))]
+            return [float(self.run.step == 12 and i == 0) for i in range(len(responses))]
 
     trainer = Mine()
     trainer.train()
     said = capsys.readouterr().out
     assert said.count("WARNING: in the last 10 steps all responses") == 1 and "logs/samples.jsonl" in said
-    assert said.index("WARNING: in the last 10 steps") > said.index("step 10/12")
-    assert trainer.steps_without_signal == 1, "step 11 had another reward, step 12 none"
+    assert said.index("WARNING: in the last 10 steps") > said.index("step 10/13")
+    assert trainer.steps_without_signal == 1, "step 12 had another reward, step 13 none"
 
 
 def test_distillation_has_no_reward_to_be_warned_of(grpo, capsys):

@@ -2377,11 +2377,14 @@ def test_another_file_is_scored_whatever_the_run_was_tested_on(icl, trained, tmp
 
 
 def test_own_data_with_the_shipped_test_are_told_so(icl, capsys):
-    own, note = (
-        icl().TEST_DATASET,
-        "NOTE: TRAIN_DATASET is your own data, but TEST_DATASET is still the shipped: set it",
-    )
-    shipped = {**own, "path": f"{ROOT}/data/banking77/test.csv"}
+    own = icl().TEST_DATASET
+    shipped = {
+        "path": f"{ROOT}/data/tiny/test.jsonl",
+        "type": "jsonl",
+        "input": "problem",
+        "output": "solution",
+    }
+    note = "NOTE: TRAIN_DATASET is your own data, but TEST_DATASET is still the shipped: set it"
     for test, train, is_told in ((shipped, own, True), (own, own, False), (shipped, shipped, False)):
         icl(TEST_DATASET=test, TRAIN_DATASET=train, TEST_QUERIES=3).load_splits(print)
         assert (note in capsys.readouterr().out) == is_told
