@@ -1268,10 +1268,16 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def changes(records, key):
-    """Returns whether a metric has two different values in the records, or one value alone."""
-    values = [record[key] for record in records if record.get(key) is not None]
-    return len(values) == 1 or len(set(values)) > 1
+def changes(records, keys, phases):
+    """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
+    for key in keys:
+        values = []
+        for record in records:
+            if record["phase"] in phases and record.get(key) is not None:
+                values.append(record[key])
+        if len(values) == 1 or len(set(values)) > 1:
+            return True
+    return False
 
 
 def plot_metric(axis, records, phase, key, color, label):
@@ -1306,8 +1312,7 @@ def line_styles(axis, names):
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
-    records = [record for record in records if record["phase"] in names]
-    panels = [panel for panel in panels if any(changes(records, key) for key in panel[1])] or panels
+    panels = [panel for panel in panels if changes(records, panel[1], names)] or panels
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again

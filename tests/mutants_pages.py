@@ -29,14 +29,14 @@ MUTANTS = [
     (RESULTS, "for key in sorted(records)]", "for key in [key]]", IN + "a_record_replaces_the_one_of_its_id"),
     (
         RCE,
-        "return len(values) == 1 or len(set(values)) > 1",
-        "return bool(values)",
+        "if len(values) == 1 or len(set(values)) > 1:",
+        "if values:",
         IN + "a_picture_leaves_out_panels_in_which_nothing_changes",
     ),
     (
         RCE,
-        '    records = [record for record in records if record["phase"] in names]\n',
-        "",
+        'if record["phase"] in phases and record.get(key) is not None:',
+        "if record.get(key) is not None:",
         IN + "a_picture_leaves_out_panels_in_which_nothing_changes",
     ),
     (
