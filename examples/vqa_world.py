@@ -1,10 +1,13 @@
 """Learns which demonstrations to show to a reader of pictures, in the world of data/make_shapes.py.
 
+Shows three rules beside the trainer's own in the test: similarity of the texts alone, of the pictures alone,
+and "same format", which reads what no other rule is told: it shows first the rows of the query's frame and
+sort.
+
+Change: the constants below, or trainers_rules() for a rule of your own.
+
     python data/make_shapes.py               # once: pictures, questions, the reader and vectors
     python examples/vqa_world.py             # mines, trains and tests; takes SEED=2 and so on, as rce_icl.py
-
-The test has three rules beside the trainer's own: similarity of the texts alone, of the pictures alone, and
-"same format", which reads what no other rule is told: it shows first the rows of the query's frame and sort.
 """
 
 import json
