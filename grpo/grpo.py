@@ -671,7 +671,7 @@ class GRPOTrainer:
         responses = batch.columns.get("turns", batch.responses)
         samples = sample_records(batch, responses, advantages)
         self.run.log_step(metrics, int(batch.response_mask.sum()), samples, line)
-        count_signal(self, bool(batch.advantages.any()) or self.distils, "all responses to a prompt")
+        count_signal(self, bool(batch.advantages.any()) or self.distils, "all responses to the same prompt")
 
 
 # ================ machinery: models, data, sampling, files, processes. The algorithm ends here

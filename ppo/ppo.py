@@ -676,7 +676,9 @@ class PPOTrainer:
         line = line.format(epochs=NUM_EPOCHS, **metrics)
         samples = sample_records(batch, batch.responses, (batch.advantages * mask).sum(1) / mask.sum(1))
         self.run.log_step(metrics, batch.response_lengths.sum().item(), samples, line)
-        count_signal(self, bool((batch.scores != batch.scores[0]).any()), "all responses")
+        # Equal sums of unequal rewards per token are a signal, too
+        has_signal = batch.token_scores is not None or bool((batch.scores != batch.scores[0]).any())
+        count_signal(self, has_signal, "all responses")
 
 
 # ================ machinery: models, data, sampling, files, processes. The algorithm ends here

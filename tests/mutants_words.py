@@ -84,6 +84,12 @@ MUTANTS = [
         FLAT + "[grpo/grpo.py]",
     ),
     (
+        PPO,
+        "has_signal = batch.token_scores is not None or ",
+        "has_signal = ",
+        HOME + "unequal_rewards_of_tokens_with_equal_sums_are_a_signal",
+    ),
+    (
         GRPO,
         "bool(batch.advantages.any()) or self.distils",
         "bool(batch.advantages.any())",

@@ -120,6 +120,18 @@ def test_ten_steps_of_equal_rewards_in_a_row_are_warned_of_once(ppo, grpo, file,
     assert trainer.steps_without_signal == 1, "step 12 had another reward, step 13 none"
 
 
+def test_unequal_rewards_of_tokens_with_equal_sums_are_a_signal(ppo, capsys):
+    module = ppo(MAX_STEPS=10, NUM_EPOCHS=9, MAX_NEW_TOKENS=4, MAX_EVAL_PROMPTS=0, BATCH_SIZE=2)
+
+    class Mine(module.PPOTrainer):
+        def compute_rewards(self, prompts, responses, answers, response_ids, **columns):
+            return [[1.0] + [0.0] * (len(ids) - 1) for ids in response_ids]
+
+    trainer = Mine()
+    trainer.train()
+    assert trainer.run.step == 10 and "WARNING: in the last" not in capsys.readouterr().out
+
+
 def test_distillation_has_no_reward_to_be_warned_of(grpo, capsys):
     module = grpo(
         MAX_STEPS=11, NUM_EPOCHS=9, MAX_NEW_TOKENS=4, MAX_EVAL_PROMPTS=0, BATCH_SIZE=2, GROUP_SIZE=1
