@@ -63,6 +63,9 @@ LENGTHS = [1, 2, 3, 5]  # examples in a sequence: 0 to 4 demonstrations
 BATCH = 160  # examples
 WIDTH = 64  # of the language model
 LAYERS = 3
+HEAD_SIZE = 32  # of an attention head
+INITIAL_SCALE = 0.125  # standard deviation of the first weights
+ROPE_BASE = 1e6
 TOWER_STEPS = 500  # of the vision tower alone, first
 TRAIN_STEPS = 3000
 LEARNING_RATE = 2e-3
@@ -232,9 +235,10 @@ def make_model(tokenizer):
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
-    text |= {"num_hidden_layers": LAYERS}
+    text |= {"num_hidden_layers": LAYERS, "head_dim": HEAD_SIZE}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE}}
     text |= {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "bos_token_id": None, **ids}
-    text |= {"tie_word_embeddings": True, "initializer_range": 0.05}
+    text |= {"tie_word_embeddings": True, "initializer_range": INITIAL_SCALE}
     config = LlavaConfig(
         text_config=LlamaConfig(**text),
         vision_config=CLIPVisionConfig(**vision, image_size=SIDE, patch_size=SIDE // 2),

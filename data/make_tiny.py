@@ -9,7 +9,7 @@ most follow a bad habit (stop a step early, guess, repeat a step), so it *can* s
 mostly does not: reinforcement learning has something to find, and its climb is honest.
 The reward model starts from the policy's weights and learns to prefer a right solution to a wrong one.
 ppo/sft.py and ppo/reward_model.py train the two. The shipped models were made with the same data, steps and
-rates, by loops that stood here before those scripts existed: docs/preferences.md compares the two.
+rates, by loops that stood here before those scripts existed.
 
 Writes train.jsonl, test.jsonl, train.parquet, policy/, reward_model/ and facts.json.
 """

@@ -42,7 +42,9 @@ rce_icl.POOL_SIZE = 24
 rce_icl.MAX_ANSWER_TOKENS = 6
 rce_icl.READER_BATCH_SIZE = 64
 rce_icl.VALIDATION_QUERIES = 150
-rce_icl.MINE_QUERIES = 400
+rce_icl.MINE_QUERIES = 800
+rce_icl.RCE_EPOCHS = 20
+rce_icl.TAU = 0.2
 rce_icl.TEST_ORACLE = 100
 
 
