@@ -3783,9 +3783,16 @@ def check_sampler(model, batch):
 def take_reward_parts(candidate, reward_parts):
     """Enters the reward's parts, {name: value}, into a candidate. Its hard and soft reward are two of
     them."""
+    missing = []
     for constant, name in (("HARD_REWARD", HARD_REWARD), ("SOFT_REWARD", SOFT_REWARD)):
         if name not in reward_parts:
-            raise UserError(f"{constant} = {name!r} is no part of the reward: {', '.join(reward_parts)}")
+            missing.append(f"{constant} = {name!r}")
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)}: the reward has no part of this name. Its parts are: "
+            f"{', '.join(reward_parts)}. Name one of them (HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1; both "
+            f"may be the same part), or add the missing one to REWARD_FUNCTIONS with weight 0.0"
+        )
     hard, soft = reward_parts[HARD_REWARD], reward_parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":
         soft = 1 / (1 + math.exp(min(700.0, -soft)))

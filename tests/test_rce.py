@@ -558,7 +558,13 @@ def test_a_candidate_whose_scoring_raised_is_kept_and_is_no_negative(rce, tmp_pa
         (
             lambda p, r, a: [1.0] * len(r),
             {"HARD_REWARD": "exact", "SOFT_REWARD": "rouge"},
-            "HARD_REWARD = 'exact' is no part of the reward: mine",
+            "HARD_REWARD = 'exact' and SOFT_REWARD = 'rouge': the reward has no part of this name. Its parts "
+            "are: mine. Name one of them",
+        ),
+        (
+            lambda p, r, a: [1.0] * len(r),
+            {"SOFT_REWARD": "rouge_l"},
+            "^SOFT_REWARD = 'rouge_l': .* or add the missing one to REWARD_FUNCTIONS with weight 0.0",
         ),
         (lambda p, r, a: ["x"] * len(r), {}, "failed for every one"),
         (
