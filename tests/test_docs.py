@@ -198,6 +198,17 @@ def test_the_command_for_your_data_on_this_machine_runs(started, tmp_path, monke
     assert done.returncode == 0 and "20 prompts to train on, 2 held out" in done.stdout
 
 
+def test_the_command_of_your_reward_for_rce_trains_on_the_reward_that_it_names(started, tmp_path):
+    (tmp_path / "stubs").mkdir()
+    found = commands(ROOT / "docs/your-reward.md", tmp_path / "stubs")
+    ((path, *words),) = [words for words in found if words[0] == "rce/rce.py"]
+    words = [word for word in words if not word.startswith("OUTPUT_DIR=")]
+    fewer = ["MAX_STEPS=1", "MINE_PROMPTS=8", "GROUP_SIZE=4", "MAX_EVAL_PROMPTS=2", "ROUNDS=1"]
+    done = started(path, *words, *fewer, f"OUTPUT_DIR={tmp_path / 'run'}", shrink=False)
+    assert done.returncode == 0, done.stderr
+    assert "reward/last_number" in done.stdout and "reward/exact_answer" not in done.stdout
+
+
 def test_the_preset_for_a_small_card_runs(started, tmp_path):
     page = (ROOT / "docs/troubleshooting.md").read_text()
     (preset,) = re.findall(r"`(LORA_RANK=16 LEARNING_RATE=\S+ DTYPE=.*?)`", page)
