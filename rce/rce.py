@@ -3790,8 +3790,8 @@ def take_reward_parts(candidate, reward_parts):
     if missing:
         raise UserError(
             f"{' and '.join(missing)}: the reward has no part of this name. Its parts are: "
-            f"{', '.join(reward_parts)}. Name one of them (HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1; both "
-            f"may be the same part), or add the missing one to REWARD_FUNCTIONS with weight 0.0"
+            f"{', '.join(reward_parts)}. Name one of them (HARD_REWARD gives 0 or 1, SOFT_REWARD 0 to 1; "
+            "both may be the same part), or add the missing one to REWARD_FUNCTIONS with weight 0.0"
         )
     hard, soft = reward_parts[HARD_REWARD], reward_parts[SOFT_REWARD]
     if SOFT_REWARD == "reward_model":
