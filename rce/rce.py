@@ -151,8 +151,10 @@ VALIDATION_FRACTION = 0.2  # of the first round's prompts: never trained on
 # rewards/. Weight 0: a part for SOFT_REWARD, not for the score that is logged
 REWARD_FUNCTIONS = [("exact_answer", 1.0), ("rouge_l", 0.0)]
 REWARD_MODEL_WEIGHT = 1.0
-HARD_REWARD = "exact_answer"  # the reward that is 1 for right, 0 for wrong candidates
-SOFT_REWARD = "rouge_l"  # the reward that grades candidates, in [0, 1]; "reward_model": by a sigmoid
+HARD_REWARD = "exact_answer"  # the part of REWARD_FUNCTIONS that is 1 for right, 0 for wrong candidates
+SOFT_REWARD = (
+    "rouge_l"  # the part that grades candidates, in [0, 1]; "reward_model": its score through a sigmoid
+)
 REWARD_MODE = "hard_only"  # function in rewards/ that makes r of these and gt_prob
 HYBRID_SCORE = "logprob"  # logprob or a reward: what REWARD_MODE = hybrid scales and mixes in
 SIMILARITY_WEIGHT = 0.0  # adds this times the reward SIMILARITY to the r of wrong candidates
