@@ -5,7 +5,9 @@ A response is an episode, a token is an action (Ziegler et al. 2019, arXiv 1909.
 
     r_t   = -KL_COEF (log pi(y_t) - log pi_ref(y_t)) + [t is the last token] score(y)
     A_t   = sum_k (GAMMA LAM)^k (r_{t+k} + GAMMA V_{t+k+1} - V_{t+k}), V after the end is 0; then whitened
-    R_t   = V_t + A_t, A_t not whitened, with CRITIC_LAM instead of LAM if that is set (VC-PPO, 2503.01491)
+    R_t   = V_t + A_t, A_t not whitened, with CRITIC_LAM instead of LAM: what the critic is trained on. At
+            CRITIC_LAM = 1 (VC-PPO, 2503.01491) it is the sum of the rewards from token t on, by GAMMA
+    V_t   = the critic's model + w x_t, with x_t = value_features() and w from fit_values()
     rho_t = pi(y_t) / pi_old(y_t)
     L     = -mean_t min(rho_t A_t, clip(rho_t, 1 - CLIP_RANGE, 1 + CLIP_RANGE_HIGH) A_t)
             + VALUE_LOSS_COEF mean_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old +- VALUE_CLIP_RANGE) - R_t)^2)
@@ -185,7 +187,10 @@ KL_TARGET: float | None = None  # nats per token: adapts KL_COEF (1909.08593, se
 KL_HORIZON = 10000  # time constant of the adaptive KL_COEF, in responses; a step changes KL_COEF by <= 20%
 GAMMA = 1.0  # 0 to 1
 LAM = 0.95  # 0 to 1; 1: Monte-Carlo returns minus values
-CRITIC_LAM: float | None = None  # lambda of the critic's targets, 0 to 1; None: LAM
+CRITIC_LAM = 1.0  # lambda of the critic's targets, 0 to 1; 1: the sum of the rewards that came
+VALUE_FIT_DECAY: float | None = (
+    0.5  # per step, of what fit_values() remembers; None: the critic's model alone
+)
 CRITIC_WARMUP_STEPS = 0  # number of first steps that train the critic alone (2503.01491)
 WHITEN_ADVANTAGES = True
 
@@ -230,7 +235,7 @@ _VALID_RANGES = {  # (smallest, largest) value or allowed words, where a bad val
     "MAX_EVAL_PROMPTS WARMUP_STEPS LOG_SAMPLES SAVE_EVERY_N_STEPS EVAL_EVERY_N_STEPS WEIGHT_DECAY": (0, 1e12),
     "TEMPERATURE CLIP_RANGE CLIP_RANGE_HIGH MAX_GRAD_NORM LORA_ALPHA REWARD_TIMEOUT": (1e-6, 1e9),
     "LEARNING_RATE CRITIC_LEARNING_RATE KL_COEF KL_TARGET MISSING_EOS_PENALTY LORA_RANK": (0, 1e6),
-    "GAMMA LAM CRITIC_LAM": (0, 1),
+    "GAMMA LAM CRITIC_LAM VALUE_FIT_DECAY": (0, 1),
     "STAGE": ["train", "evaluate"],
     "DTYPE": ["float32", "bfloat16"],
     "SHARD": ["none", "fsdp2"],
@@ -323,6 +328,35 @@ def value_loss(values, old_values, returns, clip_range):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 
+def value_features(logprobs, mask, max_new_tokens):
+    """Returns what is known before a token is sampled, (rows, R, 3): 1; its position, as a share of
+    max_new_tokens; and whether an earlier token of the response had a probability below 1/2. Such a token is
+    often the slip that makes a response wrong, and the critic's model does not see probabilities."""
+    is_unlikely = (logprobs < math.log(0.5)) * mask
+    unlikely_before = is_unlikely.cumsum(1) - is_unlikely
+    position = mask.cumsum(1) / max_new_tokens
+    return torch.stack([torch.ones_like(mask), position, (unlikely_before > 0).to(mask.dtype)], 2)
+
+
+def fit_values(moments, features, targets, mask, decay):
+    """Adds a step's tokens to the moments (X'X, X'y) of a least-squares fit of targets (rows, R) on features
+    (rows, R, F), after the earlier steps' moments were multiplied by decay."""
+    features, targets, mask = (x.double().cpu() for x in (features, targets, mask))
+    xx, xy = moments
+    masked = features * mask[:, :, None]
+    new_xx = torch.einsum("rtf,rtg->fg", masked, features)
+    new_xy = torch.einsum("rtf,rt->f", masked, targets)
+    return decay * xx + new_xx, decay * xy + new_xy
+
+
+def fitted_values(moments, features):
+    """Returns the values that the fit predicts, (rows, R), zeros before the first step. The identity is a
+    ridge penalty."""
+    xx, xy = moments
+    weights = torch.linalg.solve(xx + torch.eye(len(xx), dtype=xx.dtype), xy)
+    return features @ weights.to(features)
+
+
 def ppo_stats(logprobs, old_logprobs, advantages, clip_range, clip_range_high):
     """Returns what is logged of each token, a dict of (rows, R): the k3 estimate of KL(old || new), whether
     the ratio was clipped, |log ratio| and |ratio - 1|, of which the maximum is logged. The log ratio is
@@ -369,6 +403,7 @@ class PPOTrainer:
         # call and moves what it finds to batch.reward_parts
         self.reward_parts = {}
         self.steps_without_signal = 0  # in a row, in this start of the program
+        self.explained_variances = []  # of the steps of this start
         self.load_models()
         self.train_rows = load_prompts(self, TRAIN_DATASETS, "TRAIN_DATASETS", MAX_TRAIN_PROMPTS)
         self.eval_rows = load_prompts(self, EVAL_DATASETS, "EVAL_DATASETS", MAX_EVAL_PROMPTS)
@@ -377,6 +412,8 @@ class PPOTrainer:
         # permutation of the prompts. prompts: their number, compared when a run resumes
         num_prompts = len(self.train_rows)
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_prompts, kl_coef=KL_COEF)
+        no_moments = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        self.state.value_moments = no_moments  # of the fit of value_features()
         # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
         if not KL_TARGET:
@@ -448,7 +485,8 @@ class PPOTrainer:
         rollout             rows (of the data), sequences, responses (texts), response_ids, response_mask,
                             response_lengths, truncated, logprobs (log pi_old), entropies,
                             columns (for reward functions: {"response_ids": lists without padding})
-        score               scores (rows,), token_scores (rows, R) or None, reward_parts, values, ref_logprobs
+        score               scores (rows,), token_scores (rows, R) or None, reward_parts, ref_logprobs,
+                            values: the critic's model plus fitted_values, those of value_features
         compute_advantages  raw_advantages, advantages (whitened), returns (the critic's targets)"""
         with self.run.timed("rollout"):
             # Drawn here, for the whole step: how it is cut into batches does not change the samples
@@ -460,10 +498,13 @@ class PPOTrainer:
     @torch.no_grad()
     def score(self, batch):
         """Adds the scores of the responses, and the values and reference log-probabilities of their
-        tokens."""
+        tokens. A value is the expected return before a token: the critic's model plus a fit."""
         with self.run.timed("score"):
             batch.scores, batch.token_scores, batch.reward_parts = self.score_responses(batch)
-            batch.values = map_micro_batches(response_values, self.critic, batch)
+            mask = batch.response_mask
+            batch.value_features = value_features(batch.logprobs, mask, MAX_NEW_TOKENS)
+            batch.fitted_values = fitted_values(self.state.value_moments, batch.value_features) * mask
+            batch.values = map_micro_batches(response_values, self.critic, batch) + batch.fitted_values
             batch.ref_logprobs = batch.logprobs  # without a reference the penalty is 0
             if self.reference:
                 with without_adapter(self.reference):
@@ -505,18 +546,25 @@ class PPOTrainer:
         return reward_model_scores(self.reward_model, self.reward_tokenizer, prompts, responses)
 
     def compute_advantages(self, batch):
-        """GAE on the token rewards. The returns come from advantages before they are whitened."""
+        """GAE on the token rewards. The returns, the critic's targets, come from advantages before they are
+        whitened."""
         mask = batch.response_mask
         token_rewards = per_token_rewards(
             batch.scores, batch.logprobs, batch.ref_logprobs, mask, self.state.kl_coef, batch.token_scores
         )
         batch.raw_advantages = gae(token_rewards, batch.values, mask, GAMMA, LAM)
-        batch.returns = batch.raw_advantages + batch.values
-        if CRITIC_LAM is not None:
-            batch.returns = gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM) + batch.values
+        batch.returns = gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM) + batch.values
         batch.advantages = batch.raw_advantages
         if WHITEN_ADVANTAGES:
             batch.advantages = whiten(batch.raw_advantages, mask)
+
+    def update_value_fit(self, batch):
+        """Fits value_features() to what the critic's model leaves of the returns, for the next step."""
+        if VALUE_FIT_DECAY is not None:
+            targets = batch.returns - (batch.values - batch.fitted_values)
+            self.state.value_moments = fit_values(
+                self.state.value_moments, batch.value_features, targets, batch.response_mask, VALUE_FIT_DECAY
+            )
 
     def update(self, batch):
         """Makes GROUP_EPOCHS passes of MINI_BATCHES optimizer steps. Returns the means of their metrics."""
@@ -527,6 +575,7 @@ class PPOTrainer:
             for _ in range(GROUP_EPOCHS):
                 for rows in mini_batches(len(batch.rows)):
                     steps.append(self.optimizer_step(batch, rows))
+            self.update_value_fit(batch)
         check_first_ratio(steps[0], run.step)
         metrics = over_optimizer_steps(steps)
         metrics["first_ratio_deviation"] = steps[0]["max_ratio_deviation"]
@@ -586,7 +635,7 @@ class PPOTrainer:
             if trains_actor:
                 gradients.backward(self.actor, (actor_losses * mask).sum() / num_tokens)
 
-            values = response_values(self.critic, batch, micro)
+            values = response_values(self.critic, batch, micro) + batch.fitted_values[index, :width]
             value_losses = value_loss(values, old_values, returns, VALUE_CLIP_RANGE)
             gradients.backward(self.critic, (VALUE_LOSS_COEF * value_losses * mask).sum() / num_tokens)
 
@@ -671,14 +720,26 @@ class PPOTrainer:
         }
         line = (
             "Epoch {epoch}/{epochs}: PL:{policy_loss:.4f} VL:{value_loss:.4f} R:{reward:.2f} "
-            "A:{advantage_mean:.2f} E:{entropy:.3f} LR:{learning_rate:.2e}"
+            "A:{advantage_mean:.2f} E:{entropy:.3f} LR:{learning_rate:.2e} EV:{explained_variance:.2f}"
         )
         line = line.format(epochs=NUM_EPOCHS, **metrics)
         samples = sample_records(batch, batch.responses, (batch.advantages * mask).sum(1) / mask.sum(1))
         self.run.log_step(metrics, batch.response_lengths.sum().item(), samples, line)
+        self.check_critic(metrics["explained_variance"])
         # Equal sums of unequal rewards per token are a signal, too
         has_signal = batch.token_scores is not None or bool((batch.scores != batch.scores[0]).any())
         count_signal(self, has_signal, "all responses")
+
+    def check_critic(self, explained_variance):
+        """Says once if the critic explained nothing in steps 11 to 20 of this start of the program."""
+        self.explained_variances.append(explained_variance)
+        last = sorted(self.explained_variances[10:])
+        if len(last) == 10 and last[5] < 0.05:
+            found = (
+                f"in the last 10 steps the critic explained {max(0, last[5]):.0%} of the returns' variance"
+            )
+            hint = "a higher CRITIC_LEARNING_RATE, MINI_BATCHES=4, or more prompts per step"
+            self.run.log(f"NOTE: {found} (explained_variance). Try {hint}; grpo/grpo.py needs no critic")
 
 
 # ================ machinery: models, data, sampling, files, processes. The algorithm ends here
