@@ -5,9 +5,9 @@
 By default seeds 1 2 3 and all baselines. TASK is one of
     default  the default run of ppo/ppo.py
     sums     SmolLM2-135M-Instruct on sums (bench/real.py get)
-    credit   An early token decides, the later ones are noise. The prompt is a digit. The response has LENGTH
-             tokens of 82; its first must be that digit, which is scored at the end. One response per prompt,
-             so that a group has no mean. The policy is a Llama of 2 layers with random weights.
+    credit   An early token decides, the later ones are noise. A response has LENGTH tokens of 82; its first
+             must be one of the ten digits, which is scored at the end. One response per prompt, so that a
+             group has no mean. The policy is a Llama of 2 layers with random weights.
 
 The values that compute_advantages() reads are, by baseline:
     critic   the critic's, of its model and its least-squares fit (value_features() in ppo/ppo.py)
@@ -42,18 +42,18 @@ TASKS = {
     "credit": [
         "REWARD_MODEL=None",
         "KL_COEF=0.0",
-        "BATCH_SIZE=40",
+        "BATCH_SIZE=80",
         "GRADIENT_ACCUMULATION_STEPS=1",
         "GROUP_SIZE=1",
         f"MAX_NEW_TOKENS={LENGTH}",
-        "LEARNING_RATE=3e-4",
+        "LEARNING_RATE=1e-3",
         "CRITIC_LEARNING_RATE=1e-3",
-        "MINI_BATCHES=1",
+        "MINI_BATCHES=4",
         "ENTROPY_COEF=0.01",
         "LAM=1.0",
         "NUM_EPOCHS=1000000",
-        "MAX_STEPS=100",
-        "EVAL_EVERY_N_STEPS=10",
+        "MAX_STEPS=50",
+        "EVAL_EVERY_N_STEPS=5",
         "MAX_EVAL_PROMPTS=None",
     ],
 }
@@ -76,9 +76,12 @@ def trainer_class(ppo, task, baseline, seconds):
             return metrics
 
     class Credit(Ablation):
+        def __init__(self):
+            super().__init__()
+            self.digits = self.tokenizer.convert_tokens_to_ids([str(digit) for digit in range(10)])
+
         def compute_rewards(self, prompts, responses, answers, response_ids):
-            wanted = self.tokenizer.convert_tokens_to_ids(prompts)  # a digit is one token
-            return [float((ids[0] + digit) % 2 == 0) for ids, digit in zip(response_ids, wanted)]
+            return [float(ids[0] in self.digits) for ids in response_ids]
 
         def accuracy(self, batch):
             return batch.scores.double()
@@ -150,9 +153,8 @@ def main():
             done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
             line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
             runs.append(json.loads(line.removeprefix("FOUND ")))
-        print(
-            f"\n{baseline}\n   step  accuracy: mean (each seed)            seconds of a step  explained_variance"
-        )
+        print(f"\n{baseline}")
+        print("   step  accuracy: mean (each seed)   seconds per step  explained_variance")
         for evaluations in zip(*runs):
             step = evaluations[0][0]
             values = [evaluation[1] for evaluation in evaluations]
