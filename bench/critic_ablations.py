@@ -34,7 +34,7 @@ from dense_rewards import load_ppo, make_inputs
 from real import RUNS
 
 ROOT = Path(__file__).resolve().parents[1]
-LENGTH = 48
+LENGTH = 60
 BASELINES = ("critic", "network", "fit", "zero", "group", "batch")
 TASKS = {
     "default": [],

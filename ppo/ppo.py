@@ -708,14 +708,14 @@ class PPOTrainer:
         mask = batch.response_mask
         groups = batch.scores.view(-1, GROUP_SIZE)
         is_flat = (groups == groups[:, :1]).all(1).float()
-        variance = masked_variance(batch.returns, mask)
-        unexplained = masked_variance(batch.returns - batch.values, mask) / (variance + 1e-8)
+        variance = masked_variance(batch.returns, mask).item()
+        unexplained = masked_variance(batch.returns - batch.values, mask).item()
         metrics = {
             "epoch": self.state.epoch,
             **metrics,
             **response_metrics(batch, batch.scores, batch.reward_parts),
             "advantage_mean": masked_mean(batch.raw_advantages, mask).item(),
-            "explained_variance": (1 - unexplained).item(),
+            "explained_variance": 1 - unexplained / variance if variance > 1e-8 else math.nan,
             "zero_variance_groups": is_flat.mean().item() if GROUP_SIZE > 1 else 0.0,
         }
         line = (
@@ -732,7 +732,8 @@ class PPOTrainer:
 
     def check_critic(self, explained_variance):
         """Says once if the critic explained nothing in steps 11 to 20 of this start of the program."""
-        self.explained_variances.append(explained_variance)
+        if math.isfinite(explained_variance):  # NaN: all returns were equal
+            self.explained_variances.append(explained_variance)
         last = sorted(self.explained_variances[10:])
         if len(last) == 10 and last[5] < 0.05:
             found = (

@@ -45,7 +45,6 @@ MUTANTS = [
     ),
     # PPO's corrections
     (PPO, "mask, GAMMA, CRITIC_LAM)", "mask, GAMMA, LAM)", UNLIKE),
-    (PPO, "if CRITIC_LAM is not None:", "if False:", UNLIKE),
     (PPO, "1 + clip_range_high)", "1 + clip_range)", IN_PPO + "policy_clip"),
     (
         PPO,
@@ -124,7 +123,7 @@ MUTANTS = [
     (
         PPO,
         "gae(token_rewards, batch.values, mask, GAMMA, LAM)",
-        "gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM or LAM)",
+        "gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM)",
         UNLIKE,
     ),
     (

@@ -281,8 +281,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "batch.returns = batch.raw_advantages + batch.values",
-        "batch.returns = whiten(batch.raw_advantages, mask) + batch.values",
+        "batch.returns = gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM) + batch.values",
+        "batch.returns = whiten(gae(token_rewards, batch.values, mask, GAMMA, CRITIC_LAM), mask) + batch.values",
         IN_PPO + "returns_come_from_the_advantages_as_they_are_not_whitened",
     ),
     (

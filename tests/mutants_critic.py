@@ -1,0 +1,68 @@
+"""Mutants of what PPO's values are made of. The program that plants them is mutants.py."""
+
+PPO = "ppo/ppo.py"
+TEST = "tests/test_critic.py::test_"
+FEATURES = TEST + "value_features_are_known_before_the_token"
+FIT = TEST + "the_fit_is_ridge_regression_with_forgetting"
+VALUE = TEST + "a_value_is_the_critics_model_plus_the_fit_of_the_steps_before"
+SAID = TEST + "a_critic_that_explains_nothing_is_said_once"
+
+MUTANTS = [
+    # A token's own probability is known only after it was sampled
+    (PPO, "is_unlikely.cumsum(1) - is_unlikely", "is_unlikely.cumsum(1)", FEATURES),
+    (
+        PPO,
+        "is_unlikely = (logprobs < math.log(0.5)) * mask",
+        "is_unlikely = logprobs < math.log(0.5)",
+        FEATURES,
+    ),
+    (PPO, "(logprobs < math.log(0.5)) * mask", "(logprobs < 0.5) * mask", FEATURES),
+    (PPO, "position = mask.cumsum(1) / max_new_tokens", "position = mask.cumsum(1)", FEATURES),
+    (PPO, "(unlikely_before > 0).to(mask.dtype)", "unlikely_before", FEATURES),
+    # the fit
+    (PPO, "masked = features * mask[:, :, None]", "masked = features", FIT),
+    (PPO, "decay * xx + new_xx", "xx + new_xx", FIT),
+    (PPO, "decay * xy + new_xy", "xy + new_xy", FIT),
+    (PPO, "xx + torch.eye(len(xx), dtype=xx.dtype)", "xx + 1e-9 * torch.eye(len(xx), dtype=xx.dtype)", FIT),
+    # what it is fitted to, when, and what it is added to
+    (PPO, "batch.returns - (batch.values - batch.fitted_values)", "batch.returns", VALUE),
+    (PPO, "batch.returns - (batch.values - batch.fitted_values)", "batch.returns - batch.values", VALUE),
+    (PPO, "batch.value_features) * mask\n", "batch.value_features)\n", VALUE),
+    (PPO, "batch) + batch.fitted_values\n", "batch)\n", VALUE),
+    (PPO, "            self.update_value_fit(batch)\n", "", VALUE),
+    (
+        PPO,
+        "        if VALUE_FIT_DECAY is not None:\n",
+        "        if True:\n",
+        TEST + "without_a_decay_the_value_is_that_of_the_critics_model_alone",
+    ),
+    (
+        PPO,
+        "micro) + batch.fitted_values[index, :width]",
+        "micro)",
+        TEST + "the_critics_loss_is_that_of_model_and_fit_together",
+    ),
+    # the message
+    (
+        PPO,
+        "if variance > 1e-8 else math.nan",
+        "if variance >= 0 else math.nan",
+        TEST + "equal_returns_have_no_explained_variance",
+    ),
+    (
+        PPO,
+        "        if math.isfinite(explained_variance):\n",
+        "        if True:\n",
+        TEST + "equal_returns_have_no_explained_variance",
+    ),
+    (PPO, "sorted(self.explained_variances[10:])", "sorted(self.explained_variances[-10:])", SAID),
+    (PPO, "len(last) == 10 and last[5] < 0.05", "len(last) == 10 and last[5] < 0.5", SAID),
+    (PPO, "len(last) == 10 and last[5] < 0.05", "len(last) >= 10 and last[5] < 0.05", SAID),
+    (PPO, "{max(0, last[5]):.0%}", "{last[5]:.0%}", SAID),
+    (
+        PPO,
+        '        self.check_critic(metrics["explained_variance"])\n',
+        "",
+        TEST + "record_hands_the_explained_variance_on",
+    ),
+]

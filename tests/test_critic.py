@@ -1,0 +1,170 @@
+"""What PPO's values are made of: the critic's model, and the least-squares fit of what the sampler knows."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import load_script
+
+module = load_script("ppo/ppo.py")
+
+
+def test_value_features_are_known_before_the_token():
+    probabilities = torch.tensor([[0.9, 0.4, 0.9, 0.9], [0.51, 0.6, 0.3, 0.2]])
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0]])
+    features = module.value_features(probabilities.log(), mask, 8)
+    assert features.shape == (2, 4, 3)
+    assert features[:, :, 0].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert features[0, :, 1].tolist() == [0.125, 0.25, 0.375, 0.5]
+    # The second token of the first row is unlikely: the tokens after it know that, itself does not
+    assert features[0, :, 2].tolist() == [0, 0, 1, 1]
+    assert features[1, :, 2].tolist() == [0, 0, 0, 1]
+    # What stands outside the mask is no token of the response: it can be no slip
+    mask = torch.tensor([[1.0, 0, 1, 1]])
+    assert module.value_features(probabilities[:1].log(), mask, 8)[0, :, 2].tolist() == [0, 0, 0, 0]
+
+
+def test_the_fit_is_ridge_regression_with_forgetting():
+    generator = torch.Generator().manual_seed(3)
+    moments = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    assert module.fitted_values(moments, torch.ones(2, 5, 3)).tolist() == [[0.0] * 5] * 2
+    rows, wanted = [], []
+    for step in range(3):
+        features = torch.rand(4, 5, 3, generator=generator)
+        targets = torch.rand(4, 5, generator=generator)
+        mask = (torch.rand(4, 5, generator=generator) > 0.3).float()
+        moments = module.fit_values(moments, features, targets, mask, 0.25)
+        share = 0.25 ** (2 - step)  # a step that is n steps old counts 0.25 ** n
+        chosen = mask.bool()
+        rows.append(features[chosen].double().numpy() * math.sqrt(share))
+        wanted.append(targets[chosen].double().numpy() * math.sqrt(share))
+    x, y = np.concatenate([*rows, np.eye(3)]), np.concatenate([*wanted, np.zeros(3)])  # the penalty as rows
+    weights = np.linalg.lstsq(x, y, rcond=None)[0]
+    features = torch.rand(2, 5, 3, generator=generator)
+    found = module.fitted_values(moments, features)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), features.numpy() @ weights, rtol=1e-5)
+
+
+def step_of(trainer):
+    """A batch after rollout, scoring, advantages and update."""
+    batch = trainer.rollout(trainer.next_prompts())
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    trainer.update(batch)
+    return batch
+
+
+def test_a_value_is_the_critics_model_plus_the_fit_of_the_steps_before(ppo):
+    trainer = ppo(
+        REWARD_FUNCTIONS=[(lambda prompts, responses, answers: [float(len(r)) for r in responses], 1.0)],
+        REWARD_MODEL=None,
+        MAX_NEW_TOKENS=16,
+    ).PPOTrainer()
+    first = step_of(trainer)
+    assert first.fitted_values.abs().max() == 0  # nothing was seen yet
+    features = module.value_features(first.logprobs, first.response_mask, 16)
+    zeros = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    moments = module.fit_values(zeros, features, first.returns - first.values, first.response_mask, 0.5)
+    for found, expected in zip(trainer.state.value_moments, moments):
+        torch.testing.assert_close(found, expected)
+
+    second = trainer.rollout(trainer.next_prompts())
+    trainer.score(second)
+    mask = second.response_mask
+    features = module.value_features(second.logprobs, mask, 16)
+    fitted = module.fitted_values(moments, features) * mask
+    assert fitted.abs().max() > 1
+    torch.testing.assert_close(second.fitted_values, fitted)
+    model_values = module.map_micro_batches(module.response_values, trainer.critic, second)
+    torch.testing.assert_close(second.values, model_values + fitted)
+    # What is left for the next fit is what the model does not predict, whatever the last fit said
+    trainer.compute_advantages(second)
+    trainer.update(second)
+    expected = module.fit_values(moments, features, second.returns - model_values, mask, 0.5)
+    for found, wanted in zip(trainer.state.value_moments, expected):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_without_a_decay_the_value_is_that_of_the_critics_model_alone(ppo):
+    trainer = ppo(VALUE_FIT_DECAY=None).PPOTrainer()
+    step_of(trainer)
+    assert all(x.abs().max() == 0 for x in trainer.state.value_moments)
+    batch = trainer.rollout(trainer.next_prompts())
+    trainer.score(batch)
+    expected = module.map_micro_batches(module.response_values, trainer.critic, batch)
+    assert torch.equal(batch.values, expected)
+
+
+def test_the_critics_loss_is_that_of_model_and_fit_together(ppo):
+    trainer = ppo(VALUE_CLIP_RANGE=0.0, REWARD_MODEL=None).PPOTrainer()
+    batch = trainer.rollout(trainer.next_prompts())
+    trainer.score(batch)
+    generator = torch.Generator().manual_seed(1)
+    batch.fitted_values = torch.rand(batch.values.shape, generator=generator) * batch.response_mask
+    trainer.compute_advantages(batch)
+    model_values = batch.values  # of a step whose fit was zero
+    metrics = trainer.optimizer_step(batch, list(range(len(batch.rows))))
+    errors = (model_values + batch.fitted_values - batch.returns).double() ** 2 * batch.response_mask
+    wanted = 0.5 * errors.sum() / batch.response_mask.sum()
+    assert metrics["value_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_the_critics_targets_are_the_sums_of_the_rewards_that_came(ppo):
+    trainer = ppo(KL_COEF=0.0, REWARD_MODEL=None, LAM=0.5, GAMMA=1.0).PPOTrainer()
+    batch = trainer.rollout(trainer.next_prompts())
+    trainer.score(batch)
+    batch.values = torch.rand(batch.values.shape) * batch.response_mask
+    batch.scores = torch.arange(len(batch.rows)).float()
+    trainer.compute_advantages(batch)
+    expected = batch.scores[:, None] * batch.response_mask
+    torch.testing.assert_close(batch.returns * batch.response_mask, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("explained, is_said", [(0.04, True), (0.06, False), (-3.0, True)])
+def test_a_critic_that_explains_nothing_is_said_once(ppo, explained, is_said):
+    trainer = ppo().PPOTrainer()
+    said = []
+    trainer.run.log = said.append
+    for _ in range(10):
+        trainer.check_critic(0.9)  # the first ten steps do not count
+    for _ in range(9):
+        trainer.check_critic(explained)
+    assert said == []
+    trainer.check_critic(explained)
+    trainer.check_critic(explained)
+    assert len(said) == is_said
+    if is_said:
+        share = f"{max(0, round(100 * explained))}%"
+        assert f"the critic explained {share} of the returns' variance" in said[0]
+        assert "CRITIC_LEARNING_RATE" in said[0]
+
+
+def test_record_hands_the_explained_variance_on(ppo, tmp_path):
+    functions = [(lambda prompts, responses, answers: [float(len(r)) for r in responses], 1.0)]
+    trainer = ppo(REWARD_MODEL=None, REWARD_FUNCTIONS=functions).PPOTrainer()
+    trainer.run.open_files()
+    trainer.run.next_step()
+    batch = trainer.rollout(trainer.next_prompts())
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    trainer.record(batch, trainer.update(batch))
+    (record,) = [json.loads(line) for line in open(tmp_path / "run/logs/metrics.jsonl")]
+    assert trainer.explained_variances == [pytest.approx(record["explained_variance"])]
+
+
+def test_equal_returns_have_no_explained_variance(ppo, tmp_path):
+    functions = [(lambda prompts, responses, answers: [1.0] * len(responses), 1.0)]
+    trainer = ppo(REWARD_MODEL=None, REWARD_FUNCTIONS=functions, KL_COEF=0.0).PPOTrainer()
+    trainer.run.open_files()
+    trainer.run.next_step()
+    torch.nn.init.normal_(trainer.critic.score.weight)
+    batch = trainer.rollout(trainer.next_prompts())
+    trainer.score(batch)
+    trainer.compute_advantages(batch)
+    trainer.record(batch, trainer.update(batch))
+    (record,) = [json.loads(line) for line in open(tmp_path / "run/logs/metrics.jsonl")]
+    assert record["explained_variance"] is None or math.isnan(record["explained_variance"])
+    assert trainer.explained_variances == []
