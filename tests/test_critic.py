@@ -21,6 +21,9 @@ def test_value_features_are_known_before_the_token():
     # The second token of the first row is unlikely: the tokens after it know that, itself does not
     assert features[0, :, 2].tolist() == [0, 0, 1, 1]
     assert features[1, :, 2].tolist() == [0, 0, 0, 1]
+    # Two slips count as one
+    features = module.value_features(torch.full((1, 4), 0.1).log(), torch.ones(1, 4), 8)
+    assert features[0, :, 2].tolist() == [0, 1, 1, 1]
     # What stands outside the mask is no token of the response: it can be no slip
     mask = torch.tensor([[1.0, 0, 1, 1]])
     assert module.value_features(probabilities[:1].log(), mask, 8)[0, :, 2].tolist() == [0, 0, 0, 0]
