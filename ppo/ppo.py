@@ -328,14 +328,19 @@ def value_loss(values, old_values, returns, clip_range):
     return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
 
 
-def value_features(logprobs, mask, max_new_tokens):
-    """Returns what is known before a token is sampled, (rows, R, 3): 1; its position, as a share of
-    max_new_tokens; and whether an earlier token of the response had a probability below 1/2. Such a token is
-    often the slip that makes a response wrong, and the critic's model does not see probabilities."""
+def value_features(logprobs, mask, scores, group_size, max_new_tokens):
+    """Returns what is known of each token before it is sampled, and what the critic's model cannot see,
+    (rows, R, 5): 1; its position, as a share of max_new_tokens; whether an earlier token of the response had
+    a probability below 1/2, which is often the slip that makes it wrong; the mean score of the prompt's other
+    responses (0: there is no other); and the product of the last two."""
     is_unlikely = (logprobs < math.log(0.5)) * mask
-    unlikely_before = is_unlikely.cumsum(1) - is_unlikely
+    unlikely_before = (is_unlikely.cumsum(1) - is_unlikely > 0).to(mask.dtype)
     position = mask.cumsum(1) / max_new_tokens
-    return torch.stack([torch.ones_like(mask), position, (unlikely_before > 0).to(mask.dtype)], 2)
+    groups = scores.view(-1, group_size)
+    others = (groups.sum(1, keepdim=True) - groups) / max(1, group_size - 1)
+    others_mean = others.view(-1, 1).expand_as(mask)
+    features = [torch.ones_like(mask), position, unlikely_before, others_mean, others_mean * unlikely_before]
+    return torch.stack(features, 2)
 
 
 def fit_values(moments, features, targets, mask, decay):
@@ -412,7 +417,7 @@ class PPOTrainer:
         # permutation of the prompts. prompts: their number, compared when a run resumes
         num_prompts = len(self.train_rows)
         self.state = SimpleNamespace(epoch=0, order=None, cursor=0, prompts=num_prompts, kl_coef=KL_COEF)
-        no_moments = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        no_moments = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         self.state.value_moments = no_moments  # of the fit of value_features()
         # If the run resumes, this loads the checkpoint into state and optimizers
         self.run.register(self.state, self.models, self.optimizers, self.tokenizer)
@@ -502,7 +507,9 @@ class PPOTrainer:
         with self.run.timed("score"):
             batch.scores, batch.token_scores, batch.reward_parts = self.score_responses(batch)
             mask = batch.response_mask
-            batch.value_features = value_features(batch.logprobs, mask, MAX_NEW_TOKENS)
+            batch.value_features = value_features(
+                batch.logprobs, mask, batch.scores, GROUP_SIZE, MAX_NEW_TOKENS
+            )
             batch.fitted_values = fitted_values(self.state.value_moments, batch.value_features) * mask
             batch.values = map_micro_batches(response_values, self.critic, batch) + batch.fitted_values
             batch.ref_logprobs = batch.logprobs  # without a reference the penalty is 0

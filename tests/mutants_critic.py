@@ -3,13 +3,14 @@
 PPO = "ppo/ppo.py"
 TEST = "tests/test_critic.py::test_"
 FEATURES = TEST + "value_features_are_known_before_the_token"
+OTHERS = TEST + "a_responses_own_score_is_no_feature_of_it"
 FIT = TEST + "the_fit_is_ridge_regression_with_forgetting"
 VALUE = TEST + "a_value_is_the_critics_model_plus_the_fit_of_the_steps_before"
 SAID = TEST + "a_critic_that_explains_nothing_is_said_once"
 
 MUTANTS = [
     # A token's own probability is known only after it was sampled
-    (PPO, "is_unlikely.cumsum(1) - is_unlikely", "is_unlikely.cumsum(1)", FEATURES),
+    (PPO, "(is_unlikely.cumsum(1) - is_unlikely > 0)", "(is_unlikely.cumsum(1) > 0)", FEATURES),
     (
         PPO,
         "is_unlikely = (logprobs < math.log(0.5)) * mask",
@@ -18,7 +19,12 @@ MUTANTS = [
     ),
     (PPO, "(logprobs < math.log(0.5)) * mask", "(logprobs < 0.5) * mask", FEATURES),
     (PPO, "position = mask.cumsum(1) / max_new_tokens", "position = mask.cumsum(1)", FEATURES),
-    (PPO, "(unlikely_before > 0).to(mask.dtype)", "unlikely_before", FEATURES),
+    (PPO, "cumsum(1) - is_unlikely > 0).to(mask.dtype)", "cumsum(1) - is_unlikely)", FEATURES),
+    # A response's own score must not be in its baseline
+    (PPO, "(groups.sum(1, keepdim=True) - groups)", "groups.sum(1, keepdim=True)", OTHERS),
+    (PPO, "- groups) / max(1, group_size - 1)", "- groups) / group_size", OTHERS),
+    (PPO, "- groups) / max(1, group_size - 1)", "- groups) / (group_size - 1)", FEATURES),
+    (PPO, "others_mean, others_mean * unlikely_before]", "others_mean, others_mean]", OTHERS),
     # the fit
     (PPO, "masked = features * mask[:, :, None]", "masked = features", FIT),
     (PPO, "decay * xx + new_xx", "xx + new_xx", FIT),
@@ -51,8 +57,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "        if math.isfinite(explained_variance):\n",
-        "        if True:\n",
+        "        if math.isfinite(explained_variance):  # NaN",
+        "        if True:  # NaN",
         TEST + "equal_returns_have_no_explained_variance",
     ),
     (PPO, "sorted(self.explained_variances[10:])", "sorted(self.explained_variances[-10:])", SAID),

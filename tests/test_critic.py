@@ -11,22 +11,34 @@ from conftest import load_script
 module = load_script("ppo/ppo.py")
 
 
+def features_of(probabilities, mask, scores=None, group_size=1):
+    scores = torch.zeros(len(mask)) if scores is None else torch.tensor(scores)
+    return module.value_features(torch.tensor(probabilities).log(), torch.tensor(mask), scores, group_size, 8)
+
+
 def test_value_features_are_known_before_the_token():
-    probabilities = torch.tensor([[0.9, 0.4, 0.9, 0.9], [0.51, 0.6, 0.3, 0.2]])
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0]])
-    features = module.value_features(probabilities.log(), mask, 8)
-    assert features.shape == (2, 4, 3)
+    probabilities = [[0.9, 0.4, 0.9, 0.9], [0.51, 0.6, 0.3, 0.2]]
+    features = features_of(probabilities, [[1.0, 1, 1, 1], [1, 1, 1, 0]])
+    assert features.shape == (2, 4, 5)
     assert features[:, :, 0].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
     assert features[0, :, 1].tolist() == [0.125, 0.25, 0.375, 0.5]
     # The second token of the first row is unlikely: the tokens after it know that, itself does not
     assert features[0, :, 2].tolist() == [0, 0, 1, 1]
     assert features[1, :, 2].tolist() == [0, 0, 0, 1]
+    assert features[:, :, 3:].abs().max() == 0  # one response per prompt
     # Two slips count as one
-    features = module.value_features(torch.full((1, 4), 0.1).log(), torch.ones(1, 4), 8)
-    assert features[0, :, 2].tolist() == [0, 1, 1, 1]
+    assert features_of([[0.1] * 4], [[1.0] * 4])[0, :, 2].tolist() == [0, 1, 1, 1]
     # What stands outside the mask is no token of the response: it can be no slip
-    mask = torch.tensor([[1.0, 0, 1, 1]])
-    assert module.value_features(probabilities[:1].log(), mask, 8)[0, :, 2].tolist() == [0, 0, 0, 0]
+    assert features_of(probabilities[:1], [[1.0, 0, 1, 1]])[0, :, 2].tolist() == [0, 0, 0, 0]
+
+
+def test_a_responses_own_score_is_no_feature_of_it():
+    probabilities, mask = [[0.4, 0.9]] * 6, [[1.0, 1.0]] * 6
+    features = features_of(probabilities, mask, [1.0, 2, 6, 0, 0, 3], group_size=3)
+    others = [4, 3.5, 1.5, 1.5, 1.5, 0]
+    assert features[:, 0, 3].tolist() == features[:, 1, 3].tolist() == others
+    assert features[:, 0, 4].tolist() == [0] * 6
+    assert features[:, 1, 4].tolist() == others
 
 
 def test_the_fit_is_ridge_regression_with_forgetting():
@@ -65,11 +77,13 @@ def test_a_value_is_the_critics_model_plus_the_fit_of_the_steps_before(ppo):
         REWARD_FUNCTIONS=[(lambda prompts, responses, answers: [float(len(r)) for r in responses], 1.0)],
         REWARD_MODEL=None,
         MAX_NEW_TOKENS=16,
+        GROUP_SIZE=2,
     ).PPOTrainer()
     first = step_of(trainer)
     assert first.fitted_values.abs().max() == 0  # nothing was seen yet
-    features = module.value_features(first.logprobs, first.response_mask, 16)
-    zeros = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    sizes = 2, 16
+    features = module.value_features(first.logprobs, first.response_mask, first.scores, *sizes)
+    zeros = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     moments = module.fit_values(zeros, features, first.returns - first.values, first.response_mask, 0.5)
     for found, expected in zip(trainer.state.value_moments, moments):
         torch.testing.assert_close(found, expected)
@@ -77,7 +91,7 @@ def test_a_value_is_the_critics_model_plus_the_fit_of_the_steps_before(ppo):
     second = trainer.rollout(trainer.next_prompts())
     trainer.score(second)
     mask = second.response_mask
-    features = module.value_features(second.logprobs, mask, 16)
+    features = module.value_features(second.logprobs, mask, second.scores, *sizes)
     fitted = module.fitted_values(moments, features) * mask
     assert fitted.abs().max() > 1
     torch.testing.assert_close(second.fitted_values, fitted)
