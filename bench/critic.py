@@ -47,6 +47,8 @@ def trainer_of(ppo, checkpoint):
         trainer.critic = ppo.load_model(
             ppo.AutoModelForTokenClassification, f"{checkpoint}/critic", "CRITIC_MODEL", trainer.device
         )
+        saved = torch.load(f"{checkpoint}/training_state.pt", map_location="cpu", weights_only=True)
+        trainer.state.value_moments = saved["state"]["value_moments"]
     return trainer
 
 
@@ -79,8 +81,8 @@ def explained(scores, predictions, noise=0.0):
 def measure(ppo, checkpoint):
     trainer = trainer_of(ppo, checkpoint)
     batch = trainer.rollout(trainer.next_prompts())
-    batch.scores = trainer.score_responses(batch)[0]
-    values = ppo.map_micro_batches(ppo.response_values, trainer.critic, batch).cpu().numpy()
+    trainer.score(batch)
+    values = batch.values.cpu().numpy()
     generator = np.random.default_rng(0)
     rows = np.arange(len(batch.rows)).repeat(PLACES)
     lengths = batch.response_lengths.cpu().numpy()[rows]
