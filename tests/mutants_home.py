@@ -565,8 +565,8 @@ MUTANTS = [
     ),
     (
         GRPO,
-        'if "MICRO_BATCH_ROWS" in constants():',
-        'if "MICRO_BATCH_ROWS" not in constants():',
+        'hint = "set MICRO_BATCH_ROWS=1 and',
+        'hint = "set MICRO_BATCH_ROWS=None and',
         "tests/test_safety.py::test_out_of_memory_is_a_sentence",
     ),
 ]

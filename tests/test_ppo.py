@@ -619,6 +619,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(ppo):
     assert distance(*found) < 1e-4
 
 
+def test_an_optimizer_of_ones_own_keeps_gradient_checkpointing(ppo):
+    script = ppo(GRADIENT_CHECKPOINTING=True)
+    script.make_optimizer = lambda model, learning_rate: torch.optim.SGD(model.parameters(), learning_rate)
+    trainer = script.PPOTrainer()
+    assert trainer.actor.model.layers[0].gradient_checkpointing
+    assert trainer.critic.model.layers[0].gradient_checkpointing
+
+
 def test_dropout_is_off_everywhere(ppo, tmp_path):
     torch.manual_seed(0)
     dropout = dict(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
