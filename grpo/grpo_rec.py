@@ -1970,10 +1970,9 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
-def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
+def call_reward(name, function, prompts, responses, answers, columns=None):
     """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
-    columns of their names. With a width the function may return a list of numbers per response, one per
-    token: (rows, width)."""
+    columns of their names."""
     columns = columns or {}
     signature = inspect.signature(function)
     first = [*signature.parameters][:3]
@@ -1994,22 +1993,10 @@ def call_reward(name, function, prompts, responses, answers, columns=None, width
         if not isinstance(error, UserError) and not hasattr(error, "__notes__"):  # the innermost is enough
             error.add_note(f"(raised by the reward function {name})")
         raise
-    if width is None or not is_list_of_lists(values, len(responses)):
-        return check_scores(name, values, len(responses))
-    token_scores = torch.zeros(len(responses), width)  # 0 after each response's end
-    for i, ids in enumerate(columns["response_ids"]):
-        token_scores[i, : len(ids)] = check_scores(name, values[i], len(ids), f"token of response {i}")
-    return token_scores
+    return check_scores(name, values, len(responses))
 
 
-def is_list_of_lists(values, count):
-    """Whether a reward function returned `count` values of which at least one is a list."""
-    if not hasattr(values, "__len__") or len(values) != count:
-        return False
-    return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
-
-
-def check_scores(name, values, count, each="response"):
+def check_scores(name, values, count):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
@@ -2027,7 +2014,7 @@ def check_scores(name, values, count, each="response"):
         if scores.shape == (count,) and scores.isfinite().all():
             return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
+    raise UserError(f"{name} must return {count} finite numbers, one per response; it returned {returned}")
 
 
 def reward_chunks(rows):
@@ -2045,7 +2032,7 @@ def reward_chunks(rows):
     return [*chunks, slice(start, end)]
 
 
-def score_over_ranks(trainer, function_name, function, batch, width=None):
+def score_over_ranks(trainer, function_name, function, batch):
     """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
     Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""
 
@@ -2058,7 +2045,7 @@ def score_over_ranks(trainer, function_name, function, batch, width=None):
         prompts, responses, answers = column(rows, "prompt"), batch.responses[chunk], column(rows, "answer")
         trainer.reward_parts = {}
         with time_limit():
-            scores = call_reward(function_name, function, prompts, responses, answers, columns, width)
+            scores = call_reward(function_name, function, prompts, responses, answers, columns)
         reward_parts = {}
         for part, values in trainer.reward_parts.items():
             reward_parts[part] = check_scores(f"reward_parts[{part!r}]", values, len(scores))

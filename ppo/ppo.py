@@ -447,7 +447,7 @@ class PPOTrainer:
         """Samples GROUP_SIZE responses to each prompt; rows of one prompt are neighbours. Returns a batch.
         Its fields come from
         rollout             rows (of the data), sequences, responses (texts), response_ids, response_mask,
-                            response_lengths, truncated, logprobs (log pi_old), entropies,
+                            response_lengths, truncated, logprobs (log pi_old),
                             columns (for reward functions: {"response_ids": lists without padding})
         score               scores (rows,), token_scores (rows, R) or None, reward_parts, values, ref_logprobs
         compute_advantages  raw_advantages, advantages (whitened), returns (the critic's targets)"""
@@ -849,7 +849,7 @@ def check_models(models_by_constant, rows, pad_id):
     def sampled_and_scored():
         nonlocal batch
         settings = (2, 10, 1.5, eos_ids, pad_id)  # group size, most new tokens, temperature, ids
-        ids, lengths, logprobs, _ = generate(actor, prompts, uniform, *settings)
+        ids, lengths, logprobs, *_ = generate(actor, prompts, uniform, *settings)
         responses = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
         batch = make_batch(prompts_twice, responses, actor.device)
         tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -1112,31 +1112,29 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
     """Samples group_size responses to each prompt, a list of ids; rows of one prompt are neighbours.
 
     uniform (rows, max_new_tokens) decides every token; None takes the likeliest one. Returns ids (rows,
-    max_new_tokens), lengths (rows,), and, in the shape of ids, each id's log-probability in the sampling
-    distribution and that distribution's entropy. A row holds its first EOS id, and padding after it. A row
-    that was cut holds no EOS id."""
+    max_new_tokens), lengths (rows,), and each id's log-probability in the sampling distribution, in the shape
+    of ids. A row holds its first EOS id, and padding after it. A row that was cut holds no EOS id."""
     device = model.device
     check_every = _EOS_CHECK_EVERY[device.type]
     decoder = Decoder(model, prompts, group_size, pad_id)
     rows = torch.arange(len(prompts) * group_size, device=device)  # rows of the result that are not finished
     ids = torch.full((len(rows), max_new_tokens), pad_id, device=device)
-    logprobs, entropies = torch.zeros(2, len(rows), max_new_tokens, device=device)
+    logprobs = torch.zeros(len(rows), max_new_tokens, device=device)
     finished = torch.zeros_like(rows, dtype=torch.bool)
-    pending = []  # since the last check, of each token: ids, log-probabilities, entropies, (unfinished rows,)
+    pending = []  # since the last check, of each token: ids and log-probabilities, (unfinished rows,)
     for t in progress(range(max_new_tokens), "tokens"):
         distribution = sampling_logprobs(decoder.logits, temperature).clamp_(min=-1e30)  # (rows, vocabulary)
-        probabilities = distribution.exp()
         if uniform is None:
             tokens = distribution.argmax(-1)
         else:
-            tokens = sample_tokens(probabilities, uniform[rows, t])
+            tokens = sample_tokens(distribution.exp(), uniform[rows, t])
         chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        pending.append((tokens, chosen, -(probabilities * distribution).sum(-1)))
+        pending.append((tokens, chosen))
         is_last = t + 1 == max_new_tokens
         # Every check_every tokens: store what is pending, then drop the rows that are finished
         if (t + 1) % check_every == 0 or is_last:
             columns = slice(t + 1 - len(pending), t + 1)
-            for result, values in zip((ids, logprobs, entropies), zip(*pending)):
+            for result, values in zip((ids, logprobs), zip(*pending)):
                 result[rows, columns] = torch.stack(values, 1)
             pending = []
             if is_last:
@@ -1153,9 +1151,7 @@ def generate(model, prompts, uniform, group_size, max_new_tokens, temperature, e
         decoder.next(tokens)
     is_eos = torch.isin(ids, eos_ids).long()
     after_eos = is_eos.cumsum(1) > is_eos  # an EOS stands before this token
-    logprobs = logprobs.masked_fill(after_eos, 0)
-    entropies = entropies.masked_fill(after_eos, 0)
-    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs, entropies
+    return ids.masked_fill(after_eos, pad_id), (~after_eos).sum(1), logprobs.masked_fill(after_eos, 0)
 
 
 # ---------------------------------------------------------------- decoding with shared prompts
@@ -1812,7 +1808,7 @@ def ids_of_ends(model, tokenizer):
 def respond(model, tokenizer, prompts, uniform, group_size=1):
     """Samples group_size responses to each prompt, a list of ids, by generate(); as many rows at a time as a
     training batch has. uniform (rows, MAX_NEW_TOKENS); None: the likeliest tokens. Returns a batch (see
-    make_batch) with logprobs, entropies, truncated, responses (texts) and columns (for reward functions)."""
+    make_batch) with logprobs, truncated, responses (texts) and columns (for reward functions)."""
     prompts_at_a_time = max(1, BATCH_SIZE * GROUP_SIZE // group_size)
     eos_ids = ids_of_ends(model, tokenizer)
     settings = (MAX_NEW_TOKENS, TEMPERATURE, eos_ids, padding_id(model, tokenizer))
@@ -1828,12 +1824,11 @@ def respond(model, tokenizer, prompts, uniform, group_size=1):
 
     with full_parameters(model):
         chunks = map_over_ranks(range(0, len(prompts), prompts_at_a_time), sample_chunk)
-    ids, lengths, logprobs, entropies = (torch.cat(x).to(model.device) for x in zip(*chunks))
+    ids, lengths, logprobs = (torch.cat(x).to(model.device) for x in zip(*chunks))
     responses = [row[:length] for length, *row in torch.cat([lengths[:, None], ids], 1).tolist()]
     batch = make_batch(repeat_each(prompts, group_size), responses, model.device)
     width = batch.response_mask.shape[1]
     batch.logprobs = logprobs[:, :width]
-    batch.entropies = entropies[:, :width]
     batch.truncated = ~torch.isin(ids.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
     batch.responses = tokenizer.batch_decode(responses, skip_special_tokens=True)
     batch.columns = {"response_ids": responses}
@@ -2122,9 +2117,7 @@ def policy_scores(trainer, greedy, sampled):
 def majority_votes(trainer, batch):
     """Returns for each prompt the index of the response that most others agree with, (prompts,). Two
     responses agree if ACCURACY_FUNCTION finds one correct with the other as the answer. Returns None if no
-    two responses agree anywhere, or if the responses are turns instead of texts."""
-    if not isinstance(batch.responses[0], str):
-        return None
+    two responses agree anywhere."""
     votes = []
     can_compare = False
     for start in range(0, len(batch.responses), EVALUATE_SAMPLES):
@@ -2453,6 +2446,7 @@ def time_limit():
         faulthandler.cancel_dump_traceback_later()
 
 
+# differs: rewards per token
 def call_reward(name, function, prompts, responses, answers, columns=None, width=None):
     """Calls a reward function and returns its values, (rows,). Its fourth and later parameters get the data
     columns of their names. With a width the function may return a list of numbers per response, one per
@@ -2492,6 +2486,7 @@ def is_list_of_lists(values, count):
     return any(getattr(value, "ndim", isinstance(value, (list, tuple))) for value in values)
 
 
+# differs: rewards per token
 def check_scores(name, values, count, each="response"):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
@@ -2528,6 +2523,7 @@ def reward_chunks(rows):
     return [*chunks, slice(start, end)]
 
 
+# differs: rewards per token
 def score_over_ranks(trainer, function_name, function, batch, width=None):
     """Calls a reward function with one chunk of a batch's responses at a time; the processes share the calls.
     Returns the scores and {part: values (rows,)} of what the function left in trainer.reward_parts."""

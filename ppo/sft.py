@@ -577,7 +577,7 @@ def find_accuracy_function():
     return function
 
 
-def check_scores(name, values, count, each="response"):
+def check_scores(name, values, count):
     """Returns the values as a float32 tensor (count,). Anything else is a mistake of the reward function."""
     if inspect.isawaitable(values) or inspect.isasyncgen(values):
         if inspect.iscoroutine(values):
@@ -595,7 +595,7 @@ def check_scores(name, values, count, each="response"):
         if scores.shape == (count,) and scores.isfinite().all():
             return scores
         returned = f"{repr(values)[:80]}, of shape {tuple(scores.shape)}"
-    raise UserError(f"{name} must return {count} finite numbers, one per {each}; it returned {returned}")
+    raise UserError(f"{name} must return {count} finite numbers, one per response; it returned {returned}")
 
 
 def sampled_accuracy(trainer, rows):

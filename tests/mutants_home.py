@@ -269,10 +269,10 @@ MUTANTS = [
         HOME + "figures_and_records_of_two_prompts_by_hand[rce]",
     ),
     (
-        PPO,
+        GRPO,
         "    if not isinstance(batch.responses[0], str):\n        return None\n    votes",
         "    votes",
-        HOME + "the_majority_is_the_answer_that_most_responses_state[ppo]",
+        HOME + "the_majority_is_the_answer_that_most_responses_state[grpo]",
     ),
     (
         GRPO,

@@ -385,8 +385,8 @@ MUTANTS = [
     ),
     (
         PPO,
-        "sample_tokens(probabilities, uniform[rows, t])",
-        "sample_tokens(probabilities.where(distribution >= distribution.topk(5).values[:, -1:], 0), uniform[rows, t])",
+        "sample_tokens(distribution.exp(), uniform[rows, t])",
+        "sample_tokens(distribution.exp().where(distribution >= distribution.topk(5).values[:, -1:], 0), uniform[rows, t])",
         IN_PPO + "a_token_beyond_the_likeliest_few_is_sampled_too",
     ),
     (
