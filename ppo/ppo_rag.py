@@ -1057,7 +1057,7 @@ def read_metrics(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def changes(records, keys, phases):
+def varies(records, keys, phases):
     """Returns whether one of the metrics has two different values in records of the phases, or one alone."""
     for key in keys:
         values = []
@@ -1101,7 +1101,7 @@ def line_styles(axis, names):
 def draw_plot(records, path, title, panels, names):
     """Draws a grid of panels, each (y label, metrics), without those in which nothing changes. names: what
     each phase shows, {"train": ..., "eval": ...}."""
-    panels = [panel for panel in panels if changes(records, panel[1], names)] or panels
+    panels = [panel for panel in panels if varies(records, panel[1], names)] or panels
     height = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(9.5, 1.4 + 2.2 * height))
     inch = 1 / figure.get_figheight()  # matplotlib's own layouts take half as long again

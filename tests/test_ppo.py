@@ -253,7 +253,7 @@ def test_the_mask_covers_every_sampled_token_and_the_first_eos(ppo, monkeypatch)
 
     def generate(*_):
         ids = torch.tensor([[5, eos, 0, 0], [5, 6, 7, 8], [eos, 0, 0, 0]])
-        return ids, torch.tensor([2, 4, 1]), torch.zeros(3, 4), torch.zeros(3, 4)
+        return ids, torch.tensor([2, 4, 1]), torch.zeros(3, 4)
 
     monkeypatch.setattr(script, "generate", generate)
     batch = script.respond(trainer.actor, trainer.tokenizer, [[1], [2]], None)
